@@ -1,14 +1,8 @@
 """Calibration on one rank: builds a few layers of a model, measures them, fits the cost model, and writes a machine profile.
 
-`hf-longctx calibrate` runs this on every rank. A few layers are enough: for a deeper model, one without decoder layers
-(embeddings, head and loss) is measured too, and the whole model costs that plus the cost per layer times the number of
-layers. Weights are random and nothing is downloaded.
-
-Builds the models that calibration measures: few layers, random weights, the shapes of a named model or a config.json.
-
-Called by `calibrate`, and by benchmarks that need a model of a given shape.
-
-Calibration results as text, printed by `hf-longctx calibrate`.
+`hf-longctx calibrate` runs this on every rank and prints the result. Weights are random, shapes those of a named model or a
+config.json, and nothing is downloaded. A few layers are enough: for a deeper model, one without decoder layers (embeddings, head
+and loss) is measured too, and the whole model costs that plus the number of layers times the cost per layer.
 """
 
 from __future__ import annotations
@@ -69,14 +63,14 @@ from hf_longctx.runtime.measure import (
 )
 from hf_longctx.runtime.process_groups import GroupPool
 
-# most layers that are measured; a model with no more of them is measured whole
+# most layers to measure; a model with at most as many is measured as a whole
 FEW_LAYERS = 6
 
 
 def model_config(name: str) -> PretrainedConfig:
-    """Config of a catalogue name (a Llama with its shapes), of a config.json, or of a folder with one; "" is a small Llama.
+    """Makes the config for a catalogue name (a Llama with its shapes), a config.json, or a folder with one; "": a small Llama.
 
-    Raises ValueError for anything else, and for a config that transformers does not know.
+    Raises ValueError for anything else, and for a config that transformers does not support.
     """
     path = Path(name) / "config.json" if name and Path(name).is_dir() else Path(name)
     if name and path.is_file():
@@ -100,12 +94,12 @@ def model_config(name: str) -> PretrainedConfig:
     return shaped_config(spec)
 
 
-# default model: a chunk takes a few milliseconds on one core, in enough layers to tell the cost of attention from matrices
+# default model: a chunk takes a few milliseconds on one core, with enough layers to separate costs of attention and matrices
 _SMALL = ModelSpec(4, 256, 704, 8, 4, 32, vocab_size=1024, max_positions=8192)
 
 
 def shaped_config(spec: ModelSpec) -> PretrainedConfig:
-    """Config of a Llama with the shapes of `spec`, or of a Qwen3 (with its windows) if queries and keys have norms."""
+    """Makes the config of a Llama with the shapes of `spec`, or of a Qwen3 (with its windows) if Q and K have norms."""
     sizes = {window for window in spec.windows if window is not None}
     if len(sizes) > spec.qk_norms:
         raise ValueError(f"layers with windows of {sorted(sizes)} cannot be built from these shapes; give a config.json instead")
@@ -149,7 +143,7 @@ def build_model(config: PretrainedConfig, device: torch.device, precision: str) 
 
 
 def few_layers(config: PretrainedConfig) -> int:
-    """Number of layers to measure: at most `FEW_LAYERS`, with the model's share of layers with attention where one has it."""
+    """Returns the number of layers to measure: at most `FEW_LAYERS`, with the model's share of attention layers if possible."""
     num_layers, types = config.num_hidden_layers, list(getattr(config, "layer_types", None) or ())
     counts = range(min(num_layers, FEW_LAYERS), 1, -1)
     alike = (
@@ -164,25 +158,25 @@ def set_layers(config: PretrainedConfig, num_layers: int) -> None:
     """Shortens `config`, in place, to its first `num_layers` decoder layers."""
     config.num_hidden_layers = num_layers
     field = config.attribute_map.get("layer_types", "layer_types")
-    # some configs, such as Bamba's, make the types from the number of layers
+    # some configs, such as Bamba's, derive types from the number of layers
     if not isinstance(getattr(type(config), field, None), property) and getattr(config, field, None) is not None:
         setattr(config, field, getattr(config, field)[:num_layers])
 
 
-# a chunk that ran less often than this has noisy timings, which the report says
+# a chunk with fewer runs has noisy timings, which the report mentions
 FEW_RUNS = 4
 _TIMEOUT_S = 60.0
-# how long one rank may wait for another, which compiles more slowly
+# longest wait for a rank that compiles more slowly
 _COMPILE_S = 300.0
-# tokens of the chunk with which kernels of every size are compiled
+# tokens of the chunk for compiling the kernels of every size
 _COMPILED_TOKENS = 16
-# how long a rank that refuses waits for the others to do so
+# longest wait of a refusing rank for the others to refuse
 _LEAVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """Says what to measure, and until when."""
+    """Describes what to measure, and until when."""
 
     # a name in the catalogue, a config.json, or a folder with one; "" means a small Llama
     model: str = ""
@@ -198,10 +192,9 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Timings of the few layers, the fit to them, and the profile that follows for the whole model.
+    """Timings of the few layers, the fit to them, and the resulting profile of the whole model.
 
-    costs: cost model of the few layers, with the fitted coefficients.
-    held_out: errors on timings that the fit has not seen, forward and backward together.
+    costs: cost model of the few layers, with fitted coefficients. held_out: errors on held-out timings, forward plus backward.
     """
 
     costs: CostModel
@@ -223,7 +216,7 @@ def calibrate(request: CalibrationRequest) -> Calibration:
         return _calibrate(request, device, launch.num_ranks, launch.ranks_per_node)
     except ValueError:
         if launch.num_ranks > 1 and dist.get_backend() == "gloo":
-            # a rank that ends at once looks like a lost one to those that still join
+            # a rank that ends at once looks lost to those that still join
             with suppress(RuntimeError):
                 dist.monitored_barrier(timeout=datetime.timedelta(seconds=_LEAVE_S))
         raise
@@ -233,7 +226,7 @@ def calibrate(request: CalibrationRequest) -> Calibration:
 
 
 def _start_rank(launch: LaunchEnvironment) -> torch.device:
-    """Joins the default process group, unless this rank has done so, and returns the rank's device."""
+    """Joins the default process group, unless already done, and returns the rank's device."""
     is_cuda = torch.cuda.is_available()
     if launch.num_ranks > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if is_cuda else "gloo", timeout=datetime.timedelta(seconds=_TIMEOUT_S))
@@ -260,10 +253,10 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     pool = GroupPool(degrees, _TIMEOUT_S, control)
     bench = _bench(model, spec, pool, device, math.inf, request.repeats)
     if fused.maker:
-        # nothing but the head alone is measured after this model, so kernels stay bound
+        # only the head is measured after this model, so kernels stay bound
         fused.bind(model)
         bench.run(Probe((_COMPILED_TOKENS,)))
-    # compiling is no measuring
+    # time for compiling does not count
     compiled_s = max(gather_objects(time.monotonic() - started_s, control)) if fused.maker else 0.0
     stop_at_s = bench.stop_at_s = request.stop_at_s + compiled_s + time.monotonic() - time.time()
     cluster = replace(cluster, hardware=measure_rates(pool, degrees, cluster, device))
@@ -294,9 +287,9 @@ def _bench(
 
 
 def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec, device: torch.device) -> HardwareSpec:
-    """Measures the rates of plain copies and exchanges and puts them into the cluster's hardware.
+    """Measures rates of plain copies and exchanges and returns the cluster with them.
 
-    One rank alone cannot measure exchanges, so their rates then stay guesses.
+    A single rank cannot measure exchanges, so their rates then stay guesses.
     """
     hardware = replace(cluster.hardware, name=_device_name(device), copy_bytes_per_s=copy_rate(pool, device))
     if device.type == "cuda":
@@ -305,7 +298,7 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
         return hardware
     exchanges = exchange_rates(pool, [degree for degree in degrees if degree > 1], device)
     neighbour = neighbour_rate(pool, device)
-    # with several nodes, the ring over all ranks is as slow as its slowest hop, the one between nodes
+    # with several nodes, the ring over all ranks is as slow as its hop between nodes
     inside = [rate for rate in exchanges if rate.num_ranks <= cluster.ranks_per_node]
     one_node = cluster.ranks_per_node >= cluster.num_ranks
     return replace(
@@ -318,7 +311,7 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
 
 
 def _measure_chunks(bench: ChunkBench, spec: ModelSpec, cluster: ClusterSpec, degrees: Sequence[int]) -> tuple[Timing, ...]:
-    """Measures a grid of chunks, the largest as large as time and memory allow."""
+    """Measures a grid of chunks, up to the largest size that time and memory allow."""
     shapes = [shape for degree in degrees if degree > 1 for shape in group_shapes(degree, "auto", spec, cluster)]
     budget_s = bench.stop_at_s - time.monotonic()
     limit = min(gather_objects(tokens_that_fit(spec, cluster), bench.pool.control))
@@ -332,7 +325,7 @@ def _measure_chunks(bench: ChunkBench, spec: ModelSpec, cluster: ClusterSpec, de
 def _measure_head(
     config: PretrainedConfig, device: torch.device, precision: str, pool: GroupPool, cluster: ClusterSpec, stop_at_s: float
 ) -> CostCoefficients:
-    """Fits coefficients of the model without decoder layers, using a fifth of the time that is left."""
+    """Fits coefficients of the model without decoder layers, in a fifth of the remaining time."""
     bare = copy.deepcopy(config)
     set_layers(bare, 0)
     model = build_model(bare, device, precision)
@@ -347,7 +340,7 @@ def _measure_head(
 def chunk_samples(
     timings: Sequence[Timing], costs: CostModel, is_held_out: bool | None, has_attention: bool = True
 ) -> list[ChunkSample]:
-    """Pairs each timing with the work that `costs` counts for its chunk; held-out ones, the others, or both (None)."""
+    """Pairs each timing with its chunk's work as counted by `costs`; held-out ones, the others, or both (None)."""
 
     pairs = costs.attention_pairs()
 
@@ -389,7 +382,7 @@ def describe(
 
 
 def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[str, float], ...]:
-    """Mean relative error of each kind of chunk: by group (one rank, or method and degree), pass, and fitted or held out."""
+    """Returns mean relative errors by group (one rank, or method and degree), pass, and fitted or held out."""
     table: dict[str, list[float]] = {}
     for timing, (sample,) in ((t, chunk_samples([t], costs, None)) for t in timings):
         errors = relative_errors([sample], costs.coefficients)
@@ -401,7 +394,7 @@ def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[s
 
 
 def shape_text(shape: GroupShape) -> str:
-    """Name of a group in tables, for example "ring of 2"."""
+    """Returns the name of a group in tables, for example "ring of 2"."""
     return "1 rank" if shape.degree == 1 else f"{shape.method} of {shape.degree}"
 
 
@@ -442,7 +435,7 @@ def calibration_text(calibration: Calibration) -> str:
 
 
 def _not_found(costs: CostModel) -> list[str]:
-    """One line for every coefficient that should be positive but was fitted as zero."""
+    """Returns one line for every coefficient that should be positive but was fitted as zero."""
     terms = ("pair_s", "token_s", *(("link_byte_s",) if costs.cluster.num_ranks > 1 else ()))
     passes = (("forward", costs.coefficients.forward), ("backward", costs.coefficients.backward))
     return [

@@ -1,6 +1,6 @@
 """Examines a machine and an installation: versions, devices, links, pinned memory, and which operators will run.
 
-Nothing here starts a training or needs other ranks. `hf-longctx doctor` prints the findings.
+It starts no training and needs no other ranks. `hf-longctx doctor` prints the findings.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hf_longctx.hf.start.settings.advice import allocator_advice
 from hf_longctx.runtime.tiles.packages import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
 
-# head size for which backends are named, that of most models
+# head size for which backends are named, the usual one
 _HEAD_DIM = 128
 _PINNED_BYTES = 64 * 2**20
-# package -> extra that installs it, and what it is for
+# package -> (extra that installs it, purpose)
 _EXTRAS = {
     "matplotlib": ("plot", "pictures of steps, needles and lengths"),
     "trl": ("trl", "trainers of TRL"),
@@ -40,7 +40,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. status: "ok", "note" (training works), or "fix" (it does not). remedy: what to do."""
+    """Result of one check. status: "ok", "note" (training works), or "fix" (it does not). remedy: what to do."""
 
     name: str
     text: str
@@ -48,12 +48,12 @@ class Finding:
     remedy: str = ""
 
     def record(self) -> dict[str, str]:
-        """The finding as JSON values."""
+        """Returns the finding as JSON values."""
         return asdict(self)
 
 
 def examine() -> list[Finding]:
-    """Looks at everything, in the order in which it should be fixed."""
+    """Runs all checks, in the order in which problems should be fixed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [*_versions(), *_devices(device), *_memory(device), *_links(device), *_operators(device), *_extras()]
 
@@ -72,7 +72,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def requirement_finding(needed: Requirement) -> Finding:
-    """Says whether the installed version of a package is one of those that are needed."""
+    """Checks whether the installed version of a package meets a requirement."""
     remedy = f"pip install '{needed.name}{needed.specifier}'"
     try:
         found = version(needed.name)
@@ -170,7 +170,7 @@ def _links(device: torch.device) -> Iterator[Finding]:
 
 
 def _operators(device: torch.device) -> Iterator[Finding]:
-    """Backends that run here; the first use of each checks it."""
+    """Returns the backends that run here; the first use of each checks it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     words = str(dtype).removeprefix("torch.")
     name = attention_backend(device, dtype, _HEAD_DIM)

@@ -1,10 +1,6 @@
-"""Results of one long-context evaluation: the loss by position and the needle grid, summed over ranks.
+"""Results of long-context evaluations, loss by position and needle grid, and their pictures.
 
-`LongContextEvaluation` makes them.
-
-Draws long-context evaluations: the needle grid as heat maps, the loss by position as lines.
-
-Needs matplotlib (the extra `plot`). Called by `LongContextEvaluation` when it writes its files.
+`LongContextEvaluation` makes and draws them; pictures need matplotlib (the extra `plot`).
 """
 
 from __future__ import annotations
@@ -20,13 +16,13 @@ from numpy.typing import NDArray
 
 from hf_longctx.hf.trainer.row_scores import RowScores
 
-# number of position buckets; each is twice as wide as the one before, so that these cover any document
+# number of position buckets; each is twice as wide as the one before, so that they cover any document
 _NUM_BUCKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LossBucket:
-    """The mean loss of the `num_tokens` tokens at positions `first` to `last`, both included."""
+    """Mean loss of the `num_tokens` tokens at positions `first` to `last`, inclusive."""
 
     first: int
     last: int
@@ -36,7 +32,7 @@ class LossBucket:
 
 @dataclass(frozen=True, slots=True)
 class NeedleCell:
-    """The result of all documents of one length and depth.
+    """Result of all documents of one length and depth.
 
     share_right: share of answer tokens that the model found likeliest. loss: mean loss of the answer tokens.
     """
@@ -62,7 +58,7 @@ class EvaluationRun:
         return self.name or f"step {self.step}"
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for the log, for example `eval_loss_at_4096_8191` and `eval_needle_8192_50` (depth in percent)."""
+        """Returns metrics for the log, such as `eval_loss_at_4096_8191` and `eval_needle_8192_50` (depth in percent)."""
         logs = {f"eval_loss_at_{bucket.first}_{bucket.last}": bucket.loss for bucket in self.buckets}
         logs |= {f"eval_needle_{cell.length}_{cell.depth * 100:g}": cell.share_right for cell in self.cells}
         if self.cells:
@@ -72,20 +68,20 @@ class EvaluationRun:
         return logs
 
     def record(self) -> dict[str, Any]:
-        """This run as JSON values."""
+        """Returns the run as JSON values."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> EvaluationRun:
-        """Reads what `record` wrote; raises TypeError or KeyError for anything else."""
+        """Reads the result of `record`; raises TypeError or KeyError for anything else."""
         buckets = tuple(LossBucket(**each) for each in record["buckets"])
         return cls(record["step"], buckets, tuple(NeedleCell(**each) for each in record["cells"]), record["name"])
 
 
 def bucket_sums(scores: RowScores, first_bucket: int) -> NDArray[np.float64]:
-    """Summed loss and number of tokens of every bucket of positions, shape [buckets, 2].
+    """Returns summed loss and number of tokens of every bucket of positions, shape [buckets, 2].
 
-    The first bucket holds the positions below `first_bucket`; each other bucket holds those from one power of two to the next.
+    The first bucket has the positions below `first_bucket`; each other bucket those from one power of two to the next.
     """
     # frexp's exponent of 2^k is k + 1
     numbers = np.frexp(scores.positions.astype(np.float64))[1] - int(math.log2(first_bucket))
@@ -93,13 +89,13 @@ def bucket_sums(scores: RowScores, first_bucket: int) -> NDArray[np.float64]:
 
 
 def cell_sums(scores: RowScores, num_documents: int, num_cells: int) -> NDArray[np.float64]:
-    """Number of right tokens, summed loss and number of tokens of every cell, shape [cells, 3]; rows must come cell by cell."""
+    """Returns right tokens, summed loss and number of tokens of every cell, shape [cells, 3]; rows must come cell by cell."""
     columns = [scores.is_right.astype(np.float64), scores.losses, np.ones_like(scores.losses)]
     return _sums(scores.rows // num_documents, columns, num_cells)
 
 
 def loss_buckets(sums: NDArray[np.float64], first_bucket: int) -> tuple[LossBucket, ...]:
-    """Makes the buckets that have tokens, from the sums over all ranks."""
+    """Makes the buckets with tokens, from the sums over all ranks."""
     buckets = []
     for number, (loss, count) in enumerate(sums.tolist()):
         if count:
@@ -194,18 +190,18 @@ def save_png_loss(runs: Sequence[EvaluationRun], path: Path) -> None:
 
 
 def _shown(runs: Sequence[EvaluationRun]) -> list[EvaluationRun]:
-    """Selects the runs that pictures label: those with a name, and the first and the last of the training."""
+    """Selects the runs to label in pictures: those with a name, and the first and the last of the training."""
     steps = [run for run in runs if not run.name]
     return [run for run in runs if run.name or run in steps[:1] + steps[-1:]]
 
 
 def _left(bucket: LossBucket) -> int:
-    """Left edge of a bucket in the picture, which draws the first bucket as wide as the second."""
+    """Returns the left edge of a bucket in the picture, which draws the first bucket as wide as the second."""
     return max(bucket.first, (bucket.last + 1) // 2)
 
 
 def _ticks(bucket: LossBucket) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Positions of a bucket's two edges in the picture, each with the position that labels it."""
+    """Returns a bucket's two edges in the picture, each with the position that labels it."""
     return (_left(bucket), bucket.first), (bucket.last + 1, bucket.last + 1)
 
 

@@ -1,4 +1,4 @@
-"""`LongContextEvaluation`, a callback that measures the loss by position and a needle grid while a trainer trains.
+"""Measures the loss by position and a needle grid during training, by the callback `LongContextEvaluation`.
 
 Both come from one forward per document that returns the loss of every token. With `LongContextTrainer` this forward runs under
 plans, with the run's sequence groups, slices and stages; with a stock `Trainer` it runs the plain model. Nothing is generated: an
@@ -47,11 +47,11 @@ class LongContextEvaluation(TrainerCallback):
     """Logs the loss of held-out rows by position and the needle grid; writes both, with pictures, into `output_dir`.
 
     It evaluates when training begins and ends, and after every `every_steps`th step; `run()` evaluates at any time. Positions
-    count from 1 in every document and are grouped into buckets: one below `first_bucket`, then one per power of two. `held_out`
-    has rows like an evaluation dataset. Raises ValueError for a trainer or for lengths that it cannot measure.
+    count from 1 in every document and are grouped into buckets: one below `first_bucket`, then one per power of two. held_out:
+    rows like those of an evaluation dataset. Raises ValueError for a trainer or for lengths that it cannot measure.
 
-    A resumed run continues the record of evaluations that it finds in `output_dir`. A record of another training, or with other
-    cells, is kept there under another name. Collective over all ranks.
+    A resumed run continues the record of evaluations in `output_dir`. A record of another training, or with other cells, is
+    renamed. Collective over all ranks.
 
     Example:
 
@@ -95,7 +95,7 @@ class LongContextEvaluation(TrainerCallback):
         return metrics
 
     def measure(self, model: PreTrainedModel, name: str) -> dict[str, float]:
-        """Evaluates another model for comparison, which every rank holds whole; results go to files and pictures, not to logs."""
+        """Evaluates another model, whole on every rank, for comparison; results go to files and pictures, not to logs."""
         self.runs.append(self._evaluated(model, name))
         self._write()
         return self.runs[-1].metrics()
@@ -128,7 +128,7 @@ class LongContextEvaluation(TrainerCallback):
             self._run_once(state)
 
     def _run_once(self, state: TrainerState) -> None:
-        """Evaluates, unless the last evaluation was of this step already."""
+        """Evaluates, unless the last evaluation was of this step."""
         if not self.runs or self.runs[-1].name or self.runs[-1].step != state.global_step:
             self.run()
 
@@ -155,7 +155,7 @@ class LongContextEvaluation(TrainerCallback):
 
     @property
     def _planned(self) -> LongContextMixin | None:
-        """The trainer if it evaluates under plans, else None."""
+        """Returns the trainer if it evaluates under plans, else None."""
         trainer: Any = self.trainer
         return trainer if isinstance(trainer, LongContextMixin) and trainer.plans_evaluation else None
 
@@ -168,7 +168,7 @@ class LongContextEvaluation(TrainerCallback):
         return plain_scores(model, dataset, args.process_index, args.world_size, args.device)
 
     def _over_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums over ranks, in the order of ranks, so that all ranks get exactly the same result."""
+        """Sums over ranks, in rank order, so that all ranks get exactly the same result."""
         return np.sum(self._of_ranks(sums), axis=0)
 
     def _of_ranks(self, value: Any) -> list[Any]:
@@ -184,12 +184,12 @@ class LongContextEvaluation(TrainerCallback):
 
     @property
     def _kind(self) -> dict[str, Any]:
-        """Settings that all evaluations of one record must share, as JSON values."""
+        """Returns settings that must be equal for all evaluations of one record, as JSON values."""
         cells = [] if self.needles is None else [list(cell) for cell in self.needles.cells]
         return {"first_bucket": None if self.held_out is None else self.first_bucket, "cells": cells}
 
     def _read(self) -> list[EvaluationRun]:
-        """Reads the earlier evaluations in the folder, as rank 0 sees them; renames a record with other settings."""
+        """Reads earlier evaluations from the folder on rank 0, for all ranks; renames a record with other settings."""
         path = self._folder / _RECORD
         text = self._of_ranks(path.read_text() if self.trainer.args.process_index == 0 and path.exists() else "")[0]
         if not text:
@@ -205,9 +205,9 @@ class LongContextEvaluation(TrainerCallback):
         return []
 
     def _leave_other_trainings(self, step: int) -> None:
-        """Drops the evaluations from the file that are not of this training: those after `step`, or all if `step` is 0.
+        """Drops evaluations of other trainings from the file: those after `step`, or all if `step` is 0.
 
-        `step`: optimizer step at which this training goes on.
+        step: optimizer step at which this training continues.
         """
         read, own = self.runs[: self._num_read], self.runs[self._num_read :]
         kept = [run for run in read if run.step <= step] if step else []
@@ -220,7 +220,7 @@ class LongContextEvaluation(TrainerCallback):
         self._write_record()
 
     def _set_aside(self, why: str) -> None:
-        """Renames the record in the folder to a free name; only the rank that saves does it."""
+        """Renames the record in the folder to a free name, on the rank that saves."""
         path = self._folder / _RECORD
         if self.trainer.args.should_save and path.exists():
             names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
@@ -229,7 +229,7 @@ class LongContextEvaluation(TrainerCallback):
             logger.warning("%s is kept as %s: %s", path, free.name, why)
 
     def _write(self) -> None:
-        """Writes the record and, if matplotlib is installed, the pictures; only the rank that saves does it."""
+        """Writes the record and, if matplotlib is installed, the pictures, on the rank that saves."""
         if not self.trainer.args.should_save:
             return
         self._write_record()
@@ -241,7 +241,7 @@ class LongContextEvaluation(TrainerCallback):
             save_png_loss(self.runs, self._folder / _LOSS)
 
     def _write_record(self) -> None:
-        """Writes the record, completely or not at all, since a training that stops here will read it when it resumes."""
+        """Writes the record atomically, since a training that stops here will read it after a resume."""
         if not self.trainer.args.should_save:
             return
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Needle tasks: documents that hide a fact somewhere and ask for that fact at the end, over a grid of lengths and depths.
+"""Needle tasks: documents with a hidden fact and a question about it at the end, over a grid of lengths and depths.
 
 The documents are the same in every run. `LongContextEvaluation` measures how well the model answers.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
-# (length in tokens, depth from 0 to 1, random generator) -> (token ids, how many of the last ones are the answer)
+# (length in tokens, depth from 0 to 1, random generator) -> (token ids, number of answer tokens at the end)
 MakeDocument = Callable[[int, float, random.Random], tuple[list[int], int]]
 
 _FILLER = (
@@ -25,7 +25,7 @@ _FILLER = (
 class NeedleTask:
     """A grid of documents: `num_documents` for each pair of a length in tokens and a depth, from 0 (start) to 1 (end).
 
-    `make` writes one document; `passkeys` makes such a function from a tokenizer.
+    make: writes one document; `passkeys` returns such a function for a tokenizer.
 
     Example:
 
@@ -54,13 +54,13 @@ class NeedleTask:
 
     @property
     def cells(self) -> list[tuple[int, float]]:
-        """All (length, depth) pairs, in the order of the rows."""
+        """Returns all (length, depth) pairs, in the order of the rows."""
         return [(length, depth) for length in self.lengths for depth in self.depths]
 
     def rows(self) -> list[dict[str, list[int]]]:
         """Makes all documents, cell by cell, with labels on the answers only.
 
-        Raises ValueError if `make` returns a document of another length than asked for.
+        Raises ValueError if `make` returns a document of another length than requested.
         """
         rows = []
         for length, depth in self.cells:
@@ -76,7 +76,7 @@ class NeedleTask:
 
 
 def passkeys(tokenizer: Any, num_digits: int = 5) -> MakeDocument:
-    """Returns a function that writes filler documents, which state a pass key at the given depth and ask for it at the end.
+    """Returns a function that writes filler documents with a pass key at the given depth and a question at the end.
 
     Works with any tokenizer; a document begins with the tokenizer's beginning-of-sequence token, if there is one.
     """
@@ -91,7 +91,7 @@ def passkeys(tokenizer: Any, num_digits: int = 5) -> MakeDocument:
         needle = tokens(f"\nThe pass key is {key}. Remember it: {key} is the pass key.\n")
         question = tokens("\nWhat is the pass key? The pass key is")
         asked = tokens(f"\nWhat is the pass key? The pass key is {key}")
-        # a tokenizer may merge the end of the question with the answer, so compare the tokens with and without it
+        # a tokenizer may merge the end of the question with the answer, so compare tokens with and without it
         common = next((i for i, pair in enumerate(zip(question, asked, strict=False)) if pair[0] != pair[1]), len(question))
         room = length - len(first) - len(needle) - len(asked)
         if room < 0:

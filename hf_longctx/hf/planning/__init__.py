@@ -1,1 +1,1 @@
-"""Plans every step ahead, takes samples from finished steps, and compares predictions with measurements."""
+"""Plans each step ahead, takes samples from finished steps, and compares predictions with measurements."""

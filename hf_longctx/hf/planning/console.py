@@ -1,6 +1,6 @@
-"""Prints what a training says on rank 0: a line for every log, under which the bar of the trainer stays on a terminal.
+"""Prints the lines of a training on rank 0, one for every log, above the trainer's progress bar.
 
-The trainer's own callback draws the bar and prints nothing meanwhile.
+The trainer's own callback draws the bar and prints nothing else.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from transformers.utils import logging as transformers_logging
 
 from hf_longctx.plan.core.messages import duration, on_screen
 
-# numbers of a log that the line of its steps has, or that only a program needs
+# numbers of a log that its line already has, or that only a program needs
 _TOLD = (
     *("loss", "epoch", "total_flos", "tokens_per_s", "measured_step_s", "predicted_step_s", "padding_share", "micro_batches"),
     *("planning_s", "idle_share", "predicted_idle_share", "plan_gap", "prediction_error", "learning_rate", "grad_norm"),
     *("num_tokens", "aux_loss", "router_load"),
 )
-# most other numbers in that line; more come in a line of their own
+# most other numbers in that line; more get a separate line
 _MOST_OTHERS = 6
 _SPEEDS = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
 class Console:
-    """Lines of a training on one rank. With `tells_logs` it prints what the trainer logs, in place of the trainer's callback."""
+    """Prints lines of a training on one rank. tells_logs: print logs in place of the trainer's callback."""
 
     def __init__(self, is_on: bool = True) -> None:
         self.is_on, self.tells_logs = is_on, False
         self._own: TrainerCallback | None = None
 
     def logs(self, step: int, logs: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
-        """Prints a log: that of steps, with `parts` that describe them, in a line; others in a sentence."""
+        """Prints a log: one of steps in a line, with `parts` that describe them; others in a sentence."""
         if self.is_on and "loss" in logs:
             self._steps(step, logs, parts)
         elif self.tells_logs and "train_runtime" in logs:
@@ -60,16 +60,16 @@ class Console:
         tqdm.write(on_screen(text, sys.stdout))
 
     def take_over(self, trainer: Trainer) -> Callable[[], None]:
-        """Lets the trainer's own callback that prints do no more than draw a bar, and returns what makes it stock again.
+        """Makes the trainer's printing callback only draw its bar; returns a function that undoes this.
 
-        Two or more of them are left alone, since one is the user's, as are subclasses, such as the table of a notebook. Every
+        Two or more of them stay unchanged, since one is the user's, as do subclasses, such as the table of a notebook. Every
         rank calls it.
         """
         printing = [each for each in trainer.callback_handler.callbacks if type(each) in (ProgressCallback, PrinterCallback)]
         if not self.is_on or len(printing) != 1:
             return lambda: None
         self._own, self.tells_logs = printing[0], True
-        # bound to the instance, so that the list of callbacks may change meanwhile, and an event be under way
+        # set on the instance, so that the list of callbacks may change and an event may be running
         vars(self._own)["on_log"] = _say_nothing
         if isinstance(self._own, ProgressCallback):
             bars = _Bars(self._own, is_drawn=sys.stderr.isatty())
@@ -78,7 +78,7 @@ class Console:
 
     @contextmanager
     def above_bars(self) -> Iterator[None]:
-        """Context of a training, under whose bar loggers write nothing, and of which no bar is left if it raises."""
+        """Context of a training in which loggers write above its bar, and bars are removed if it raises."""
         if not isinstance(own := self._own, ProgressCallback):
             yield
             return
@@ -88,7 +88,7 @@ class Console:
                 handler.addFilter(lift)
                 undo.callback(handler.removeFilter, lift)
             if transformers_logging.is_progress_bar_enabled():
-                # every checkpoint would leave bars of its own
+                # every checkpoint would leave its own bars
                 transformers_logging.disable_progress_bar()
                 undo.callback(transformers_logging.enable_progress_bar)
             try:
@@ -112,15 +112,15 @@ class Console:
 
 
 class _Bars:
-    """Events of the trainer's own progress bar: drawn bars say what they count, and are gone when that is done.
+    """Events of the trainer's own progress bar, with bars that are named, and removed at their end.
 
-    is_drawn: standard error is a terminal; in a file a bar would be printed anew around every line.
+    is_drawn: whether standard error is a terminal; in a file, a bar would be printed again around every line.
     """
 
     def __init__(self, own: ProgressCallback, is_drawn: bool) -> None:
         self.own, self.is_drawn = own, is_drawn
         if (bar := own.training_bar) is not None:
-            # its training has begun already
+            # its training has already begun
             _name("training", bar)
             bar.disable = not is_drawn
 
@@ -141,11 +141,11 @@ class _Bars:
 
 
 def _name(what: str, bar: Any) -> None:
-    """Lets a bar say what it counts, and vanish at its end."""
+    """Names a bar by what it counts, and removes it at its end."""
     if bar is not None and not bar.desc:
         bar.leave, bar.unit = False, " steps"
         if callable(shape := bar.dynamic_ncols):
-            # Ctrl-C is shown behind it, and would break the line
+            # Ctrl-C is shown after it, and would break the line
             bar.dynamic_ncols = lambda file: _narrower(shape(file))
         bar.set_description(what)
 
@@ -156,7 +156,7 @@ def _narrower(shape: tuple[int | None, int | None]) -> tuple[int | None, int | N
 
 
 def _close(own: ProgressCallback) -> None:
-    """Takes the bars away that something which raised has left."""
+    """Removes bars that an error has left."""
     for bar in (own.prediction_bar, own.training_bar):
         if bar is not None:
             bar.close()
@@ -164,21 +164,21 @@ def _close(own: ProgressCallback) -> None:
 
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of a method that prints logs."""
+    """Replaces a method that prints logs."""
 
 
 def _terminal_handlers() -> list[logging.StreamHandler[Any]]:
-    """Handlers of all loggers that write to the streams of this process."""
+    """Returns all logging handlers that write to the streams of this process."""
     known = (each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger))
     loggers = [logging.getLogger(), *known]
-    # loggers without any handler write with the last resort
+    # loggers without any handler use the last resort
     handlers = {*(handler for logger in loggers for handler in logger.handlers), logging.lastResort}
     streams = sys.stdout, sys.stderr
     return [each for each in handlers if isinstance(each, logging.StreamHandler) and each.stream in streams]
 
 
 def _lifted(handler: logging.StreamHandler[Any]) -> Callable[[logging.LogRecord], bool]:
-    """A filter that lets the handler write while no bar is drawn, and then tells it to write nothing."""
+    """Makes a filter that writes a handler's records above drawn bars, and passes them on if there are none."""
 
     def lift(record: logging.LogRecord) -> bool:
         shown = copy(record)
@@ -192,7 +192,7 @@ def _lifted(handler: logging.StreamHandler[Any]) -> Callable[[logging.LogRecord]
 
 
 def _evaluated(logs: Mapping[str, Any]) -> str:
-    """Numbers of an evaluation without its prefix, and its seconds."""
+    """Returns the numbers of an evaluation without its prefix, and its seconds."""
     seconds = next((value for name, value in logs.items() if name.endswith("_runtime")), None)
     kept = {name: value for name, value in logs.items() if not name.endswith(_SPEEDS) and name != "epoch"}
     is_stock = all(name.startswith("eval_") for name in kept)

@@ -1,4 +1,4 @@
-"""Writes the journal of a run on rank 0: one line per plan, log and training, from which `hf-longctx report` makes its page."""
+"""Writes the journal of a run on rank 0: one line per plan, log and training, for the page of `hf-longctx report`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "trl", "
 
 
 class RunJournal:
-    """Appends to the journal in the output folder, on the rank that writes it; on others, every method does nothing.
+    """Appends to the journal in the output folder, on the rank that writes it; methods do nothing on others.
 
-    A journal that cannot be written ends with one warning, and training goes on.
+    If it cannot be written, it ends with one warning, and training continues.
     """
 
     def __init__(self, config: LongContextConfig, source: PlanSource) -> None:
@@ -51,7 +51,7 @@ class RunJournal:
         self._is_broken = False
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: Any, opening: str) -> None:
-        """Writes what a training runs on and with, once, before its first step."""
+        """Writes machine and settings of a training, once, before its first step."""
         if self._has_trained:
             self._training = _new_name()
         self._is_running = self._has_trained = True
@@ -60,17 +60,17 @@ class RunJournal:
             self._write(args, [self._line("start", state.global_step, **self._facts(args, model, opening))])
 
     def step_begins(self) -> None:
-        """Starts the clock of an optimizer step, whose plans are known by now."""
+        """Starts the clock of an optimizer step, whose plans are now known."""
         self._step_begun_s = time.perf_counter()
 
     def step_ends(self, args: TrainingArguments, state: TrainerState, records: Sequence[StepRecord], num_labels: int) -> float:
-        """Writes a line for every plan of an optimizer step; `num_labels`: label tokens of the step, each counted once.
+        """Writes a line for every plan of an optimizer step; num_labels: label tokens of the step, each counted once.
 
-        Returns the seconds of the step, with those that it waited for its plans; 0 if nobody said that it began.
+        Returns the seconds of the step, including waits for its plans; 0 without `step_begins`.
         """
         waited_s, self._waited_s = self.source.waited_s - self._waited_s, self.source.waited_s
         begun_s, self._step_begun_s = self._step_begun_s, 0.0
-        # losses were read from the device, so its work is over
+        # losses were read from the device, so its work is finished
         wall_s = time.perf_counter() - begun_s + waited_s if begun_s else 0.0
         if not records or not self._writes(args, state):
             return wall_s
@@ -93,7 +93,7 @@ class RunJournal:
     def end(
         self, args: TrainingArguments, state: TrainerState, panels: Mapping[str, Sequence[TimelineEvent]], steps: Sequence[int]
     ) -> None:
-        """Writes that the training has ended, with the timelines of the optimizer steps `steps`."""
+        """Writes the end of the training, with timelines of the optimizer steps `steps`."""
         was_running, self._is_running = self._is_running, False
         if was_running and self._writes(args, state):
             drawn = {name: [_event(event) for event in events] for name, events in panels.items()}
@@ -182,7 +182,7 @@ def _step_facts(record: StepRecord, costs: CostModel) -> dict[str, Any]:
 
 
 def _rank_seconds(plan: StepPlan, costs: CostModel) -> dict[str, float] | None:
-    """Predicted seconds of all ranks together, and those of copies that nothing hides; None while costs are guesses."""
+    """Returns predicted seconds of all ranks together, and of copies that nothing hides; None while costs are guesses."""
     if not costs.coefficients.is_measured:
         return None
     # some lent stages cannot be predicted
@@ -194,7 +194,7 @@ def _rank_seconds(plan: StepPlan, costs: CostModel) -> dict[str, float] | None:
             hardware = replace(costs.cluster.hardware, copy_bytes_per_s=1e30)
             free = replace(costs, cluster=replace(costs.cluster, hardware=hardware))
             shown_s = run.step_s - evaluate_plan(plan, free, with_events=False).step_s
-            # the slowest rank's, which all others wait for
+            # copies of the slowest rank, for which all others wait
             found["copies"] = max(0.0, shown_s) * plan.num_ranks
             found["compute"] = max(0.0, found["compute"] - found["copies"])
         return found
@@ -202,7 +202,7 @@ def _rank_seconds(plan: StepPlan, costs: CostModel) -> dict[str, float] | None:
 
 
 def _group_tokens(plan: StepPlan) -> dict[int, int]:
-    """Tokens that run in groups of each degree."""
+    """Counts tokens that run in groups of each degree."""
     tokens: Counter[int] = Counter()
     for micro_batch in plan.micro_batches:
         for group in micro_batch.groups:
@@ -211,7 +211,7 @@ def _group_tokens(plan: StepPlan) -> dict[int, int]:
 
 
 def _length_counts(lengths: Iterable[int]) -> dict[int, int]:
-    """Number of sequences by length class: class n holds lengths from 2^(n / 2) to 2^((n + 1) / 2), without the end."""
+    """Counts sequences by length class: class n has lengths from 2^(n / 2) to 2^((n + 1) / 2), without the end."""
     counts = Counter(math.floor(2 * math.log2(length)) for length in lengths if length > 0)
     return dict(sorted(counts.items()))
 

@@ -1,12 +1,8 @@
 """Keeps a run's cost model accurate: fits it to the first steps, and again whenever its predictions drift.
 
-Trainer and callback add every finished plan. All ranks do so in the same order with the same plans, so they all gather,
-decide and fit in the same way; nothing happens inside a step.
-
-Turns one rank's measured forwards and backwards into samples for the cost model.
-
-A sample is a whole chunk, or the part of a chunk that one pipeline stage runs. `StepRecord` calls `pass_samples`; `CostRefit`
-fits the cost model to the result.
+Trainer and callback add every finished plan. All ranks do so in the same order with the same plans, so they all gather, decide
+and fit in the same way; nothing happens inside a step. `StepRecord` turns a rank's measured forwards and backwards into samples
+(`pass_samples`), each of a whole chunk or of a chunk's part on one pipeline stage; `CostRefit` fits the cost model to them.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.pipeline_run import StageRun, run_pipeline
 from hf_longctx.runtime.core.clock import Interval
 
-# plans that a refit uses: few, to follow a machine whose speed changes; costs that they do not show keep earlier coefficients
+# plans of a refit: few, to follow changes of a machine's speed; costs that do not occur in them keep earlier coefficients
 _WINDOW_PLANS = 8
 _CHECK_EVERY_PLANS = 2
 # last plans whose prediction errors decide whether to refit
@@ -40,7 +36,7 @@ _TOLERATED_ERROR = 0.1
 # bounds of measured / predicted step seconds; a ratio beyond them is not caused by the plan's chunks
 _FACTORS = (0.7, 1.5)
 
-# number of the micro-batch, positions of the group, and the forward's name, which says stage, layer range and chunk
+# (number of the micro-batch, positions of the group, name of the forward with stage, layer range and chunk)
 ChunkKey = tuple[int, tuple[int, ...], str]
 Samples = dict[ChunkKey, ChunkSample]
 
@@ -62,7 +58,7 @@ class MeasuredPlan:
 class CostRefit:
     """Replaces the cost coefficients of `source`: first after `first_plans` plans, later when predictions are wrong.
 
-    A source that starts with measured coefficients is refitted only when its predictions are wrong. `first_plans=0`: never refit.
+    A source that starts with measured coefficients is refitted only if its predictions are wrong. `first_plans=0`: never refit.
     """
 
     def __init__(self, source: PlanSource, first_plans: int) -> None:
@@ -70,7 +66,7 @@ class CostRefit:
         self.num_fits = 0
         self._window: deque[MeasuredPlan] = deque(maxlen=max(_WINDOW_PLANS, first_plans))
         self._num_plans = 0
-        # one plan more, because the first one includes start-up costs and is left out
+        # one plan more, because the first includes start-up costs and is skipped
         self._next_look = first_plans + 1 if first_plans else 0
 
     def add(self, plan: MeasuredPlan, ends_step: bool) -> str:
@@ -85,7 +81,7 @@ class CostRefit:
         return self._fit() if self._is_off() else ""
 
     def _is_off(self) -> bool:
-        """Whether the present coefficients are guesses, or predicted the last plans badly; rank 0 decides for all ranks."""
+        """Whether the current coefficients are guesses, or predicted the last plans badly; rank 0 decides for all ranks."""
         present = self.source.costs.coefficients
         if not present.is_measured:
             return True
@@ -107,7 +103,7 @@ class CostRefit:
         name = "measured" if self.num_fits == 1 and not costs.coefficients.is_measured else f"measured, fit {self.num_fits}"
         fit = fit_coefficients(samples, median(reductions), name, costs.coefficients)
         fitted = replace(costs, coefficients=fit.coefficients)
-        # take the rank that measured the least, which started last; how late it started has nothing to do with costs
+        # take the rank that measured the least, which started last; its delay is not a cost
         seconds = [min(plan[2] for plan in plans) for plans in zip(*everyone, strict=True)]
         factor = whole_step_factor(list(self._window), seconds, fitted)
         self.source.costs = replace(fitted, coefficients=scaled_coefficients(fit.coefficients, factor))
@@ -115,7 +111,7 @@ class CostRefit:
 
 
 def whole_step_factor(plans: Sequence[MeasuredPlan], seconds: Sequence[float], costs: CostModel) -> float:
-    """Median ratio of the measured `seconds` of whole plans to their prediction from single chunks, kept within bounds.
+    """Returns the median ratio of measured `seconds` of whole plans to their prediction from single chunks, within bounds.
 
     Whole plans take longer than typical chunks suggest: ranks wait for the slowest rank, and for the host between chunks.
     """
@@ -158,11 +154,11 @@ def _line(fit: Fit, num_plans: int, num_fits: int) -> str:
 
 
 def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> Samples:
-    """This rank's measured chunks, each with the work and traffic that `costs` counts for it.
+    """Returns this rank's measured chunks, each with its work and traffic as counted by `costs`.
 
     All ranks of a group use the same keys for a chunk. The time that activation policies add (recomputing, waiting for copies) is
-    subtracted. That time is predicted, and then scaled by measured / predicted seconds of the chunk's forward. The time that
-    rings hide is added (`CostModel.without_overlap`).
+    predicted, scaled by measured / predicted seconds of the chunk's forward, and subtracted. The time that rings hide is added
+    (`CostModel.without_overlap`).
     """
     seconds = _without_policies(plan, rank, intervals, costs)
 
@@ -177,7 +173,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
         num_pairs = costs.attention_pairs(_layers_of(group, action)).of_chunk(chunk)
         return PassSample(chunk.num_tokens, num_pairs, group.degree, traffic, seconds_of, tiles, part)
 
-    # use the plan's numbers of micro-batches: nested plans leave ranks out of some, so ranks would count differently
+    # use the plan's numbers of micro-batches, since ranks take part in different ones in nested plans
     _, position = plan.place(rank)
     micro_batches = [
         number
@@ -197,7 +193,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
 
 
 def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> dict[tuple[int, str], float]:
-    """Seconds by (micro-batch of this rank, action), without the time that activation policies add."""
+    """Returns seconds by (micro-batch of this rank, action), without the time that activation policies add."""
     seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in intervals}
     for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
         for forward, (forward_s, backward_s) in _added_by_policies(plan, costs, group, stage).items():
@@ -207,7 +203,7 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
             pairs = costs.attention_pairs(_layers_of(group, forward))
             expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head, pairs=pairs) + forward_s
             rate = seconds[names[0]] / max(expected_s, 1e-12)
-            # keep at least a tenth of the pass, since the added time is only predicted and a pass must take some time
+            # keep at least a tenth of the pass, since the added time is only a prediction
             for name, added_s in zip(names, (forward_s, backward_s), strict=True):
                 seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
     return seconds
@@ -216,7 +212,7 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
 def _added_by_policies(
     plan: StepPlan, costs: CostModel, group: SequenceGroup, stage: StagePlan
 ) -> dict[Action, tuple[float, float]]:
-    """Predicted seconds that policies add to (forward, backward) of every chunk and layer range, keyed by the forward action."""
+    """Predicts seconds that policies add to (forward, backward) of every chunk and layer range, by forward action."""
     policies = [policy for policy in stage.activations if policy.layers]
     if not policies:
         return {}
@@ -235,12 +231,12 @@ def _action_seconds(run: StageRun) -> dict[Action, float]:
 
 
 def _layers_of(group: SequenceGroup, action: Action) -> tuple[LayerRange, ...]:
-    """Layers that a forward or backward action runs."""
+    """Returns the layers that a forward or backward action runs."""
     return (group.stages[action.stage].parts[action.part],)
 
 
 def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPart:
-    """Share of the model that a forward or backward action runs."""
+    """Returns the part of the model that a forward or backward action runs."""
     parts = group.stages[action.stage].parts
     if len(group.stages) == 1 and len(parts) == 1:
         return WHOLE_MODEL

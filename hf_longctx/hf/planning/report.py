@@ -1,8 +1,6 @@
-"""Reports on a run: one line per log, metrics for the log, samples for the cost model, and the timeline files.
+"""Reports on a run: its outlook at the start, one line per log, metrics, samples for the cost model, and timeline files.
 
-Says when a training begins how long it will take and what it writes where.
-
-Says in one line what the steps since the last log did: means over them, and sums where these are what counts.
+The line of a log describes the steps since the last one, by means or sums.
 """
 
 from __future__ import annotations
@@ -37,17 +35,17 @@ from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.timeline import TimelineEvent, chrome_trace, save_png_timeline
 
-# sequences of the step that is planned to predict an epoch: more would take seconds
+# most sequences of the step that is planned to predict an epoch: more would take seconds
 _MOST_SEQUENCES = 512
 
 
 def outlook(source: PlanSource, args: TrainingArguments, loader: Any, timeline_steps: int, has_journal: bool = True) -> list[str]:
-    """Two lines: steps of the training and predicted seconds of an epoch; the output folder and what comes into it."""
+    """Makes two lines: steps of the training and predicted seconds of an epoch; the output folder and its contents."""
     return [_steps(source, args, loader), _files(args, timeline_steps, has_journal)]
 
 
 def typical_step_s(source: PlanSource, lengths: Sequence[int], num_steps: int) -> float:
-    """Predicted seconds of a step whose sequences are spread evenly over `lengths`; 0 for one that cannot be planned."""
+    """Predicts seconds of a step with sequences spread evenly over `lengths`; 0 if it cannot be planned."""
     count = max(1, round(len(lengths) / num_steps))
     planned = min(count, _MOST_SEQUENCES)
     places = ((np.arange(planned) + 0.5) * len(lengths) / planned).astype(int)
@@ -90,14 +88,14 @@ def _files(args: TrainingArguments, timeline_steps: int, has_journal: bool) -> s
     return f"written to {folder}: {saved}{timeline}{journal}"
 
 
-# share of a step's seconds outside its plans (optimizer, clipping, waits for plans) from which both are told
+# least share of a step's seconds outside its plans (optimizer, clipping, waits for plans) with which both are shown
 _TOLD_OUTSIDE = 0.05
 
 
 def record_parts(records: Sequence[StepRecord], wall_s: float) -> list[str]:
-    """Parts of the line of the steps that have these records; none without any.
+    """Makes the parts of the line about steps with these records; none without records.
 
-    wall_s: seconds of all of these steps from begin to end, optimizer included; 0 if nobody has measured them.
+    wall_s: seconds of all these steps from begin to end, including the optimizer; 0 if not measured.
     """
     if not records:
         return []
@@ -109,36 +107,36 @@ def record_parts(records: Sequence[StepRecord], wall_s: float) -> list[str]:
 
 
 def seconds_part(seconds: float, num_steps: int, beside: str = "") -> str:
-    """Seconds of a step, as a mean over `num_steps`."""
+    """Formats seconds of a step, as a mean over `num_steps`."""
     each = " a step" if num_steps > 1 else ""
     return f"{duration(seconds / num_steps):>7}{each}{beside}"
 
 
 def speed_part(plans: Sequence[StepPlan], seconds: float) -> str:
-    """Tokens of all ranks, without dummies, over these seconds."""
+    """Formats tokens per second of all ranks, without dummies."""
     return f"{sum(sum(plan.lengths) for plan in plans) / seconds:7,.0f} tokens/s"
 
 
 def plan_parts(plans: Sequence[StepPlan], num_steps: int) -> list[str]:
-    """Padding, and micro-batches of a step; the layout, too, if it is that of a single plan."""
+    """Formats padding and micro-batches of a step, and the layout of a single plan."""
     count = sum(len(plan.micro_batches) for plan in plans) / num_steps
     micro_batches = f"{count:.3g} micro-batch{'' if count == 1 else 'es'}{' a step' if num_steps > 1 else ''}"
     if plans[0].num_ranks == 1:
-        # one rank alone has neither padding nor groups
+        # a single rank has neither padding nor groups
         return [] if count == 1 else [micro_batches]
     layout = f" {plans[0].folded_layout}" if len(plans) == 1 else ""
     return [f"padding {mean_padding(plans):4.1%}", micro_batches + layout]
 
 
 def mean_padding(plans: Sequence[StepPlan]) -> float:
-    """Share of dummy tokens among all tokens of these plans that run."""
+    """Returns the share of dummy tokens among all tokens of these plans."""
     num_tokens = [sum(plan.lengths) for plan in plans]
     run = sum(count / (1 - padding_share(plan)) for count, plan in zip(num_tokens, plans, strict=True))
     return 1 - sum(num_tokens) / run if run else 0.0
 
 
 def mean_gap(records: Sequence[StepRecord]) -> float | None:
-    """Predicted seconds of all plans above the sum of their bounds, as a share of it; None if one of them has no bound."""
+    """Returns predicted seconds of all plans above the sum of their bounds, as a share of it; None if one has no bound."""
     if any(record.gap is None for record in records):
         return None
     estimates = [record.plan.estimate for record in records]
@@ -146,7 +144,7 @@ def mean_gap(records: Sequence[StepRecord]) -> float | None:
 
 
 def _compared(records: Sequence[StepRecord], wall_s: float, num_steps: int) -> str:
-    """Seconds of the plans where they are not about all of the step, and those predicted for them."""
+    """Formats predicted seconds of the plans, and measured ones if they are not nearly the whole step."""
     plans_s, told = sum(record.measured_s for record in records), []
     if wall_s - plans_s > _TOLD_OUTSIDE * wall_s:
         told.append(f"plan {duration(plans_s / num_steps)}")
@@ -156,13 +154,13 @@ def _compared(records: Sequence[StepRecord], wall_s: float, num_steps: int) -> s
 
 
 def _quality(records: Sequence[StepRecord]) -> list[str]:
-    """How far plans are from the optimum."""
+    """Formats the distance of plans from the optimum."""
     gap = mean_gap(records)
     return [] if gap is None else [f"within {gap:.1%} of optimal"]
 
 
 def _idle(records: Sequence[StepRecord]) -> list[str]:
-    """Share of the time that the first of several stages waits."""
+    """Formats the share of time that the first of several stages waits."""
     measured = [record.idle_share for record in records if record.idle_share is not None]
     if len(measured) < len(records):
         return []
@@ -172,9 +170,9 @@ def _idle(records: Sequence[StepRecord]) -> list[str]:
 
 
 def _bytes(records: Sequence[StepRecord]) -> list[str]:
-    """Predicted and measured memory of the plan that took most of it.
+    """Formats predicted and measured memory of the plan that took most of it.
 
-    That is device memory on CUDA; elsewhere saved activations and K/V book, if there are any.
+    On CUDA this is device memory; elsewhere saved activations and K/V book, if there are any.
     """
     fullest = max(records, key=lambda record: (record.memory.device_peak, record.memory.saved + record.memory.kv_book))
     now, then = fullest.memory, fullest.predicted_memory
@@ -189,10 +187,10 @@ def _bytes(records: Sequence[StepRecord]) -> list[str]:
 
 
 class RunReport(TrainerCallback):
-    """Listens to finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
+    """Callback for finished steps: prints them, keeps the cost model fitted, writes summary and timeline at the end.
 
-    `opening` is printed once, when the first training begins or before that by `open`: its first two lines tell plans and
-    memory. `on_step_end` and `on_train_end` are collective on the pool's control group, so every rank needs this callback.
+    opening: text that is printed once, when the first training begins or earlier by `open`; its first two lines describe plans
+    and memory. `on_step_end` and `on_train_end` are collective on the control group, so every rank needs this callback.
     """
 
     def __init__(self, config: LongContextConfig, source: PlanSource, opening: str = "") -> None:
@@ -202,7 +200,7 @@ class RunReport(TrainerCallback):
         self._last: deque[StepRecord] = deque(maxlen=max(1, config.timeline_steps))
         # bounded, for runs that never log
         self._since_log: deque[StepRecord] = deque(maxlen=1000)
-        # seconds of these steps, optimizer included, and what the line of the next log says about them
+        # seconds of these steps, including the optimizer, and their parts of the next log's line
         self._wall_s, self._parts = 0.0, list[str]()
         # relative errors of all predictions, for the summary
         self._errors: deque[float] = deque(maxlen=10_000)
@@ -210,25 +208,25 @@ class RunReport(TrainerCallback):
         self._num_tokens = 0
         self._refit = CostRefit(source, config.calibration_steps if source.is_timed else 0)
         self._journal = RunJournal(config, source)
-        # label tokens of the present optimizer step over all ranks, each counted once
+        # label tokens of the current optimizer step over all ranks, each counted once
         self.num_labels = 0
 
     def open(self, args: TrainingArguments, train_loader: Any, writes_files: bool = True) -> None:
-        """Prints on rank 0, once, what the run will do; a script that evaluates before it trains calls it first.
+        """Prints the run's opening on rank 0, once; a script that evaluates before it trains calls it first.
 
-        writes_files: journal and timeline will be written, since this callback hears of the training.
+        writes_files: journal and timeline will be written, since this callback gets the training's events.
         """
         if self._has_opened or not self.config.report_steps or self.source.pool.rank or not self.opening:
             return
         self._has_opened = True
-        # indented lines are details, which the journal keeps
+        # indented lines are details for the journal
         lines = [line for line in self.opening.splitlines() if not line.startswith("  ")]
         timeline_steps = self.config.timeline_steps if writes_files else 0
         ahead = outlook(self.source, args, train_loader, timeline_steps, writes_files)
         self.console.say("\n".join([*lines[:2], *ahead, *lines[2:]]))
 
     def step_done(self, plan: StepPlan, result: StepResult) -> None:
-        """Takes a finished plan from the trainer; its results are read when the step ends, so that reading delays no work."""
+        """Takes a finished plan from the trainer; its results are read at the end of the step, so that no work is delayed."""
         self._pending.append((plan, result))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -276,7 +274,7 @@ class RunReport(TrainerCallback):
         self._wall_s += self._journal.step_ends(args, state, records, self.num_labels)
 
     def say(self, line: str) -> None:
-        """Prints a line between those of the logs, on one rank; nothing for an empty one."""
+        """Prints a line between those of logs, on one rank; nothing for an empty line."""
         if line and self.config.report_steps and self.source.pool.rank == 0:
             self.console.say(line)
 
@@ -294,9 +292,9 @@ class RunReport(TrainerCallback):
         self._journal.end(args, state, panels, steps)
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the steps since the last call, for the trainer's log; empty if no step ran.
+        """Returns means over the steps since the last call, for the trainer's log; empty if no step ran.
 
-        The numbers of replaced plans count from the start of the run.
+        Numbers of replaced plans count from the start of the run.
         """
         records, wall_s = list(self._since_log), self._wall_s
         self._since_log.clear()
@@ -334,10 +332,10 @@ class RunReport(TrainerCallback):
         return metrics
 
     def _token_metrics(self, records: Sequence[StepRecord]) -> dict[str, float]:
-        """Means of the token means of all plans that have label tokens, and the tokens of the run so far, as TRL logs them."""
+        """Returns means of the token means of all plans with label tokens, and the run's tokens so far, as logged by TRL."""
         if not (counted := [record.tallied for record in records if record.tallied]):
             return {}
-        # entropies that are not finite are those of a step that was left out
+        # entropies that are not finite come from a skipped step
         sums = [each for each in counted if each[0] and isfinite(each[2])]
         means = [(num_right / num_labels, entropy / num_labels) for num_labels, num_right, entropy in sums]
         named = zip(("mean_token_accuracy", "entropy"), map(mean, zip(*means, strict=True)), strict=False)
@@ -353,13 +351,13 @@ class RunReport(TrainerCallback):
     def _write_timeline(
         self, folder: Path, measured: list[list[list[TimelineEvent]]], first: int, last_step: int
     ) -> dict[str, list[TimelineEvent]]:
-        """Writes timeline.json (Chrome trace), and timeline.png if matplotlib is there; returns what the picture shows.
+        """Writes timeline.json (Chrome trace), and timeline.png if matplotlib is installed; returns the panels of the picture.
 
         The picture has the prediction above the measurement, if the cost model was fitted to measurements.
         """
         plans = [record.plan for record in self._last]
         steps = [[event for rank in measured for event in rank[i]] for i in range(len(plans))]
-        # leave out the wait for messages, since the prediction does not draw it as work either
+        # without waits for messages, which the prediction does not draw as work either
         drawn = [[event for event in events if event.kind not in ("SF", "RF", "SB", "RB")] for events in steps]
         panels = {"measured": _in_a_row(drawn)}
         if self.source.costs.coefficients.is_measured:
@@ -377,7 +375,7 @@ class RunReport(TrainerCallback):
 
 
 def _without_reduction(plan: StepPlan, costs: CostModel) -> StepPlan:
-    """The plan with an estimate that leaves out the gradient reduction, which runs once per optimizer step."""
+    """Returns the plan with an estimate without the gradient reduction, which runs once per optimizer step."""
     estimate = plan.estimate
     if estimate.cost_source == "default":
         return plan
@@ -396,7 +394,7 @@ def _predicted(record: StepRecord, costs: CostModel) -> list[TimelineEvent]:
 
 
 def _in_a_row(steps: list[list[TimelineEvent]]) -> list[TimelineEvent]:
-    """Joins the timelines of several steps; each step starts when the slowest rank of the step before it ended."""
+    """Joins the timelines of several steps; each step starts at the end of the slowest rank of the step before."""
     row: list[TimelineEvent] = []
     offset_s = 0.0
     for events in steps:

@@ -1,7 +1,7 @@
 """Source of a run's plans: rank 0 solves them one step ahead, in a thread, and broadcasts JSON; all ranks compare digests.
 
-Only rank 0 solves. The planner gives equal plans for equal inputs, but ranks would differ in the moment at which a refitted cost
-model becomes available, and in the point at which a program's time limit ends it.
+Only rank 0 solves. The planner gives equal plans for equal inputs, but ranks would differ in the times at which a refitted cost
+model becomes available and at which a program reaches its time limit.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ logger = logging.getLogger(__name__)
 # signature of `plan_step`
 Planner = Callable[[int, list[int], CostModel, PlannerConfig], StepPlan]
 
-# solvers by programs that may take up to `solver_time_limit_s`
+# solvers with programs that may take up to `solver_time_limit_s`
 _SLOW_SOLVERS = ("lp", "milp")
 
-# a step's lengths, or a function that returns them once the step after it has been drawn, or None if the data ended before it
+# lengths of a step, or a function that returns them after the next step was drawn, or None if the data ended before
 Lengths = list[int] | Callable[[], list[int] | None]
 
 
 def quick(config: PlannerConfig) -> PlannerConfig:
-    """The settings without programs: these gain nothing while costs are made up, or for plans that nobody runs."""
+    """Returns the settings without programs, which gain nothing while costs are guesses, or for plans that do not run."""
     return replace(config, solver="greedy") if config.solver in _SLOW_SOLVERS else config
 
 
 class PlanSource:
-    """Plans for a stream of steps. `costs` may be replaced at any time; plans solved later use the new costs.
+    """Makes plans for a stream of steps. `costs` may be replaced at any time; later plans use the new costs.
 
-    The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets
-    samples. The planner may take as long as it needs: while rank 0 waits for it, it tells the other ranks so every `alive_s`
-    seconds, which must be less than the control group's time-out.
+    The first `explore_steps` plans that may explore favour one degree after the other, so that every degree's cost gets samples.
+    The planner may take any time: while rank 0 waits for it, it sends a message to the other ranks every `alive_s` seconds, which
+    must be less than the control group's time-out.
 
-    is_timed: plans may follow seconds that were measured in this run. Without, equal runs get equal plans.
+    is_timed: plans may depend on seconds measured in this run; otherwise equal runs get equal plans.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PlanSource:
     ) -> None:
         self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
         self.planner = planner
-        # seconds that training has waited for plans on rank 0, and for the data that they need
+        # seconds that training has waited on rank 0 for plans and the data that they need
         self.waited_s = 0.0
         self.is_timed = is_timed
         self._explore_steps = explore_steps
@@ -87,17 +87,17 @@ class PlanSource:
                     return
                 pending = self._submit(number, known, explore)
             current, pending = pending, None
-            # nothing may wait in the planner's thread, since an evaluation needs it too
+            # nothing may block the planner's thread, which an evaluation needs too
             if following is not None and not callable(following[1]):
                 pending = self._submit(following[0], following[1], explore)
             plan = self._share(current)
             step = following
-            # an evaluation's plans explore nothing
+            # waits of evaluations do not count
             self.waited_s += (time.perf_counter() - begun_s) * explore
             yield plan
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
-        """Plans one step on this rank alone, however long that takes."""
+        """Plans one step on this rank only, however long that takes."""
         costs, config, planner = self.costs, self.config, self.planner
         if not self._explores(explore):
             return planner(step, lengths, costs, config)
@@ -105,23 +105,23 @@ class PlanSource:
         degree = config.degrees[step % len(config.degrees)]
         config = replace(quick(config), degrees=tuple(d for d in config.degrees if d >= degree))
         plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
-        # the costs of other degrees were raised on purpose, so their estimate says nothing about the step
+        # the costs of other degrees were raised on purpose, so the estimate is meaningless
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
     def most_host_bytes(self, steps: Iterable[list[int]]) -> int:
-        """Most bytes that plans for these steps, each given by its lengths, put on the host of a rank. Collective.
+        """Returns the most bytes that plans for these steps, given by their lengths, put on the host of a rank. Collective.
 
-        0 for steps that cannot be planned, whose error comes when they are to run.
+        0 for steps that cannot be planned, whose error is raised when they run.
         """
         most = 0
         for number, lengths in enumerate(steps):
-            # every rank raises what rank 0 does
+            # every rank raises rank 0's error
             with suppress(ValueError):
                 most = max([most, *(plan.estimate.host_bytes for plan in self.plans([(number, lengths)], explore=False))])
         return most
 
     def set_copy_rate(self, bytes_per_s: float) -> None:
-        """Sets the measured speed of copies between device and host for all plans from now on; nothing if none may follow it."""
+        """Sets the measured speed of copies between device and host for all later plans; does nothing without `is_timed`."""
         if not self.is_timed:
             return
         cluster = self.costs.cluster
@@ -133,7 +133,7 @@ class PlanSource:
         return explore and self.is_timed and self._explore_steps > 0 and not is_known
 
     def _submit(self, number: int, known: list[int], explore: bool) -> Future[StepPlan] | int:
-        """The future of a plan on rank 0; the step's number on other ranks."""
+        """Returns the future of a plan on rank 0, the step's number on other ranks."""
         return number if self.pool.rank else self._thread.submit(self.solve, number, known, explore)
 
     def _share(self, pending: Future[StepPlan] | int) -> StepPlan:

@@ -1,7 +1,6 @@
-"""Holds the predictions and the measurements of one plan side by side.
+"""Predictions and measurements of one plan, side by side.
 
-`report.py` makes a `StepRecord` after every plan; it also prints it, and draws timelines from its
-events. `refit.py` learns from it.
+`report.py` makes and prints a `StepRecord` after every plan, and draws timelines from its events; `refit.py` fits costs to it.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ from hf_longctx.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished plan on rank `rank`: number `place` (from 0) of the `count` plans in an optimizer step.
-
-    `loss` is the loss of the whole optimizer step. `predicted_memory` predicts `memory`, and `predicted_idle` predicts
-    `idle_share`; `predicted_idle` is None until the cost model was fitted to measurements. `aux_loss` and `router_load` are
-    those of `StepResult`. `tallied`: the plan's label tokens, those that were the likeliest, and the sum of the entropies; empty
-    if they are not counted.
-    """
+    """One finished plan on rank `rank`: number `place` (from 0) of the `count` plans in an optimizer step."""
 
     plan: StepPlan
     rank: int
+    # loss of the whole optimizer step
     loss: float
     intervals: tuple[Interval, ...]
     place: int = 0
     count: int = 1
     memory: StepMemory = NO_MEMORY
+    # prediction of `memory`
     predicted_memory: StepMemory = NO_MEMORY
+    # prediction of `idle_share`; None until the cost model was fitted to measurements
     predicted_idle: float | None = None
+    # see `StepResult`
     aux_loss: float | None = None
     router_load: float | None = None
+    # the plan's label tokens, those that were the likeliest, and the sum of the entropies; empty if not counted
     tallied: tuple[float, ...] = ()
 
     @property
@@ -53,20 +51,20 @@ class StepRecord:
 
     @property
     def measured_s(self) -> float:
-        """Seconds from the plan's first action to the end of its gradient reduction."""
+        """Measured seconds from the plan's first action to the end of its gradient reduction."""
         return max(interval.stop_s for interval in self.intervals)
 
     @property
     def reduce_s(self) -> float:
-        """Seconds of the gradient reduction, including the wait for other ranks."""
+        """Measured seconds of the gradient reduction, including waits for other ranks."""
         return sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind == "reduce")
 
     @property
     def idle_share(self) -> float | None:
         """Share of the time that a pipeline's first stage spends outside forwards and backwards.
 
-        Only the first stage can measure it: its last backward ends the pipeline, and on all other stages the reduction begins
-        with a wait for that backward. So the share is None on other stages, and if there is only one stage.
+        Only the first stage can measure it: its last backward ends the pipeline, for which all other stages wait at the
+        beginning of the reduction. So the share is None on other stages, and if there is only one stage.
         """
         if self.plan.num_stages == 1 or self.plan.place(self.rank)[0]:
             return None
@@ -75,7 +73,7 @@ class StepRecord:
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1; None until predictions come from measured costs."""
+        """Relative error predicted / measured - 1; None until predictions come from measured costs."""
         estimate = self.plan.estimate
         return None if estimate.cost_source == "default" else estimate.step_s / self.measured_s - 1
 
@@ -86,14 +84,14 @@ class StepRecord:
 
     @property
     def padding_share(self) -> float:
-        """Share of dummy tokens among all tokens that run."""
+        """Share of dummy tokens among all tokens of the plan."""
         return padding_share(self.plan)
 
     @property
     def gap(self) -> float | None:
-        """Predicted seconds above the lower bound of any plan, as a share of that bound; None until costs are measured.
+        """Predicted seconds above the lower bound of any plan, as a share of that bound.
 
-        None on one rank, too, where there is nothing to choose.
+        None until costs are measured, and on one rank, which has no choice of plans.
         """
         estimate = self.plan.estimate
         if self.plan.num_ranks == 1 or estimate.cost_source == "default" or estimate.lower_bound_s <= 0:
@@ -101,16 +99,16 @@ class StepRecord:
         return estimate.gap
 
     def samples(self, costs: CostModel) -> Samples:
-        """This rank's measured chunks as samples for the cost model."""
+        """Returns this rank's measured chunks as samples for the cost model."""
         return pass_samples(self.plan, self.rank, self.intervals, costs)
 
     def measured(self, costs: CostModel) -> MeasuredPlan:
-        """Measurements from which the cost model can learn."""
+        """Returns measurements for fitting the cost model."""
         reduce_s = self.reduce_s if self.ends_step else -1.0
         return MeasuredPlan(self.plan, self.samples(costs), self.measured_s, reduce_s, self.error)
 
     def events(self) -> list[TimelineEvent]:
-        """This rank's timeline; seconds count from the start of the plan."""
+        """Returns this rank's timeline; seconds count from the start of the plan."""
         rounds = self.plan.for_rank(self.rank).rounds
         return [
             TimelineEvent(
@@ -126,7 +124,7 @@ class StepRecord:
 
 
 def padding_share(plan: StepPlan) -> float:
-    """Share of dummy tokens among all tokens of a plan that run."""
+    """Returns the share of dummy tokens among all tokens of a plan."""
     dummies = sum(
         sum(held_tokens(rank_pieces(chunk, group.shape))) - chunk.num_tokens
         for micro_batch in plan.micro_batches
@@ -150,7 +148,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     _, position = plan.place(rank)
     for group, stage in plan.for_rank(rank).rounds:
         if is_lent(group):
-            # a lent rank also holds parts of other stages' chunks, so take the plan's estimate
+            # a lent rank also has parts of other stages' chunks, so take the plan's estimate
             memory = memory.most(StepMemory(device_peak=plan.estimate.peak_bytes))
             continue
         place = group.positions.index(position)
