@@ -1,1 +1,1 @@
-"""Losses of log-probabilities of tokens (preferences, reinforcement learning): computed under plans, with exact gradients."""
+"""Losses of tokens' log-probabilities (preferences, reinforcement learning) under plans, with exact gradients."""

@@ -1,4 +1,4 @@
-"""Reads the documents of a batch that a stock loader or a trainer of TRL made, as the model would get it.
+"""Reads the documents of a batch from a stock loader or a trainer of TRL, as the model would get it.
 
 Shapes: B rows, S columns of a batch, T tokens of all rows without padding, 2 for token id and label.
 """
@@ -21,7 +21,7 @@ from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 # TRL's keyword for a forward that returns values per token
 FUSED = "fused_lm_head"
-# keywords of a batch that are kept, and keywords that the plan replaces by its own
+# keywords of a batch to keep, and keywords that the plan replaces
 _KEPT = ("num_items_in_batch", "return_dict", "use_cache")
 _REPLACED = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "seq_idx")
 _REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -31,7 +31,7 @@ _REPLACED_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 class LocalDocuments:
     """The documents of one rank's batch, one after the other.
 
-    rows_T2: token id and label of the next token, int64. kept_BS: marks where the batch has these tokens; the rest is padding.
+    rows_T2: token id and label of the next token, int64. kept_BS: mask of these tokens in the batch; the rest is padding.
     """
 
     rows_T2: Tensor
@@ -40,10 +40,10 @@ class LocalDocuments:
 
 
 def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
-    """Reads the documents of the batch that the model would get; labels are shifted inside each document, before any cut.
+    """Reads the documents of a batch; labels are shifted inside each document, before any cut.
 
     A padded batch is [B, S], with an attention_mask that is zero on padding. A flattened batch has position_ids that restart at
-    0 in every document. Raises ValueError for a batch from which the model alone would have learnt something else.
+    0 in every document. Raises ValueError for a batch from which the model without plans would learn something else.
     """
     _refuse_unknown(inputs)
     input_ids_BS, mask_BS, positions_BS = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -66,9 +66,9 @@ def read_documents(inputs: Mapping[str, Any]) -> LocalDocuments:
 def agreed_documents(
     read: Callable[[], LocalDocuments], more: Any, group: dist.ProcessGroup | None, headline: str
 ) -> tuple[LocalDocuments, list[list[int]], list[Any]]:
-    """This rank's documents, and the lengths and `more` of every rank. Collective over `group`.
+    """Returns this rank's documents, and lengths and `more` of every rank. Collective over `group`.
 
-    Raises ValueError on every rank if `read` raises on any, whatever it raises, since the others would wait for that rank.
+    Raises ValueError on every rank if `read` raises any error on any rank, since the others would wait for it.
     """
     nothing = torch.zeros(0, 2, dtype=torch.int64)
     documents, problem = LocalDocuments(nothing, [], nothing.bool()), ""
@@ -131,7 +131,7 @@ def _document_starts(positions_BS: Tensor, rows_BS: Tensor, kept_BS: Tensor, has
 
 
 def _next_labels(inputs: Mapping[str, Any], kept_BS: Tensor, starts_BS: Tensor) -> Tensor:
-    """The label of the next token of the same document, for every token [B, S]."""
+    """Returns the label of the next token of the same document, for every token [B, S]."""
     if (given_BS := inputs.get("shift_labels")) is not None:
         shifted_BS: Tensor = given_BS
         if bool((shifted_BS[~kept_BS] != IGNORE_INDEX).any()):

@@ -1,9 +1,9 @@
 """Losses of rewards (`RewardTrainer` of TRL): two passes, as in `two_passes.py`, over one number per document.
 
 The loss compares the rewards of a chosen and a rejected answer, which a plan may put into different chunks, groups and
-micro-batches. So the first pass reads the reward of every document under a plan, and sends it to the rank whose trainer loaded
-the row. The trainer's own code computes the loss, and autograd its slope by every reward. The second pass trains the sum of slope
-times reward: its gradient is that of the loss, whatever the loss is.
+micro-batches. So the first pass computes the reward of every document under a plan, and sends it to the rank whose trainer loaded
+the row. The trainer's own code computes the loss, and autograd its slope for every reward. The second pass trains the sum of
+slope times reward, which has the gradient of the loss, for any loss.
 
 Shapes: B rows of this rank's batch, N documents of all ranks, n tokens of all ranks, T tokens of a shard.
 """
@@ -26,14 +26,14 @@ from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 from hf_longctx.runtime.execution.checks import forward_only
 
-# keywords of a batch of TRL; the model ignores margins, which the loss reads
+# keywords of a batch of TRL; margins are for the loss, and ignored by the model
 _KNOWN = ("input_ids", "attention_mask", "margin", "use_cache", "return_dict")
 
 
 class RewardPasses(TwoPasses):
     """Runs forwards of a reward model under plans, and makes the batches of the second pass. See `TwoPasses`.
 
-    task: says which token of a document the reward is read at.
+    task: determines the token of a document at which the reward is read.
     """
 
     def __init__(self, source: PlanSource, max_length: int, task: HeadTask) -> None:
@@ -41,7 +41,7 @@ class RewardPasses(TwoPasses):
         self.task = task
 
     def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
-        """Lets calls of `model` outside of plans run under them; returns a function that undoes it."""
+        """Makes calls of `model` outside of plans run under them; returns a function that undoes this."""
         before = model.forward
 
         def forward(*args: Any, **keywords: Any) -> Any:
@@ -54,10 +54,10 @@ class RewardPasses(TwoPasses):
     def rewards(
         self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool
     ) -> SequenceClassifierOutputWithPast:
-        """The first pass: rewards [B, 1] of this rank's batch, computed under one plan for the batches of all ranks.
+        """Runs the first pass: rewards [B, 1] of this rank's batch, computed under one plan for the batches of all ranks.
 
         is_trained: they are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on every rank if
-        some rank has a batch that plans cannot run.
+        any rank has a batch that plans cannot run.
         """
         batch, rank = self._planned(args, inputs, explore=is_trained), self.pool.rank
         executor = scored.executor()
@@ -80,7 +80,7 @@ class RewardPasses(TwoPasses):
         rewards_B1 = rewards_N1[first : first + len(batch.documents.lengths)].to(dtype).requires_grad_(is_trained)
         if is_trained:
             self._waiting.append(Untrained(batch, rewards_B1))
-        # a view, as that of a head: losses may change what they get in place
+        # not the leaf itself, since losses may change their input in place
         return SequenceClassifierOutputWithPast(logits=rewards_B1 * 1.0)
 
     def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class RewardPasses(TwoPasses):
 
 
 def passes_of(source: PlanSource, max_length: int, placeholders: Sequence[int], temperature: float, task: HeadTask) -> TwoPasses:
-    """The two passes of a trainer of TRL: of rewards for a model that classifies documents, else of log-probabilities."""
+    """Makes the two passes of a TRL trainer: of rewards for a model that classifies documents, else of log-probabilities."""
     if task.kind == "document":
         return RewardPasses(source, max_length, task)
     return TwoPasses(source, max_length, placeholders, temperature)

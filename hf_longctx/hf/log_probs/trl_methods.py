@@ -1,7 +1,7 @@
-"""Overrides of methods of TRL's trainers whose losses are functions of log-probabilities.
+"""Overrides methods of TRL's trainers whose losses are functions of log-probabilities.
 
-These private methods of TRL are overridden, each here and nowhere else: `_get_per_token_logps_and_entropies` of `GRPOTrainer` and
-`RLOOTrainer`, and `_precompute_ref_logps` of `DPOTrainer` and `KTOTrainer`.
+These private methods of TRL are overridden, only here: `_get_per_token_logps_and_entropies` of `GRPOTrainer` and `RLOOTrainer`,
+and `_precompute_ref_logps` of `DPOTrainer` and `KTOTrainer`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import Trainer
 from hf_longctx.hf.log_probs.two_passes import TwoPasses
 from hf_longctx.hf.ranks.agreement import raise_together
 
-# users put the mixin in front of a Trainer subclass, so type checkers treat it as one
+# users put the mixin before a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
@@ -22,9 +22,9 @@ else:
 
 
 class LogProbMixin(_TrainerBase):
-    """The part of `LongContextMixin` about methods of TRL that ask for log-probabilities.
+    """Part of `LongContextMixin` for methods of TRL that compute log-probabilities.
 
-    _two_passes: forwards of a trainer whose loss is a function of log-probabilities; None for all others, and before its start.
+    _two_passes: forwards of a trainer whose loss is a function of log-probabilities; None for others, and before the start.
     """
 
     _two_passes: TwoPasses | None = None
@@ -32,18 +32,18 @@ class LogProbMixin(_TrainerBase):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, batch_size: Any = None, **kwargs: Any
     ) -> Any:
-        """TRL's method for all rows at once: plans bound memory, and `batch_size` would make a plan for every part of them."""
+        """Runs TRL's method for all rows at once: plans bound memory, and `batch_size` would make a plan for every part."""
         found: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         return found(model, input_ids, attention_mask, logits_to_keep, **kwargs)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL's method, whose forwards run under plans; TRL calls it in its constructor too, before a run is there."""
+        """Runs TRL's method with forwards under plans; TRL also calls it in its constructor, before a run exists."""
         if self._two_passes is None:
             return dataset
         return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
 
     def _precompute_references(self) -> None:
-        """Scores all sets by the reference, if TRL's arguments ask for that (`precompute_ref_log_probs`). Collective."""
+        """Scores all sets by the reference, if TRL's arguments have `precompute_ref_log_probs`. Collective."""
         if not getattr(self, "precompute_ref_logps", False):
             return
         self._check_files()
@@ -58,7 +58,7 @@ class LogProbMixin(_TrainerBase):
         self.eval_dataset = held_out
 
     def _check_files(self) -> None:
-        """Raises ValueError on every rank if TRL would write the reference's values to a file that other ranks do not find."""
+        """Raises ValueError on every rank if TRL would write the reference's values to a file that other ranks cannot find."""
         assert self._two_passes is not None
         pool, held_out = self._two_passes.pool, self.eval_dataset
         many = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}

@@ -1,24 +1,22 @@
-"""A loss of log-probabilities under plans: one pass to know them, a second one that trains a weighted sum of them.
+"""Trains losses of log-probabilities under plans: one pass computes them, a second one trains a weighted sum of them.
 
-Preference losses (DPO, KTO, ...) and policy losses (GRPO, RLOO) depend on the model through the log-probabilities of label
-tokens alone: L = f(l_1, ..., l_n). They mix tokens of different sequences, which a plan may put into different chunks, slices,
-groups and micro-batches, so L is known only when all forwards have ended. But its gradient by the weights is
+Preference losses (DPO, KTO, ...) and policy losses (GRPO, RLOO) depend on the model only through the log-probabilities of label
+tokens: L = f(l_1, ..., l_n). They mix tokens of different sequences, which a plan may put into different chunks, slices, groups
+and micro-batches, so L is known only after all forwards. But its gradient with respect to the weights is
 
     dL = sum_t c_t dl_t     with     c_t = df / dl_t,
 
 and the numbers c_t are known before the first backward. So there are two passes. The first computes all l_t under a plan, without
 gradients, and sends each to the rank whose trainer loaded the row; the trainer's own code computes f from them, and autograd c_t.
-The second pass trains the token loss sum_t -c_t (-l_t) under the same plan, by the weights of tokens that every plan obeys. It is
-exact whatever f is, and costs one more forward. The balance of a model's experts is one number more that f may depend on: the
-first pass counts where routers send the tokens, and the second one adds the balance's gradient as every plan does
-(`runtime/execution/experts.py`), times df / d balance. A loss that also depends on the model in other ways (on entropies, on
-weights, on a module that it calls by itself) is refused, since its gradient would be left out or counted once per rank.
+The second pass trains the token loss sum_t -c_t (-l_t) under the same plan, by weights of tokens. This is exact for any f, and
+costs one more forward. f may also depend on the balance of a model's experts: the first pass counts the experts of tokens, and
+the second adds the balance's gradient as in any plan (`runtime/execution/experts.py`), times df / d balance. A loss that depends
+on the model in other ways (on entropies, on weights, on a module that it calls itself) is refused, since its gradient would be
+lost or counted once per rank.
 
-A policy and its reference model run the same way; a reference has the first pass only.
+A policy and its reference model run in the same way; a reference has only the first pass.
 
 Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values of a token.
-
-Checks of a loader that a trainer keeps as its own, when a training begins.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
-# keyword of a forward that asks for the balance of the experts
+# keyword of a forward that requests the balance of the experts
 ROUTED = "output_router_logits"
 
 
@@ -60,8 +58,8 @@ ROUTED = "output_router_logits"
 class TokenValues:
     """Values that a forward with TRL's fused head returns, each [B, S - 1], 0 without a label. The names are TRL's.
 
-    Only `log_probs` and `aux_loss` have a gradient. `aux_loss` is the balance of the experts over the tokens of all ranks, a
-    scalar; None unless it is asked for.
+    Only `log_probs` and `aux_loss` have a gradient. aux_loss: balance of the experts over the tokens of all ranks, a scalar; None
+    unless requested.
     """
 
     log_probs: Tensor
@@ -74,13 +72,13 @@ class TokenValues:
 
     @property
     def loss(self) -> Tensor:
-        """The mean cross-entropy of this rank's label tokens."""
+        """Mean cross-entropy of this rank's label tokens."""
         return -self.log_probs.sum() / self.label_mask.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model whose forwards run under plans: the executor of the moment, and the engine of its activation policies."""
+    """A model whose forwards run under plans, with its current executor and the engine of its activation policies."""
 
     executor: Callable[[], StepExecutor]
     engine: Callable[[nn.Module, RankPlan], ActivationEngine | None]
@@ -100,7 +98,7 @@ class Batch:
     own: slice
 
     def chunks(self, rank: int, weights_n: Tensor | None = None) -> list[list[ChunkInputs]]:
-        """The inputs of this rank's chunks, by micro-batch; weights_n: the weight of every label in the loss, on the host."""
+        """Makes the inputs of this rank's chunks, by micro-batch; weights_n: weight of every label in the loss, on the host."""
         _, position = self.plan.place(rank)
         sequences = {}
         for number, (first, length) in enumerate(zip(self.firsts, self.plan.lengths, strict=True)):
@@ -111,16 +109,16 @@ class Batch:
         return [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rounds]
 
     def step(self, rank: int) -> PlannedStep:
-        """The planned step on this rank; its sequences are the documents."""
+        """Makes the planned step on this rank, whose sequences are the documents."""
         return PlannedStep(self.plan, tuple(range(len(self.plan.lengths))), rank)
 
 
 @dataclass(frozen=True)
 class Untrained:
-    """A batch that waits for its second pass, and the values in which its gradient gathers: log-probabilities [B, S - 1].
+    """A batch that waits for its second pass. values: log-probabilities [B, S - 1], a leaf that collects their gradient.
 
-    others: values, by name, that a loss may read but not train. aux_loss: the balance of the experts, whose gradient gathers too,
-    and loads_2E: what it follows from (`RouterBalance.summed`); None for a model whose experts are not balanced.
+    others: values, by name, that a loss may read but not train. aux_loss: balance of the experts, a leaf too, and loads_2E: the
+    sums behind it (`RouterBalance.summed`); None for a model whose experts are not balanced.
     """
 
     batch: Batch
@@ -133,8 +131,8 @@ class Untrained:
 class TwoPasses:
     """Runs forwards of a trainer's models under plans, and makes the batches of the second pass.
 
-    All methods are collective over the ranks of `source`. max_length: the most tokens of a sequence. placeholders: token ids that
-    stand for images, sound or video. temperature: of the distribution whose log-probabilities are trained.
+    All methods are collective over the ranks of `source`. max_length: most tokens of a sequence. placeholders: token ids of
+    images, sound or video. temperature: of the distribution whose log-probabilities are trained.
     """
 
     def __init__(self, source: PlanSource, max_length: int, placeholders: Collection[int], temperature: float = 1.0) -> None:
@@ -145,7 +143,7 @@ class TwoPasses:
         self._waiting: list[Untrained] = []
 
     def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
-        """Lets calls of `model` with a fused head run under plans; returns a function that undoes it.
+        """Makes calls of `model` with a fused head run under plans; returns a function that undoes this.
 
         is_trained: whether calls with gradients are followed by a second pass; such a model refuses other calls with gradients
         while it trains, since they would bypass the plans.
@@ -165,10 +163,10 @@ class TwoPasses:
         return replace_forward(model, forward)
 
     def values(self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool) -> TokenValues:
-        """The first pass: values of the tokens of this rank's batch, computed under one plan for the batches of all ranks.
+        """Runs the first pass: values of this rank's tokens, computed under one plan for the batches of all ranks.
 
-        is_trained: the log-probabilities are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on
-        every rank if some rank has a batch that plans cannot run.
+        is_trained: log-probabilities are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on
+        every rank if any rank has a batch that plans cannot run.
         """
         batch = self._planned(args, inputs, explore=is_trained)
         executor = scored.executor()
@@ -201,7 +199,7 @@ class TwoPasses:
             aux_loss = routers.take(loads_2E, 0.0).to(dtype).requires_grad_(is_trained)
             routers.forget()
         if is_trained:
-            # leaves too, so that a gradient that nobody would use is noticed
+            # leaves too, so that an unused gradient is detected
             others = {"entropy": entropies_BS, "mean_logits": mean_BS, "log_sum_sq_probs": squares_BS}
             others = {name: values_BS.requires_grad_() for name, values_BS in others.items()}
             self._waiting.append(Untrained(batch, log_probs_BS, others, aux_loss, loads_2E))
@@ -224,9 +222,9 @@ class TwoPasses:
         raise_together(problems, self.pool.control, headline)
 
     def second_pass(self) -> Iterator[dict[str, Any]]:
-        """Yields the batches that wait, each with the weights of its tokens; their plans train the loss whose backward has run.
+        """Yields the waiting batches, each with weights of its tokens, whose plans train the loss whose backward has run.
 
-        The loss is the mean over ranks, as DDP has it: each rank computed its own from its rows. "balance" of a batch has the
+        The loss is the mean over ranks, as with DDP: each rank computed its own from its rows. "balance" of a batch has the
         arguments of `StepExecutor.balance`, for a model whose experts are balanced.
         """
         waiting, self._waiting = self._waiting, []
@@ -240,7 +238,7 @@ class TwoPasses:
             yield made
 
     def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
-        """The weight [n] of every token in the second pass, on the host; slopes: of this rank's loss by the values it got."""
+        """Returns the weight [n] of every token in the second pass, on the host. slopes: of this rank's loss for its values."""
         # the last column has no label
         slopes_T = nn.functional.pad(slopes, (0, 1))[batch.documents.kept_BS].double()
         slopes_n1 = self._joined(slopes_T.unsqueeze(1), batch.own, len(batch.rows_n2))
@@ -248,11 +246,11 @@ class TwoPasses:
         return -slopes_n1.squeeze(1).cpu()
 
     def forget(self) -> None:
-        """Drops the batches of a step that was broken off."""
+        """Drops the batches of an aborted step."""
         self._waiting = []
 
     def _planned(self, args: Sequence[Any], inputs: dict[str, Any], explore: bool) -> Batch:
-        """Reads this rank's batch, learns those of all others, and plans them."""
+        """Reads this rank's batch, gathers those of all others, and plans them."""
         self._num_plans += 1
         documents, everyone, _ = agreed_documents(
             lambda: self._read(args, inputs), None, self.pool.control, "a batch cannot run under a plan"
@@ -281,7 +279,7 @@ class TwoPasses:
         return documents
 
     def _from_all_ranks(self, batch: Batch, plan: RankPlan, found: Sequence[dict[int, TokenScores]]) -> Tensor:
-        """The scores of all tokens, [n, 5], in the order of `rows_n2`: each is computed on one rank, the others add zero."""
+        """Returns scores of all tokens, [n, 5], in the order of `rows_n2`; each comes from one rank, the others add zero."""
         num_tokens = len(batch.rows_n2)
         values_nk = torch.zeros(num_tokens, 5, dtype=torch.float64, device=batch.documents.rows_T2.device)
         _, position = batch.plan.place(self.pool.rank)
@@ -294,7 +292,7 @@ class TwoPasses:
         return self._joined(values_nk, slice(0, num_tokens), num_tokens)
 
     def _joined(self, own_Tk: Tensor, own: slice, num_tokens: int) -> Tensor:
-        """The values of all ranks' tokens, [n, k], where this rank has those of `own`; the others' count as zero here."""
+        """Sums values of tokens over ranks to [n, k]; this rank has those of `own`, and zeros for the others."""
         values_nk = own_Tk.new_zeros(num_tokens, own_Tk.shape[1])
         values_nk[own] = own_Tk
         if self.pool.everyone is not None:
@@ -303,20 +301,20 @@ class TwoPasses:
 
 
 def outside_autocast(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which the first pass computes as the second one does, which runs outside of the autocast around TRL's loss.
+    """Context in which the first pass runs without the autocast around TRL's loss, like the second pass.
 
-    The model's own forward has its autocast inside.
+    The model's own forward has its own autocast.
     """
     return torch.autocast(next(model.parameters()).device.type, enabled=False)
 
 
 def _gradient_mark(weight: nn.Parameter) -> tuple[int, int] | None:
-    """Changes whenever a backward adds to the gradient of `weight`."""
+    """Returns a value that changes whenever a backward adds to the gradient of `weight`."""
     return None if weight.grad is None else (id(weight.grad), weight.grad._version)
 
 
 def token_places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequence[int]) -> IntArray:
-    """Number among all tokens, for every token [T] of `chunk` on the rank at `position`; -1 for dummy tokens."""
+    """Returns the number among all tokens of every token [T] of `chunk` on the rank at `position`; -1 for dummies."""
     parts: list[IntArray] = [np.zeros(0, np.int64)]
     for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
         if piece.document < len(chunk.spans):
@@ -329,7 +327,7 @@ def token_places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequ
 
 
 class LoaderCheck(TrainerCallback):
-    """Raises ValueError if a resumed training would not go on where it stopped, and keeps the loader's workers alive."""
+    """Checks at the start of a training that a stock loader continues where it stopped, and keeps its workers alive."""
 
     def on_train_begin(
         self,

@@ -1,1 +1,1 @@
-"""Self-test at the start of a run: compares planned steps on a reduced copy of the model with plain transformers."""
+"""Self-test at the start of a run: compares planned steps with plain transformers, on a reduced copy of the model."""

@@ -1,13 +1,13 @@
-"""Finds code that users put on a model after the start of a run, when nothing looks at it any more.
+"""Finds code that users put on a model after the start of a run, when it is no longer tested.
 
-A hook may do anything to the tokens that it gets: under plans these are packs, slices or shards of documents. The self-test
-compares a copy with all hooks and forwards that the model has at the start. Those that come between the start and a training are
-compared when that begins, if the model is still whole on every rank. All others are refused, on all ranks, and so is a loss
-function, which plans never call.
+A hook may do anything to its tokens, which under plans are packs, slices or shards of documents. The self-test compares a copy
+with all hooks and forwards that the model has at the start. Those added between the start and a training are compared when the
+training begins, if the model is still whole on every rank. All others are refused, on all ranks, and so is a loss function, which
+plans never call.
 
-Without a self-test users answer for hooks and forwards that they put on a model. But in some modules (adapters, MLPs, norms,
-projections, heads, dropout, ...) plans run a forward of their own. If another one is put there afterwards, or into the class, or
-if another module takes the place, one of both would be left out. So that is always refused.
+Without a self-test, users are responsible for hooks and forwards. But in some modules (adapters, MLPs, norms, projections, heads,
+dropout, ...) plans replace the forward. If another one is set there afterwards, or in the class, or if the module is replaced,
+one of both forwards would be lost. So that is always refused.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hf_longctx.hf.self_test.reduced_copy import is_user_function, package_of, u
 from hf_longctx.hf.start.losses import model_loss_problems
 from hf_longctx.runtime.core.binding import HOOKS, PUT, global_hooks, is_ours, lost_method, own_forward, runs_inside
 
-# packages whose hooks only read; transformers' own callbacks put them on a model when a training begins
+# packages whose hooks only read; transformers' own callbacks set them when a training begins
 _WATCHERS = ("wandb",)
 
 
 class CodeAtStart:
-    """Functions that users had put on the modules of a model, forwards of its classes, and its loss, when this was made.
+    """Functions that users had put on a model's modules, forwards of its classes, and its loss, at the start.
 
-    is_compared: whether a self-test compares them; without one, users answer for hooks and forwards. device: where the loss
-    is probed, if plans train the model's own; else None.
+    is_compared: whether a self-test compares them; otherwise users are responsible for hooks and forwards. device: device for
+    probing the loss, if plans train the model's own; else None.
     """
 
     def __init__(self, facts: ModelFacts, is_compared: bool, device: torch.device | None) -> None:
@@ -42,15 +42,15 @@ class CodeAtStart:
         self.accept(facts.model)
 
     def accept(self, model: nn.Module) -> None:
-        """Takes what is on `model` now for what it had at its start, since a self-test has compared it."""
-        # the objects themselves, since the number of one that is gone may come again; a forward of a class belongs to no module
+        """Accepts all code now on `model` as present at the start, since a self-test has compared it."""
+        # keeps the objects, since ids of deleted ones may be reused; a forward of a class belongs to no module
         self._known: dict[tuple[int, int], tuple[nn.Module | None, Any]] = {
             (key := _key(module, function)): (module if key[0] else None, function) for module, _, function in _functions(model)
         }
         self._seen = _Seen(model)
 
     def forget_others(self, model: nn.Module) -> None:
-        """Lets go of modules that `model` has no more since it was cut, whose weights would stay in memory."""
+        """Drops references to modules that were cut from `model`, whose weights would stay in memory."""
         kept = set(map(id, model.modules()))
         self._known = {key: known for key, known in self._known.items() if not key[0] or key[0] in kept}
         self._seen = _Seen(model)
@@ -62,18 +62,18 @@ class CodeAtStart:
                 return problems[0]
             self._loss = loss
         if self._seen.modules[0] is not model:
-            # the reference of a loss of log-probabilities
+            # the reference model of a loss of log-probabilities
             return self._added(model)
         if self._seen.is_unchanged():
             return ""
         problem = self._added(model) or self._seen.lost() or self._seen.replaced()
         if not problem:
-            # ours have come or gone, or something that plans leave alone has changed
+            # our functions were set or removed, or something outside of plans has changed
             self._seen = _Seen(model)
         return problem
 
     def _added(self, model: nn.Module) -> str:
-        """Problem with the first function that the self-test has not compared."""
+        """Describes the first function that the self-test has not compared."""
         for module, kind, function in _functions(model) if self._is_compared else ():
             if _key(module, function) not in self._known and package_of(function) not in _WATCHERS:
                 name = next((name for name, each in model.named_modules() if each is module), "")
@@ -86,7 +86,7 @@ class CodeAtStart:
 
 
 class _Seen:
-    """Modules of a model and what runs when they are called: forwards, classes, hooks. Tells quickly whether these changed."""
+    """Snapshot of a model's modules with their forwards, classes and hooks, for a quick check of changes."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_modules())
@@ -94,7 +94,7 @@ class _Seen:
         self._own = [vars(module) for module in self.modules]
         self._forwards = self._forwards_now()
         self._kinds: list[type[nn.Module]] = [type(module) for module in self.modules]
-        # forwards of ours that stay for the whole run, unlike those that `put` has put there, and those of stages out of use
+        # our forwards that stay for the whole run, unlike those set by `put`, and those of unused stages
         self._is_kept = [
             forward is not None and is_ours(forward) and PUT not in own and not refuses(module)
             for module, own, forward in zip(self.modules, self._own, self._forwards, strict=True)
@@ -108,7 +108,7 @@ class _Seen:
         self._counts, self._keys = list(map(len, self._hooks)), self._keys_now()
 
     def is_unchanged(self) -> bool:
-        """Whether the same functions run in the same modules as then."""
+        """Whether the same functions still run in the same modules."""
         return (
             _are(self._forwards_now(), self._forwards)
             and list(map(type, self.modules)) == self._kinds
@@ -119,7 +119,7 @@ class _Seen:
         )
 
     def lost(self) -> str:
-        """Problem with the first module in which a forward of ours does not run any more, although it must."""
+        """Describes the first module in which our forward must run but no longer does; empty if there is none."""
         seen = zip(self.names, self.modules, self._kinds, self._forwards, self._is_kept, strict=True)
         for name, module, kind, before, is_kept in seen:
             now = own_forward(module)
@@ -134,7 +134,7 @@ class _Seen:
         return ""
 
     def replaced(self) -> str:
-        """Problem with the first module that took the place of another in which, or around which, a forward of ours runs."""
+        """Describes the first module that replaced one in or around which our forward runs; empty if there is none."""
         for place, before, now in zip(self._parents, self._before, self._inner, strict=True):
             for name in (name for name in before if now.get(name) is not before[name] and before[name] is not None):
                 old, new = before[name], now.get(name)

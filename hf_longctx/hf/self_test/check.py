@@ -1,30 +1,29 @@
 """The parity self-test at start: runs a reduced copy of the user's model under small plans and as plain transformers.
 
 Everything is real except the depth. The copy has the model's own class, config, adapters and weights at full width, with one
-layer of every kind (`reduced_copy`). It is placed as the model will be (replicated, sharded, in stages) and runs through
-collator, group pool, executor and activation engine. Its plans (`probe_plans`) use the largest groups that a run's plans may
-have, in every shape, and slices if plans may have them. The plain side is the copy's own forward and autograd, one document at a
-time, as transformers runs it.
+layer of every kind (`reduced_copy`). It is placed like the model (replicated, sharded, in stages) and runs through collator,
+group pool, executor and activation engine. Its plans (`probe_plans`) use the largest groups that a run's plans may have, in every
+shape, and slices if plans may have them. The plain run is the copy's own forward and autograd, one document at a time, as in
+transformers.
 
 In fp64 everything must agree to 5e-5 of a norm. Parts that transformers always computes in fp32 (norms, rotary embeddings,
 softmax of eager attention) are rounded at 6e-8, and some hundred roundings may differ. If memory is short, the copy is in fp32
 and the limit is 2e-3, since two fp32 sums add some thousand terms in different orders, perhaps in TF32. The bugs that the test
-looks for give larger errors. Autocast, and weights in other precisions such as four bits, are also run as they are. Then the
+should find give larger errors. Autocast, and weights in other precisions such as four bits, are also run unchanged. Then the
 yardstick is the distance of the plain model in that precision from the fp64 model, and plans may be four times as far away. The
 loss may be right by chance, so its yardstick is that of hidden states.
 
 Rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") are set, in the copies, to scale beyond
 half of the long document. So documents on both sides of that limit are compared, and slices shorter than the limit.
 
-The loss is the one that the run trains, cross-entropy or the user's `token_loss`. If the user put a function around the model's
-forward that returns a loss, that must be the cross-entropy of its logits, or for labels that are numbers the squared error or
-binary cross-entropy that the task names, since plans never read it.
+The loss is the one that the run trains, cross-entropy or the user's `token_loss`. If a user's function around the model's forward
+returns a loss, this must be the cross-entropy of its logits or, for labels that are numbers, the squared error or binary
+cross-entropy of the task, since plans never read it.
 
 The test compares, each by name: the loss; hidden states after the embedding and after every layer, and their gradients, token by
-token, which tells the layer; the states that layers without attention leave at the ends of slices; the gradient of every layer's
-weights; and the gradient of a long document's last token at token 0
-of the document. That last token must have exactly no gradient at other documents, nor at tokens that all windows together hide
-from it. The real model is never run or written to.
+token, which shows the layer; states of layers without attention at the ends of slices; the gradient of every layer's weights; and
+the gradient of a long document's last token at token 0 of the document. That last token must have exactly no gradient at other
+documents, nor at tokens that all windows together hide from it. The real model is never run or written to.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ logger = logging.getLogger(__name__)
 
 _EXACT = {torch.float64: 5e-5, torch.float32: 2e-3}
 _WORKING_FLOOR, _WORKING_FACTOR = 1e-5, 4.0
-# tokens of the long document: the fewest, the fewest per rank of a group, and the most that may be needed to fill a window;
-# windows that would need more are shortened
+# tokens of the long document: the fewest, the fewest per rank of a group, and the most for filling a window; windows that
+# need more are shortened
 _LEAST_TOKENS, _TOKENS_PER_RANK, _MOST_TOKENS = 64, 6, 256
 # bytes per weight: the weight and its gradient, the gradients of both sides in fp64 and, for an fp64 copy, also a copy in the
 # run's precision
@@ -79,7 +78,7 @@ _MASKED_SHARE = 0.2
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Everything that the test takes from the model before the model is cut into stages or placed."""
+    """Everything that the test needs from the model before it is cut into stages or placed."""
 
     # the model itself, which must not run
     original: Any
@@ -113,7 +112,7 @@ class SelfTest:
             return None
         boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
         elements = num_elements(model, boundaries)
-        # a stage is cut from a second copy, which also takes memory
+        # a stage is cut from a second copy, which takes memory too
         num_cut = int(setup.num_stages > 1)
         needed = {each: elements * (own + num_cut * each.itemsize) for each, own in _BYTES_PER_ELEMENT.items()}
         free_bytes = min(gather_objects(_free_bytes(model, device, setup), control))
@@ -134,7 +133,7 @@ class SelfTest:
         long_tokens = min(most, long_tokens)
         longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
         exact = reduced_copy(model, boundaries, longest_window, dtype)
-        # make the document so long that, for its last third, windows and indexes hide tokens
+        # make the document so long that windows and indexes hide tokens from its last third
         long_tokens = max(long_tokens, max((exact.most_chosen, *exact.windows.values())) * 3 // 2)
         is_rounded = is_autocast or facts.has_four_bits or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
@@ -148,12 +147,12 @@ class SelfTest:
         """Compares plans with the plain model, frees the copies and returns a line for the log.
 
         forward: name of a user's function around the model's forward, whose loss plans never read. Raises ValueError on every
-        rank if a plan fails, or if that loss is another one. Collective over all ranks of the pool.
+        rank if a plan fails, or if that loss differs. Collective over all ranks of the pool.
         """
         start_s = time.monotonic()
         device, loss = place.device, ""
         if place.token_loss is not None:
-            # the copy has fewer token ids, which a loss with a weight for each of them cannot take
+            # the copy has fewer token ids, which a loss with one weight per id does not support
             num_classes = place.task.num_labels or self.exact.num_token_ids
             fits = not token_loss_problems(place.token_loss, num_classes, device)
             own = SquaredError.name if place.token_loss is _distance else loss_name(place.token_loss)
@@ -181,7 +180,7 @@ class SelfTest:
         absent = absent_token_ids(base_of(self.exact.model))
         rows = _rows(self.lengths, self.exact.num_token_ids, absent, place.task)
         probes = exact.probes(self.lengths)
-        # slices leave their states at these places
+        # positions at which slices leave their states
         spans = {(span.sequence, span.start) for probe in probes for span in _spans(probe.plan) if span.start}
         cuts = spans if any(MIXERS[type(each).__name__].fills_cache for each in mixers_of(self.exact.model).values()) else ()
         plain = exact.plain(rows, cuts=cuts)
@@ -191,7 +190,7 @@ class SelfTest:
         bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
         if self.working is not None and not bad:
             working = Specimen(self.working, self.is_autocast, self.setup, place)
-            # yardstick: how far the plain model in the run's precision is from fp64
+            # yardstick: distance of the plain model in the run's precision from fp64
             yardstick = agreed_errors(differences(working.plain(rows, cuts=cuts), plain, self.exact.windows), pool.control)
             # a loss may be right by chance
             yardstick["loss", 0] = max(error for (kind, _), error in yardstick.items() if kind in ("loss", "values"))
@@ -200,7 +199,7 @@ class SelfTest:
         return bad, worst, probes
 
     def _check_own_loss(self, exact: Specimen, row: dict[str, list[int]], forward: str) -> None:
-        """Raises ValueError on every rank if a user's forward returns another loss than that which plans train by default."""
+        """Raises ValueError on every rank if a user's forward returns another loss than plans train by default."""
         problems, found, value_loss = [], exact.own_loss(row), exact.place.value_loss
         name = loss_name(value_loss)
         # token_loss gets classes
@@ -224,7 +223,7 @@ class SelfTest:
         pool: GroupPool,
         has_probes: bool = True,
     ) -> tuple[dict[str, list[Finding]], float]:
-        """The findings for each plan that fails, by plan name, and the largest error of all plans; equal on every rank."""
+        """Returns findings by name of each failing plan, and the largest error of all plans; equal on every rank."""
         bad: dict[str, list[Finding]] = {}
         worst = 0.0
         last = _only_last(rows, LONG)
@@ -243,7 +242,7 @@ class SelfTest:
         return bad, worst
 
     def _sight(self, found: HiddenTrace, plain: HiddenTrace) -> Errors:
-        """Measures which tokens the last token of the long document sees: tokens that it sees get a gradient from its loss."""
+        """Measures which tokens the long document's last token sees, by the gradient of its loss at them."""
         first = plain.whole("gradients", EMBEDDING, LONG)
         if first is None:
             raise ValueError(
@@ -308,21 +307,21 @@ def _spans(plan: StepPlan) -> Iterator[Span]:
 
 
 def probed(token_loss: TokenLoss | ValueLoss | None, task: HeadTask) -> tuple[TokenLoss | None, HeadTask, ValueLoss | None]:
-    """The loss and the labels of the test's rows for a run with this loss and these labels: always classes.
+    """Returns loss and labels of the test's rows, always classes, for a run with this loss and these labels.
 
-    Third, the run's own loss if its labels are numbers, with which that of a user's forward is compared.
+    Third, the run's own loss if its labels are numbers, for comparison with the loss of a user's forward.
     """
     task = replace(task, problem="single_label_classification") if task.has_values else task
     return (_distance, task, token_loss) if isinstance(token_loss, ValueLoss) else (token_loss, task, None)
 
 
 def _distance(logits_TK: Tensor, labels_T: Tensor) -> Tensor:
-    """Squared error with the number of the class as the value: losses [T]."""
+    """Returns losses [T]: squared error with the number of the class as the value."""
     return SquaredError().losses(logits_TK, labels_T.unsqueeze(1).to(logits_TK.dtype))
 
 
 def _rows(lengths: Sequence[int], num_token_ids: int, absent: Collection[int], task: HeadTask) -> Rows:
-    """Documents of random tokens, equal on every rank; some tokens have no label, so that ranks have different label counts.
+    """Makes documents of random tokens, equal on every rank; some have no label, so that ranks have different label counts.
 
     absent: token ids that no row may have. task: the labels of the rows.
     """
@@ -346,7 +345,7 @@ def _rows(lengths: Sequence[int], num_token_ids: int, absent: Collection[int], t
 
 
 def _only_last(rows: Rows, document: int) -> Rows:
-    """The rows with a single label, on the last token of `document`."""
+    """Returns the rows with a single label, on the last token of `document`."""
     return [
         {**row, "labels": [IGNORE_INDEX] * (len(row["labels"]) - 1) + [row["labels"][-1] if number == document else IGNORE_INDEX]}
         for number, row in enumerate(rows)
@@ -354,7 +353,7 @@ def _only_last(rows: Rows, document: int) -> Rows:
 
 
 def _free_bytes(model: Any, device: torch.device, setup: RunSetup) -> int:
-    """Bytes that are free for the copies on this rank."""
+    """Returns the bytes that are free for the copies on this rank."""
     free = host_bytes()[0] // setup.costs.cluster.ranks_per_node
     if device.type != "cuda":
         return free
@@ -365,12 +364,12 @@ def _free_bytes(model: Any, device: torch.device, setup: RunSetup) -> int:
 
 
 def _has_routers(model: Any) -> bool:
-    """Whether the model has routers; rounding may then send a token to other experts, so that no yardstick holds."""
+    """Whether the model has routers; rounding may then send a token to other experts, so that no yardstick applies."""
     return any(word in type(module).__name__ for module in model.modules() for word in _OF_EXPERTS)
 
 
 def _left_out(why: str, model: Any, control: dist.ProcessGroup | None) -> None:
-    """Logs that the test cannot run; raises ValueError on every rank if it alone would check a hook or a replaced forward."""
+    """Logs that the test cannot run; raises ValueError on every rank if a hook or a replaced forward needs the test."""
     problem = (
         f"the model has forward or backward hooks, or a module whose forward was replaced, which only the self-test checks, and "
         f"it cannot run: {why}; remove the hooks and forwards, or set self_test=False if none of them mixes tokens"

@@ -1,8 +1,8 @@
 """Copies a model whose own functions refer to the model: wrapped forwards, hooks, partials and methods of wrapper objects.
 
-`copy.deepcopy` takes functions as they are. A `forward` such as that of TRL's trainers, which keeps the model's original forward
-in a closure, would run the original from within the copy. Here the functions of the copy refer to the copy. What cannot be moved
-(state inside C code, slots, weak references) is noticed when it is called: `original_left_alone` refuses it by name.
+`copy.deepcopy` does not copy functions. A `forward` such as that of TRL's trainers, which keeps the model's original forward in a
+closure, would run the original from within the copy. Here the functions of the copy refer to the copy. What cannot be moved
+(state inside C code, slots, weak references) is detected when it is called: `original_left_alone` refuses it by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_longctx.runtime.core.binding import is_bound
 
-# most steps and values to follow from a function, since a trainer or a dataset may be among what it refers to
+# most steps and values to follow from a function, since it may refer to a trainer or a dataset
 _MOST_DEPTH, _MOST_VALUES = 12, 20_000
 # packages whose functions do not refer to a user's model by a global name
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "hf_longctx", "functools", "contextlib")
@@ -32,12 +32,12 @@ _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 def independent_copy(model: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy of `model` whose functions run the copy. `memo`: replacements by id, as for `copy.deepcopy`.
+    """Makes a deep copy of `model` whose functions run the copy. memo: replacements by id, as for `copy.deepcopy`.
 
     Raises ValueError that names what cannot be copied.
     """
     memo = {} if memo is None else memo
-    # take wrapper objects as they are, since they may hold a trainer; below, only what refers to the model is moved
+    # do not copy wrapper objects, since they may hold a trainer; below, only what refers to the model is moved
     memo |= {id(own): own for module in model.modules() for name, own in vars(module).items() if _is_moved(name, own)}
     try:
         copied = copy.deepcopy(model, memo)
@@ -60,13 +60,13 @@ def independent_copy(model: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def _is_moved(name: str, value: Any) -> bool:
-    """Whether an attribute of a module is a function, which runs the copy only if it is moved there."""
+    """Whether an attribute of a module is a function, which must be moved to run the copy."""
     return value is not None and (name == "forward" or isinstance(value, FunctionType | MethodType | partial))
 
 
 @contextmanager
 def original_left_alone(model: nn.Module) -> Iterator[None]:
-    """Context that raises ValueError if a module of `model` runs, because a function of the copy still refers to the original."""
+    """Context that raises ValueError if a module of `model` runs, since a function of the copy then refers to the original."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def refuse(module: nn.Module, *_: Any) -> None:
@@ -95,7 +95,7 @@ def functions_added(model: nn.Module) -> str:
 
 
 def _words(function: Any) -> str:
-    """Name and place of a function, or the class of a callable object."""
+    """Returns name and place of a function, or the class of a callable object."""
     function = function.func if isinstance(function, partial) else function
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -105,7 +105,7 @@ def _words(function: Any) -> str:
 
 
 def _uncopyable(model: nn.Module) -> tuple[str, Exception] | None:
-    """The name of the first attribute of a module of `model` that cannot be copied, and why."""
+    """Returns the name of the first module attribute in `model` that cannot be copied, and why."""
     known: dict[int, Any] = {id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -117,7 +117,7 @@ def _uncopyable(model: nn.Module) -> tuple[str, Exception] | None:
 
 
 def _remove_autocast(model: Any) -> None:
-    """Removes the autocast wrappers that accelerate leaves on the forward of a model that was trained before."""
+    """Removes the autocast wrappers that accelerate has left on the forward of a model that was trained before."""
     own = vars(model)
     if own.pop("_original_forward", None) is None or "forward" not in own:
         return
@@ -140,18 +140,17 @@ def _is_of_accelerate(function: Any) -> bool:
 class _Moves:
     """Moves functions from a model to its copy.
 
-    copies: the copy of everything that was copied, by the id of the original. copied: the copy of the model, whose modules are
-    in place already.
+    copies: copy of every object, by id of the original. copied: the copy of the model, whose modules already exist.
     """
 
     def __init__(self, copies: dict[int, Any], copied: nn.Module) -> None:
         self._copies = copies
         self._in_place = {id(module) for module in copied.modules()}
-        # originals with their moved versions, by id; holding an original keeps its id from being used again
+        # originals with their moved versions, by id; holding an original prevents reuse of its id
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def moved(self, value: Any) -> Any:
-        """`value` with every reference to the model replaced by one to the copy; `value` itself if it has none."""
+        """Replaces every reference to the model in `value` by one to the copy; returns `value` itself if it has none."""
         return self._moved(value) if self._refers(value, set(), _MOST_DEPTH) else value
 
     def _copied(self, value: Any) -> bool:
@@ -188,7 +187,7 @@ class _Moves:
         try:
             moved = copy.copy(value)
         except Exception:
-            # keep the original, which refuses to run
+            # keep the original, which then refuses to run
             return value
         self._done[id(value)] = value, moved
         own = moved if isinstance(moved, dict) else vars(moved)
@@ -201,7 +200,7 @@ class _Moves:
         names = {name: each for name, each in _global_values(function) if self._refers(each, set(), _MOST_DEPTH)}
         known = dict(function.__globals__) if names else function.__globals__
         moved = FunctionType(function.__code__, known, function.__name__, function.__defaults__, cells)
-        # remember it first, since a function may refer to itself
+        # store it first, since a function may refer to itself
         self._done[id(function)] = function, moved
         moved.__dict__.update(function.__dict__)
         moved.__qualname__, moved.__module__ = function.__qualname__, function.__module__
@@ -225,10 +224,10 @@ def _content(cell: CellType) -> Any:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Everything that `value` refers to and that `_Moves` can replace."""
+    """Yields everything that `value` refers to and that `_Moves` can replace."""
     if isinstance(value, FunctionType):
         if is_bound(value):
-            # such a method falls back to the class in a copy
+            # in a copy, such a method runs that of the class
             return
         yield from (_content(cell) for cell in value.__closure__ or ())
         yield from value.__defaults__ or ()
@@ -247,7 +246,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _global_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Names and values of the globals that a user's function reads."""
+    """Returns names and values of the globals that a user's function reads."""
     known = function.__globals__
     if str(known.get("__name__", "")).split(".")[0] in _LIBRARIES:
         return

@@ -1,9 +1,9 @@
-"""Turns the errors that a self-test measured on all ranks into named findings, the likely cause first.
+"""Turns the measured errors of a self-test on all ranks into named findings, the likely cause first.
 
 `self_test.check` calls `findings`. If hidden states differ, the error arose at the first site where they do, since all later
 sites differ as a consequence. If all hidden states agree, gradients are followed back from the loss: the first site whose
-gradient differs is the input of the layer whose backward is wrong. If all of those agree too, only the sum of weight gradients
-over chunks and ranks can be wrong.
+gradient differs is the input of the layer whose backward is wrong. If these agree too, only the sum of weight gradients over
+chunks and ranks can be wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# sites: the embedding is -1, a layer is its number, and all weights outside the layers are ENDS
+# sites: -1 for the embedding, a layer's number, ENDS for all weights outside the layers
 EMBEDDING, ENDS = -1, 10**9
 _ZEROS = ("documents", "window")
 Measure = tuple[str, int]
@@ -20,7 +20,7 @@ Errors = dict[Measure, float]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One failed check. check: its name. text: where it failed, and by how much."""
+    """One failed check. check: its name. text: place and size of the error."""
 
     check: str
     text: str
@@ -28,14 +28,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest allowed errors: `floor`, or `factor` times the measure's value in `yardstick` if that is larger."""
+    """Largest errors allowed: `floor`, or `factor` times the measure's value in `yardstick` if that is larger."""
 
     floor: float
     factor: float = 0.0
     yardstick: Mapping[Measure, float] | None = None
 
     def of(self, measure: Measure) -> float:
-        """Limit of one measure; zero for gradients at tokens that must not be seen."""
+        """Returns the limit of one measure; zero for gradients at tokens that must not be seen."""
         return 0.0 if measure[0] in _ZEROS else max(self.floor, self.factor * (self.yardstick or {}).get(measure, 0.0))
 
     def is_kept(self, errors: Errors, measure: Measure) -> bool:
@@ -44,7 +44,7 @@ class Limits:
 
 
 def merged(everyone: Sequence[Errors]) -> Errors:
-    """The largest error of every measure over all ranks."""
+    """Returns the largest error of every measure over all ranks."""
     result: Errors = {}
     for errors in everyone:
         for measure, error in errors.items():
@@ -56,10 +56,9 @@ def merged(everyone: Sequence[Errors]) -> Errors:
 def findings(errors: Errors, limits: Limits, describe: Callable[[int], str], windows: Mapping[int, int]) -> list[Finding]:
     """Lists failed checks, the cause first; empty if every error is within its limit.
 
-    These measures are relative to the norm of the plain run: "loss"; "values" and "gradients" of a site; "early",
-    the values of a site's first tokens, which a window does not affect; "states" of a layer, at the ends of slices; and
-    "weights" of a layer. `self_test.check` explains the measures "token 0", "documents" and "window". describe: function that
-    names a site in words.
+    These measures are relative to the norm of the plain run: "loss"; "values" and "gradients" of a site; "early", the values of a
+    site's first tokens, which a window does not affect; "states" of a layer, at the ends of slices; and "weights" of a layer. For
+    "token 0", "documents" and "window" see `self_test.check`. describe: returns the name of a site.
     """
     found = [*_hidden(errors, limits, describe, windows), *_states(errors, limits, describe)]
     has_cause = bool(found)
@@ -91,7 +90,7 @@ def _hidden(errors: Errors, limits: Limits, describe: Callable[[int], str], wind
 
 
 def _states(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
-    """The finding for the first layer that leaves a wrong state at the end of a slice."""
+    """Returns the finding for the first layer with a wrong state at the end of a slice."""
     sites = sorted(site for kind, site in errors if kind == "states")
     bad = next((site for site in sites if not limits.is_kept(errors, ("states", site))), None)
     if bad is None:
@@ -101,7 +100,7 @@ def _states(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> l
 
 
 def _gradients(errors: Errors, limits: Limits, describe: Callable[[int], str]) -> list[Finding]:
-    """The finding for the last site whose gradient differs: the layer after it got a right gradient and returned a wrong one."""
+    """Returns the finding for the last site with a wrong gradient: the layer after it turned a right one into a wrong one."""
     sites = sorted(site for kind, site in errors if kind == "gradients")
     bad = next((site for site in reversed(sites) if not limits.is_kept(errors, ("gradients", site))), None)
     if bad is None:

@@ -1,4 +1,4 @@
-"""Small plans that together cover what a run's plans may use: the largest groups in every shape, slices and recomputation.
+"""Makes small plans that cover what a run's plans may use: the largest groups in every shape, slices and recomputation.
 
 These plans are slow, and no planner would choose them. Each runs a pack of documents on one group, and lone documents on single
 ranks with different label counts, so that errors between documents, inside a group and between ranks become visible.
@@ -30,7 +30,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.predict.lending import lent_group
 
-# numbers of documents in `probe_lengths`: those packed on one group, the long one among these (the last), and the lone ones
+# numbers of documents in `probe_lengths`: packed on one group, the long one (the last of these), and the lone ones
 PACKED, LONG, LONE = (0, 1, 2), 2, (3, 4)
 _NUM_SLICES = 3
 _TILE_TOKENS = 16
@@ -47,23 +47,23 @@ class ProbePlan:
 
 
 def probe_lengths(long_tokens: int) -> tuple[int, ...]:
-    """Number of tokens of each document of a probe; document `LONG` has `long_tokens` of them (at least 8)."""
+    """Returns the number of tokens of each document of a probe; document `LONG` has `long_tokens` (at least 8)."""
     return (max(2, long_tokens // 3), max(2, long_tokens // 8), long_tokens, 7, 4)
 
 
 def least_lent_tokens(num_stages: int, degree: int) -> int:
-    """Fewest tokens of a document to whose slices idle stages can be lent: one of each slice for every rank."""
+    """Returns the fewest tokens of a document with which idle stages can be lent to slices: one per slice and rank."""
     return max(_NUM_SLICES, num_stages) * num_stages * degree
 
 
 def probe_plans(
     lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[Sequence[int]], has_policies: bool
 ) -> tuple[ProbePlan, ...]:
-    """The plans for documents of `probe_lengths`, for a run with these costs and limits.
+    """Makes the plans for documents of `probe_lengths`, for a run with these costs and limits.
 
     num_layers: number of layers in every layer range of every stage, for the model that runs the plans. has_policies: whether the
-    run may plan activation policies. Slices are included if a run may have them: with policies, and in pipelines. So are lent
-    stages, if the run may lend them and the long document has enough tokens for all ranks.
+    run may plan activation policies. Plans have slices if a run may have them, with policies and in pipelines; and lent stages,
+    if the run may lend them and the long document has enough tokens for all ranks.
     """
     ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
@@ -78,7 +78,7 @@ def probe_plans(
     ]
     if has_policies or len(num_layers) > 1:
         in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
-        # slices of a hybrid pass through everything that those of a ring do
+        # slices of a hybrid use everything that those of a ring use
         in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
         for shape in dict.fromkeys((in_one_block, in_several)):
             sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
@@ -98,7 +98,7 @@ def probe_plans(
 
 
 def _layer_ranges(num_layers: Sequence[Sequence[int]]) -> list[tuple[LayerRange, ...]]:
-    """Layer ranges of every stage, with these numbers of layers: range 0 of every stage comes first, then range 1, and so on."""
+    """Makes layer ranges of every stage with these numbers of layers: first range 0 of every stage, then range 1, and so on."""
     counts = [stage_layers[part] for part in range(len(num_layers[0])) for stage_layers in num_layers]
     ranges = [LayerRange(first, count) for first, count in zip([0, *accumulate(counts)], counts, strict=False)]
     return [tuple(ranges[stage :: len(num_layers)]) for stage in range(len(num_layers))]
@@ -112,7 +112,7 @@ def _name(shape: GroupShape) -> str:
 
 
 def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:
-    """Chunks of the packed documents: slices of the long one, the last slice together with document 0; then document 1 alone."""
+    """Makes chunks of the packed documents: slices of the long one, the last with document 0; then document 1 alone."""
     spans = [[span] for span in _cut(lengths[LONG], _NUM_SLICES)]
     spans[-1].append(Span(0, 0, lengths[0]))
     spans.append([Span(1, 0, lengths[1])])
@@ -120,13 +120,13 @@ def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 def _long_alone(lengths: Sequence[int], num_stages: int) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Chunks of two groups: slices of the long document, at least one for each stage; then the documents packed with it else."""
+    """Makes chunks of two groups: slices of the long document, at least one per stage; the other packed documents."""
     slices = tuple(Chunk(index, (span,)) for index, span in enumerate(_cut(lengths[LONG], max(_NUM_SLICES, num_stages))))
     return slices, (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED if i != LONG)),)
 
 
 def _cut(num_tokens: int, num_slices: int) -> list[Span]:
-    """Slices of the long document, of equal lengths up to one token."""
+    """Cuts the long document into slices of equal lengths up to one token."""
     cuts = [num_tokens * place // num_slices for place in range(num_slices + 1)]
     return [Span(LONG, start, stop) for start, stop in pairwise(cuts)]
 
@@ -138,7 +138,7 @@ def _plan(
     parts: Sequence[tuple[LayerRange, ...]],
     costs: CostModel,
 ) -> StepPlan:
-    """A plan of a micro-batch for each group, then of one for the lone documents on the first and the last rank.
+    """Makes a plan with a micro-batch for each group, then one for the lone documents on the first and the last rank.
 
     Ranks without documents run dummy chunks, in the same order of actions.
     """
@@ -172,14 +172,14 @@ def _plan(
 
 
 def _lent(plan: StepPlan) -> StepPlan:
-    """The plan with idle stages lent to the first and last slices of its first group."""
+    """Returns the plan with idle stages lent to the first and last slices of its first group."""
     first, *others = plan.micro_batches
     lent = MicroBatch((lent_group(first.groups[0]), *first.groups[1:]))
     return validate_plan(replace(plan, micro_batches=(lent, *others)))
 
 
 def _recomputed(plan: StepPlan, head_pieces: int = 1) -> StepPlan:
-    """The plan with a policy for every chunk: recompute everything, except half of attention's output, and tile the loss.
+    """Returns the plan with a policy for every chunk: recompute all but half of attention's output, and tile the loss.
 
     Rings keep all of attention's output, or none. head_pieces: see `LayerPolicy`.
     """

@@ -1,11 +1,10 @@
-"""Makes a copy of a model with few layers and few token ids, but at full width, which equals the model in all that plans touch.
+"""Makes a copy of a model with few layers and few token ids, but at full width and equal in all that plans use.
 
-`self_test.check` runs it. Two layers are of one kind if their modules agree in classes, in every setting, in the shapes of all
-weights, and in the functions that users put on them: hooks, and methods that replace those of the class. The copy, which has
-the hooks too, has the first layer of every kind, and at least two layers, under their own numbers; all other layers pass their
-input on. Embedding and head keep the first token ids. Windows and attention chunks too long to be filled are shortened, in the
-config and in every module; so are the position steps by which queries are scaled. In a copy of another precision, four-bit
-weights are unpacked. The model itself is left unchanged.
+`self_test.check` runs it. Two layers are of one kind if their modules have equal classes, settings, shapes of all weights, and
+functions that users put on them: hooks, and methods that replace those of the class. The copy, with hooks, has the first layer of
+every kind, and at least two layers, under their own numbers; all other layers pass on their input. Embedding and head keep the
+first token ids. Windows and attention chunks too long to be filled are shortened, in the config and in every module, as are
+position steps for scaling queries. In a copy of another precision, four-bit weights are unpacked. The model itself is unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hf_longctx.runtime.core.binding import HOOKS, global_hooks, is_written_by, 
 NUM_TOKEN_IDS = 1024
 # setting with the number of keys that an index chooses for a token
 _MOST_CHOSEN = "index_topk"
-# setting with the number of positions that share one scale of queries, and the largest value it may have in a copy
+# setting with the number of positions that share one scale of queries, and its largest value in a copy
 _STEP, _LONGEST_STEP = "floor_scale", 8
 # settings that differ between layers without changing the computation
 _NUMBERS = ("layer_idx", "training")
@@ -49,7 +48,7 @@ _WRAPPED_FORWARD = "_original_forward"
 
 @dataclass
 class ReducedCopy:
-    """The copy of a model, with its layers by their numbers in the whole model."""
+    """Copy of a model, with its layers by their numbers in the whole model."""
 
     model: Any
     layers: dict[int, nn.Module]
@@ -71,7 +70,7 @@ class ReducedCopy:
     is_cut: bool
 
     def give_up(self) -> None:
-        """Drops the model and its layers; keeps what is known about them."""
+        """Drops the model and its layers; keeps the facts about them."""
         self.model, self.layers = None, {}
 
     @property
@@ -84,10 +83,10 @@ class ReducedCopy:
 def reduced_copy(
     model: Any, boundaries: Sequence[int], longest_window: int, dtype: torch.dtype | None, seed: int = 0
 ) -> ReducedCopy:
-    """Makes a reduced copy of `model` in `dtype` (None: the model's own), which shares no memory with the model's weights.
+    """Makes a reduced copy of `model` in `dtype` (None: the model's own) that shares no memory with the model's weights.
 
-    boundaries: numbers of the layers at which the layer ranges of stages begin; each range keeps a layer. longest_window: tokens
-    to which longer windows are shortened. Weights that are all zero get noise, since zeros would hide what passes through them.
+    boundaries: first layers of the layer ranges of stages; each range keeps a layer. longest_window: tokens to which longer
+    windows are shortened. Weights that are all zero get noise, since zeros would hide errors.
     """
     is_cut, layers, kept = _layers_and_kept(model, boundaries)
     memo: dict[int, Any] = {id(layer): Identity(layer) for place, layer in enumerate(layers) if place not in kept}
@@ -124,7 +123,7 @@ def reduced_copy(
         len(layers),
         was_shortened,
         max((getattr(module, _MOST_CHOSEN, 0) for place in kept for module in own[place].modules()), default=0),
-        # all layers call attention equally often, in some classes twice; those with a state may do so
+        # all layers call attention equally often, in some classes twice, perhaps also layers with a state
         num_attention_layers(base_of(copied))
         if mixers_of(copied)
         else num_attention_layers(base_of(copied)) * len(kept) // len(layers),
@@ -133,7 +132,7 @@ def reduced_copy(
 
 
 def num_elements(model: Any, boundaries: Sequence[int]) -> int:
-    """Number of elements in the weights of a copy, with four-bit weights unpacked."""
+    """Counts elements in the weights of a copy, with four-bit weights unpacked."""
     _, layers, kept = _layers_and_kept(model, boundaries)
     left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
     left_out |= {id(p) for p in tower_parameters(model)}
@@ -151,7 +150,7 @@ def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[
 
 
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the layers to keep: the first of every kind, one in every layer range of a stage, and two if there are two."""
+    """Returns the layers to keep: the first of every kind, one in every layer range of a stage, and at least two."""
     kinds: dict[Any, int] = {}
     for place, layer in enumerate(layers):
         kinds.setdefault((types[place], _kind(layer)), place)
@@ -165,7 +164,7 @@ def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Everything that two layers of one kind have in common; leaves out layer numbers and the values of weights."""
+    """Returns a key of a layer's kind, without layer numbers and values of weights."""
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = [
@@ -179,7 +178,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _added_functions(module: nn.Module) -> tuple[Any, ...]:
-    """Hooks of `module` and functions among its own attributes, which may change what it computes; ours are known by name."""
+    """Returns hooks of `module` and functions among its own attributes, which may change its results; ours by name."""
     hooks = [(name, id(_function(hook))) for name in HOOKS for hook in getattr(module, name).values()]
     functions = [
         (key, _function(value))
@@ -191,14 +190,14 @@ def _added_functions(module: nn.Module) -> tuple[Any, ...]:
 
 
 def has_user_functions(model: nn.Module) -> bool:
-    """Whether some module has a hook or a forward that is not a library's, which may do anything to the tokens it gets."""
+    """Whether some module has a hook or a forward that is not a library's, and may do anything to its tokens."""
     return any(True for _ in user_functions(model))
 
 
 def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Hooks and forwards that are not a library's: module, words for the kind, and the function of a method.
+    """Yields hooks and forwards that are not a library's: module, name of the kind, and the function.
 
-    Hooks of all modules count as those of the model.
+    Global hooks count as those of the model.
     """
     for name, hook in global_hooks():
         if is_user_function(function := _function(hook)):
@@ -214,12 +213,12 @@ def user_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def is_user_function(function: Any) -> bool:
-    """Whether a function was written in none of the packages whose hooks and forwards treat tokens one by one."""
+    """Whether a function is from none of the packages whose hooks and forwards treat tokens one by one."""
     return package_of(function) not in _LIBRARIES or not is_written_by(function, *_LIBRARIES, "")
 
 
 def user_forward(model: nn.Module) -> str:
-    """The name of a user's function that replaces the forward of `model` itself or hooks it; empty if there is none."""
+    """Returns the name of a user's function that replaces or hooks the forward of `model`; empty if there is none."""
     for module in (model, base_of(model)):
         replaced = [each for each in (own_forward(module), vars(module).get(_WRAPPED_FORWARD)) if each is not None]
         for function in (*replaced, *module._forward_hooks.values()):
@@ -229,12 +228,12 @@ def user_forward(model: nn.Module) -> str:
 
 
 def _function(value: Any) -> Any:
-    """The function of a method, which layers may share; any other value itself."""
+    """Returns the function of a method, which layers may share; any other value unchanged."""
     return getattr(value, "__func__", value)
 
 
 def package_of(function: Any) -> str:
-    """The package that defines a function, even if `functools.wraps` gave it another one; for an object, that of its class."""
+    """Returns the package that defines a function, even after `functools.wraps`; for an object, that of its class."""
     if isinstance(function, partial):
         return package_of(_function(function.func))
     defined: Any = function if inspect.isroutine(function) else type(function)
@@ -272,7 +271,7 @@ def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
 
 
 def _make_weights(copied: Any, seed: int) -> None:
-    """Gives random weights, equal on all ranks, to the copy of a model whose own weights are still to be read."""
+    """Gives random weights, equal on all ranks, to the copy of a model whose weights were not read yet."""
     forget_source(copied)
     base = base_of(copied)
     with torch.random.fork_rng(devices=[]):
@@ -285,7 +284,7 @@ def _make_weights(copied: Any, seed: int) -> None:
 
 
 def _make_plain(base: Any) -> None:
-    """Turns off features that a copy in another precision cannot run: kernels of experts and states, and router statistics."""
+    """Disables features that a copy in another precision cannot run: kernels of experts and states, and router statistics."""
     leave_kernels_out(base)
     for config in {id(each): each for each in (base.config, base.config.get_text_config())}.values():
         if getattr(config, "output_router_logits", False):
@@ -295,7 +294,7 @@ def _make_plain(base: Any) -> None:
 
 
 def _shorten_windows(model: Any, longest: int) -> bool:
-    """Shortens windows, attention chunks and choices of keys to `longest` tokens, and also position steps.
+    """Shortens windows, attention chunks and choices of keys to `longest` tokens, and position steps.
 
     Returns whether a window, an attention chunk or a choice was shortened.
     """
@@ -313,7 +312,7 @@ def _shorten_windows(model: Any, longest: int) -> bool:
 
 
 def _words(layer_type: str, window: int) -> str:
-    """Description of a layer, such as "sliding_attention, window 6"."""
+    """Describes a layer, as in "sliding_attention, window 6"."""
     kind = layer_type or ("sliding_attention" if window else "full_attention")
     if not window:
         return kind

@@ -1,9 +1,9 @@
-"""Finds the weights that bf16 autocast rounds wherever a model's forward reads them, by watching a forward of a reduced copy.
+"""Finds the weights that bf16 autocast rounds at every use, by watching a forward of a reduced copy.
 
-Autocast rounds both factors of a matrix product at every use. A weight that nothing else reads may as well be rounded before
-shards of it are gathered (`runtime.parameters.rounded`): the products are the same, bit for bit. Which weights these are depends
-on the model's code. Embeddings and norms read theirs in fp32, and so do some routers and experts. So every operator of a forward
-is watched, without autograd, for which autocast would keep rounded copies of weights.
+Autocast rounds both factors of a matrix product at every use. A weight that nothing else reads can be rounded before its shards
+are gathered (`runtime.parameters.rounded`): the products are the same, bit for bit. Which weights these are depends on the
+model's code: embeddings, norms, and some routers and experts read theirs in fp32. So every operator of a forward is watched,
+without autograd, for which autocast would keep rounded copies of weights.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NUM_TOKENS = 32
 
 
 def find_rounded(model: Any, device: torch.device, control: dist.ProcessGroup | None) -> frozenset[str]:
-    """Names, by `without_numbers`, of the matrices of `model` that autocast rounds to bf16 wherever a forward reads them.
+    """Returns names (from `without_numbers`) of the matrices of `model` that autocast rounds to bf16 at every use in a forward.
 
-    Empty if no copy of the model can run, which the first rank says, and if each rank has loaded a stage of its own, which cannot
-    run alone. Collective over the ranks of `control`, which return the same names.
+    Empty if no copy of the model can run, which the first rank logs, or if each rank has loaded only its own stage. Collective
+    over the ranks of `control`, which return the same names.
     """
     if hasattr(model, RANGES):
         return frozenset()
@@ -68,14 +68,14 @@ def find_rounded(model: Any, device: torch.device, control: dist.ProcessGroup | 
 
 @torch.no_grad()
 def rounded_in_forward(model: Any, device: torch.device) -> frozenset[str]:
-    """Names, by `without_numbers`, of matrices that a forward of `model` under autocast reads, and always rounds first."""
+    """Returns names (from `without_numbers`) of matrices that a forward under autocast reads, and always rounds first."""
     model.to(device)
     absent = set(absent_token_ids(base_of(model)))
     num_ids = base_of(model).get_input_embeddings().weight.shape[0]
     known = [token for token in range(min(num_ids, _NUM_TOKENS + len(absent))) if token not in absent]
     ids = torch.tensor([known * (-(-_NUM_TOKENS // len(known)))], device=device)[:, :_NUM_TOKENS]
     readers = _Readers(model)
-    # evaluations may read weights in another way
+    # evaluations may read weights differently
     for is_training in (True, False):
         model.train(is_training)
         with torch.autocast(device.type, dtype=ROUNDED_DTYPE), readers.watching():
@@ -84,10 +84,10 @@ def rounded_in_forward(model: Any, device: torch.device) -> frozenset[str]:
 
 
 class _Readers:
-    """The weights of a model, by where they lie, and which of them operators round, or read in any other way."""
+    """The weights of a model by address, and those that operators round or read in any other way."""
 
     def __init__(self, model: nn.Module) -> None:
-        # convolutions run in functions of our own, which read their kernels as they are
+        # convolutions run in our own functions, which read their kernels without rounding
         left_out = {id(each) for module in model.modules() if isinstance(module, _ConvNd) for each in module.parameters()}
         self._names: dict[int, set[str]] = {}
         self._matrices: set[str] = set()
@@ -105,14 +105,14 @@ class _Readers:
             yield
 
     def note(self, tensors: Any, output: Any, is_rounding: bool) -> None:
-        """Notes the weights among the inputs of one operator, unless its output is another view of them."""
+        """Records weights among the inputs of one operator, unless its output is a view of them."""
         views = {each.untyped_storage().data_ptr() for each in tree_leaves(output) if isinstance(each, Tensor)}
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and (place := tensor.untyped_storage().data_ptr()) not in views:
                 (self._rounded if is_rounding else self._others).update(self._names.get(place, ()))
 
     def always_rounded(self) -> frozenset[str]:
-        """Names of matrices that were rounded, and read in no other way."""
+        """Returns names of matrices that were rounded, and not read in any other way."""
         return frozenset((self._rounded & self._matrices) - self._others)
 
 
@@ -129,7 +129,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Properties(TorchFunctionMode):
-    """Notes code that asks for a weight's dtype, to which it may cast its input."""
+    """Records reads of a weight's dtype, to which code may cast its input."""
 
     def __init__(self, readers: _Readers) -> None:
         super().__init__()

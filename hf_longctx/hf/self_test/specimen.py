@@ -1,12 +1,7 @@
-"""Runs the reduced copy of the self-test with plain transformers and under plans, and measures how far the results differ.
+"""Runs the reduced copy of the self-test with plain transformers and under plans, and measures the differences.
 
-`self_test.check` makes one `Specimen` per copy and compares its runs.
-
-Records hidden states after the embedding and the layers, and their gradients, for each token on whichever rank it runs.
-
-Also records the states that layers with a state along the sequence leave at the end of a slice, for the heads of this rank.
-
-`self_test.specimen` records the planned and the plain run, and compares the two.
+`self_test.check` makes one `Specimen` per copy and compares its runs. A `HiddenTrace` records, for the tokens of this rank,
+hidden states after the embedding and the layers, their gradients, and the states of layers at the ends of slices.
 """
 
 from __future__ import annotations
@@ -63,13 +58,13 @@ from hf_longctx.runtime.states.book import CONVOLUTION, scan_name
 Kind = Literal["values", "gradients"]
 # (sequence, start, stop, first): tokens [start, stop) of a sequence, which begin at index `first` of the row in a forward
 Part = tuple[int, int, int, int]
-# (site, function, sequence, position): where a state was left
+# (site, function, sequence, position) of a state
 Left = tuple[int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftState:
-    """A state, of all channels or heads, or of the heads of one rank: rank `index` of `num_ranks` that share the heads."""
+    """A state of all channels or heads, or of the heads of rank `index` of `num_ranks` that share the heads."""
 
     state: Tensor
     index: int = 0
@@ -77,10 +72,10 @@ class LeftState:
 
 
 class HiddenTrace:
-    """Records the outputs of `modules`, and the gradients of these outputs, while `recording` says which tokens run.
+    """Records outputs of `modules`, by site, and their gradients, for tokens given by `recording`.
 
-    `modules` is keyed by site. Forwards outside of `recording`, such as replays, are not recorded. Neither are outputs that do
-    not have one vector for every token of one row, [1, T, ...].
+    Forwards outside of `recording`, such as replays, are not recorded, nor are outputs without one vector for every token of one
+    row, [1, T, ...].
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -99,7 +94,7 @@ class HiddenTrace:
 
     @contextmanager
     def recording(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Context in which forwards run the tokens of `parts`."""
+        """Context for forwards of the tokens of `parts`."""
         self._parts = parts
         try:
             yield
@@ -107,7 +102,7 @@ class HiddenTrace:
             self._parts = None
 
     def keep_states(self, context: GroupContext) -> None:
-        """Records the states that are in the context's book."""
+        """Records the states in the context's book."""
         sites = {id(inner): site for site, module in self._modules.items() for inner in module.modules()}
         for place, state in context.state_book.held().items():
             block = context.block
@@ -116,7 +111,7 @@ class HiddenTrace:
             self.states[left] = LeftState(state.detach().to(torch.float64, copy=True), *shared)
 
     def whole(self, kind: Kind, site: int, sequence: int) -> Tensor | None:
-        """The record of a sequence that ran in one piece, [tokens, hidden size]; None if the sequence has no record."""
+        """Returns the record of a sequence that ran in one piece, [tokens, hidden size]; None if it has no record."""
         pieces = [tensor for key, tensor in self.records.get((kind, site), {}).items() if key[0] == sequence]
         return pieces[0] if pieces else None
 
@@ -145,9 +140,9 @@ class HiddenTrace:
 
 
 def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, stop: int | None = None) -> float:
-    """Largest distance of a token's vector in `found` from its vector in `plain`, relative to the longest vector in `plain`.
+    """Returns the largest distance of a token's vector in `found` from `plain`, relative to the longest vector in `plain`.
 
-    Only tokens before `stop` that `found` has are compared; the vector of a token without a record in `plain` counts as zero.
+    Compares only tokens before `stop` that `found` has; a token without a record in `plain` counts as zero.
     """
     reference = plain.records.get((kind, site), {})
     scale = max((float(tensor.norm(dim=-1).max()) for tensor in reference.values()), default=0.0)
@@ -165,16 +160,16 @@ def difference(found: HiddenTrace, plain: HiddenTrace, kind: Kind, site: int, st
 
 
 def state_differences(found: HiddenTrace, plain: HiddenTrace) -> dict[int, float]:
-    """For each site, the largest distance of a state in `found` from that in `plain`, relative to the norm of the latter.
+    """Returns for each site the largest distance of a state in `found` from `plain`, relative to its norm in `plain`.
 
-    Leaves out states that `plain` lacks.
+    Skips states that `plain` lacks.
     """
     worst: dict[int, float] = {}
     for left, own in found.states.items():
         if left not in plain.states:
-            # the class keeps its states itself
+            # the class stores its states itself
             continue
-        # a cache of transformers may keep a token more than the convolution reads
+        # a cache of transformers may have one token more than the convolution reads
         expected = plain.states[left].state[..., -own.state.shape[-1] :]
         num_heads = expected.shape[1]
         # ranks that pass states on have all heads
@@ -189,7 +184,7 @@ def state_differences(found: HiddenTrace, plain: HiddenTrace) -> dict[int, float
 
 
 def largest(trace: HiddenTrace, kind: Kind, site: int, sequences: Sequence[int], stop: int | None = None) -> float:
-    """The largest absolute element recorded for those tokens of `sequences` that come before `stop`."""
+    """Returns the largest absolute element recorded for tokens of `sequences` before `stop`."""
     tensors = [
         tensor[: None if stop is None else max(0, stop - start)]
         for (sequence, start, _), tensor in trace.records.get((kind, site), {}).items()
@@ -214,7 +209,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class MeasuredErrors:
-    """Errors of this rank; and, for each layer, the squared distance and norm of its gradient, which are summed over shards."""
+    """Errors of this rank and, for each layer, squared distance and norm of its gradient, to be summed over shards."""
 
     errors: Errors
     squares: dict[int, tuple[float, float]]
@@ -223,7 +218,7 @@ class MeasuredErrors:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where and how a run's model is placed; a copy of the model is placed and run in the same way."""
+    """Placement of a run's model, and the same for a copy of it."""
 
     pool: GroupPool
     # the ranks over which parameters are sharded; None if they are not
@@ -243,11 +238,11 @@ class RunPlace:
     fused: FusedLayers | None = None
 
     def labels_of(self, row: Mapping[str, list[int]]) -> list[int]:
-        """The labels of the logits that `logits_of` returns for a row."""
+        """Returns the labels for the logits of `logits_of` for a row."""
         return row["labels"][1:] if self.task.kind == "next_token" else row["labels"]
 
     def logits_of(self, output: Any) -> Tensor:
-        """The logits [n, V] with labels in the model's output for one row: those of all tokens, or of the whole document."""
+        """Returns the logits [n, V] with labels in the model's output for one row: of all tokens, or of the whole document."""
         if self.task.kind == "document":
             return output.logits  # type: ignore[no-any-return]
         logits_TV: Tensor = output.logits[0]
@@ -255,7 +250,7 @@ class RunPlace:
 
 
 class Specimen:
-    """A reduced copy, placed like the model itself (replicated, sharded, in stages), that runs plainly and under plans."""
+    """A reduced copy, placed like the model (replicated, sharded, in stages), that runs plainly and under plans."""
 
     def __init__(self, reduced: ReducedCopy, is_autocast: bool, setup: RunSetup, place: RunPlace) -> None:
         self.reduced, self.setup, self.place = reduced, setup, place
@@ -264,9 +259,9 @@ class Specimen:
         self._dropout = keys_of(reduced.model)
         self._sites: dict[int, Any] = {EMBEDDING: reduced.embedding, **reduced.layers}
         self._own_sites, self.stage = self._sites, whole_model(self.model, reduced.attention_calls)
-        # number of equal gradients that a reduce-scatter sums in the plain run: one from each rank of a shard group
+        # number of equal gradients that a reduce-scatter sums in the plain run, one per rank of a shard group
         self._copies_summed = 1
-        # every stage, if the run lends stages, since every rank then has the layers of all of them
+        # all stages, if the run lends stages, since every rank then has all layers
         self._all_stages: tuple[StageModel, ...] = ()
         own_layers = None
         if setup.planner.lend_stages:
@@ -299,14 +294,14 @@ class Specimen:
         self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head, own_layers)
 
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
-        """The plans that the copy runs."""
+        """Returns the plans that the copy runs."""
         counts = [self._kept_layers(stage) for stage in range(self.setup.num_stages)]
         return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
 
     def plain(self, rows: Rows, members: Sequence[int] | None = None, cuts: Collection[tuple[int, int]] = ()) -> CopyRun:
         """Runs `members` (None: all) of `rows`, one by one, with the model's own code; returns loss, gradients, hidden states.
 
-        cuts: rows and positions at which the states of layers are recorded too.
+        cuts: rows and positions at which states of layers are also recorded.
         """
         trace = HiddenTrace(self._sites)
         num_labels = sum(label != IGNORE_INDEX for row in rows for label in self.place.labels_of(row))
@@ -327,7 +322,7 @@ class Specimen:
         return CopyRun(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
 
     def _alone(self, number: int, ids_1T: Tensor) -> AbstractContextManager[None]:
-        """Context of a plain forward of row `number`: the copy's dropout gets the row's tokens."""
+        """Context of a plain forward of row `number`, in which the copy's dropout gets the row's tokens."""
         if self._dropout is None:
             return nullcontext()
         positions = torch.arange(ids_1T.shape[1], device=self.device)
@@ -335,7 +330,7 @@ class Specimen:
 
     @torch.no_grad()
     def _plain_states(self, rows: Rows, number: int, position: int) -> dict[Left, LeftState]:
-        """States after the first tokens of a row, as the model leaves them in a cache of transformers."""
+        """Returns states after the first tokens of a row, from a cache of transformers."""
         config = base_of(self.model).config.get_text_config()
         cache = DynamicCache(config=config)
         ids = torch.tensor([rows[number]["input_ids"][:position]], device=self.device)
@@ -352,7 +347,7 @@ class Specimen:
 
     @torch.no_grad()
     def own_loss(self, row: dict[str, list[int]]) -> tuple[float, float] | None:
-        """The loss that the model's forward returns for a document, and the mean cross-entropy, or `value_loss`, of its logits.
+        """Returns the loss of the model's forward for a document, and the mean cross-entropy, or `value_loss`, of its logits.
 
         None if the forward returns no loss, or cannot be called with labels. Collective, like `plain`.
         """
@@ -362,7 +357,7 @@ class Specimen:
         num_labels = int((own_labels != IGNORE_INDEX).sum())
         value_loss = self.place.value_loss
         if value_loss is not None:
-            # numbers that both losses take, in fp32 as stock collators make them
+            # numbers that both losses accept, in fp32 like those of stock collators
             labels = torch.linspace(0.1, 0.9, self.place.task.num_labels, device=self.device).unsqueeze(0)
         try:
             forget_documents(self.model)
@@ -372,7 +367,7 @@ class Specimen:
             with self._alone(0, ids):
                 logits_TV = self.place.logits_of(self.model(input_ids=ids, use_cache=False))
         except Exception:
-            # nothing that plans would call
+            # plans do not call this
             return None
         if loss is None:
             return None
@@ -412,13 +407,13 @@ class Specimen:
         return CopyRun(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
 
     def _kept_layers(self, stage: int) -> tuple[int, ...]:
-        """Number of the copy's layers in every layer range of a stage."""
+        """Returns the number of the copy's layers in every layer range of a stage."""
         return tuple(
             sum(place - each.first_layer in range(each.num_layers) for place in self.layers) for each in self.setup.ranges[stage]
         )
 
     def _cut(self) -> tuple[StageModel, dict[int, Any]]:
-        """This rank's stage, cut from another copy of the model, and the embedding and layers that it has."""
+        """Cuts this rank's stage from another copy of the model; returns it with its embedding and layers."""
         model, ranges, stage = independent_copy(self.model), self.setup.ranges, self.pool.stage
         sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
         cut_model(model, ranges, stage)
@@ -428,7 +423,7 @@ class Specimen:
         return replace(stage_model(model, ranges, stage), attention_layers=self._kept_layers(stage)), sites
 
     def _lend(self) -> tuple[tuple[StageModel, ...], dict[int, Any]]:
-        """All stages of another copy of the model, which stays whole, and the copy's embedding and layers."""
+        """Makes all stages of another copy of the model, which stays whole; returns them with its embedding and layers."""
         model = independent_copy(self.model)
         stages = [
             replace(each, attention_layers=self._kept_layers(each.stage)) for each in stages_that_lend(model, self.setup.ranges)
@@ -438,7 +433,7 @@ class Specimen:
         return tuple(stages), sites
 
     def _forwards(self, plan: StepPlan) -> list[list[Part]]:
-        """The tokens of this rank in every forward, in the order of its plan."""
+        """Returns this rank's tokens in every forward, in the order of its plan."""
         rank_plan = plan.for_rank(self.pool.rank)
         forwards = []
         for group, stage in rank_plan.rounds:
@@ -455,7 +450,7 @@ class Specimen:
         return forwards
 
     def _pieces(self, group: SequenceGroup, action: Action, place: int) -> Sequence[Piece]:
-        """Pieces of the action's chunk on this rank, which is at index `place` of the group and may be lent to the action."""
+        """Returns pieces of the action's chunk on this rank, at index `place` of the group, perhaps lent to the action."""
         chunk, stages = group.chunks[action.chunk], running_stages(action)
         if len(stages) == 1:
             return rank_pieces(chunk, group.shape)[place]
@@ -463,7 +458,7 @@ class Specimen:
         return block_of([held])
 
     def _take_gradients(self, model: Any, divisor: int) -> dict[str, Tensor]:
-        """Gradients of all trained weights, divided by `divisor`; the weights' `.grad` is cleared."""
+        """Returns gradients of all trained weights, divided by `divisor`, and clears the weights' `.grad`."""
         taken = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
@@ -473,18 +468,18 @@ class Specimen:
         return taken
 
     def _places(self, model: Any, layers: dict[int, Any]) -> dict[str, int]:
-        """The layer of every weight."""
+        """Returns the layer of every weight."""
         owners = {id(parameter): place for place, layer in layers.items() for parameter in layer.parameters()}
         return {name: owners.get(id(p), ENDS) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _cached(cache: DynamicCache, mixer: Any) -> dict[str, Tensor]:
-    """The states of a mixer in a cache of transformers, by their names in the state book."""
+    """Returns states of a mixer in a cache of transformers, by their names in the state book."""
     # `get_conv_state` came with transformers 5.18 or later
     layer: Any = cache.layers[mixer.layer_idx]
     convolved, scanned = layer.conv_states[0], layer.recurrent_states[0]
     states = {} if convolved is None else {CONVOLUTION: convolved}
-    # a mixer may have a convolution alone; several scans of it are stacked
+    # a mixer may have only a convolution; several scans are stacked
     if scanned is not None:
         count = num_scans(mixer)
         states |= {scan_name(1): scanned} if count == 1 else {scan_name(n + 1): scanned[:, n] for n in range(count)}
@@ -493,14 +488,14 @@ def _cached(cache: DynamicCache, mixer: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class _TracedStage(StageModel):
-    """A stage whose forwards tell the trace which tokens run; `waiting`: tokens of each forward that is still to come."""
+    """A stage whose forwards record under the trace. waiting: tokens of each forward still to come."""
 
     trace: HiddenTrace
     waiting: list[list[Part]]
 
     @classmethod
     def of(cls, stage: StageModel, trace: HiddenTrace, waiting: list[list[Part]]) -> _TracedStage:
-        """`stage`, traced."""
+        """Makes a traced `stage`."""
         return cls(**{field.name: getattr(stage, field.name) for field in fields(stage)}, trace=trace, waiting=waiting)
 
     def forward(
@@ -514,7 +509,7 @@ class _TracedStage(StageModel):
 
 
 def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> MeasuredErrors:
-    """Errors of a run against the plain run, by measure. Collective if only one of the two runs has sharded gradients."""
+    """Returns errors of a run against the plain run, by measure. Collective if only one of both has sharded gradients."""
     errors: Errors = {("loss", 0): abs(run.loss - plain.loss) / max(abs(plain.loss), 1e-30)}
     for kind, site in run.trace.records:
         errors[kind, site] = difference(run.trace, plain.trace, kind, site)
@@ -537,10 +532,10 @@ def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> Measur
 
 
 def agreed_errors(own: MeasuredErrors, control: dist.ProcessGroup | None) -> Errors:
-    """Largest errors over all ranks, equal on every rank."""
+    """Returns the largest errors over all ranks, equal on every rank."""
     everyone: list[MeasuredErrors] = gather_objects(own, control)
     for measured in everyone:
-        # each rank has either its shard of all gradients, or whole gradients of its own layers
+        # each rank has either its shards of all gradients, or whole gradients of its own layers
         parts = everyone if measured.is_sharded else [measured]
         for place in measured.squares:
             gap, norm = (sum(part.squares[place][column] for part in parts) for column in (0, 1))
