@@ -1,4 +1,4 @@
-"""`hf-longctx calibrate`: measure this machine and write its hardware profile. Starts its own ranks unless a launcher did."""
+"""`hf-longctx calibrate`: measures this machine and writes its hardware profile. Starts its ranks unless a launcher did."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_longctx.cli.launching import num_devices
 from hf_longctx.cli.terminal import explain, say_refusal
 
 _DEFAULT_SECONDS = 45.0
-# a rank counts as hanging this many seconds after the deadline, beyond which ranks measure only as long as they compiled before
+# seconds after the deadline at which a rank counts as hung; ranks measure beyond it only for as long as they compiled
 _GRACE_S = 120.0
 _COMPILE_S = 300.0
 
@@ -84,7 +84,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks is {options.ranks}, but the launcher started {os.environ['WORLD_SIZE']}; leave it out")
     is_unknown = options.model and not Path(options.model).exists() and not is_named(options.model)
     if is_unknown and "WORLD_SIZE" not in os.environ:
-        # ranks say it together once they have started, where one of them prints it
+        # started ranks refuse together, and one of them prints it
         raise ValueError(no_model(options.model))
     if options.output is not None and not options.output.parent.is_dir():
         raise ValueError(f"--output {options.output}: the folder {options.output.parent} does not exist; create it first")
@@ -132,7 +132,7 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """Environments of all ranks as torchrun would set them on one machine; the cores are divided among the ranks."""
+    """Yields environments of all ranks as set by torchrun on one machine, with cores divided among the ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`hf-longctx demo`: the first job of the README, from an installed package and in any folder."""
+"""`hf-longctx demo`: runs the first job of the README from an installed package, in any folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, then say where things are; the exit status is the training's."""
+    """Train, then print where results are; the exit status is the training's."""
     started_s = time.monotonic()
     folder = options.output
     if folder.exists() and not folder.is_dir():
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     settings = ["--output_dir", str(folder), "--max_steps", str(options.steps)]
     config = recipes_folder() / "configs" / "demo.yaml"
-    # the first word of the processes themselves takes seconds
+    # the first output of the processes takes seconds
     print(f"training a small Llama on {_RANKS} CPU processes, {options.steps} steps; settings: {config}", flush=True)
     status = _wait(brief(launch_command(_RANKS, [str(config), *settings])))
     if status:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wait(command: list[str]) -> int:
-    """Runs the launcher; a signal ends it, too, after its ranks have saved. Returns its status."""
+    """Run the launcher, which a signal ends after its ranks have saved; returns its status."""
     process = subprocess.Popen(command)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -82,7 +82,7 @@ def _wait(command: list[str]) -> int:
 
 
 def _written(folder: Path) -> list[tuple[str, str]]:
-    """Names and paths of what the training has left, or how to get it."""
+    """Return names and paths of the training's results, or how to get them."""
     found = [("checkpoint", f"{folder}  (AutoModelForCausalLM.from_pretrained loads it)")]
     found += [("timeline", str(path)) for name in ("timeline.png", "timeline.json") if (path := folder / name).exists()][:1]
     from hf_longctx.page.page import write_page

@@ -1,4 +1,4 @@
-"""`hf-longctx doctor`: devices and packages for training, what will run on them, and what to fix."""
+"""`hf-longctx doctor`: lists devices and packages for training, what will run on them, and what to fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print all findings; the exit status is 1 if one of them stops trainings."""
+    """Print all findings; the exit status is 1 if one of them prevents training."""
     from hf_longctx.hf.calibration.doctor import examine
     from hf_longctx.plan.core.messages import counted, on_screen
 

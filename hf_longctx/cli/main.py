@@ -1,4 +1,4 @@
-"""`hf-longctx`: demo, doctor, plan, simulate, show, calibrate, train, report and replay.
+"""`hf-longctx` with its commands demo, doctor, plan, simulate, show, calibrate, train, report and replay.
 
 Exit statuses are the same everywhere: 0 for success, 1 for an error that the user can fix, 2 for a wrong command line, 3 for an
 unexpected error, 130 for Ctrl-C. `demo` and `train` end with the status of the training.
@@ -18,7 +18,7 @@ from hf_longctx.cli.terminal import explain, say_error, say_refusal
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all sub-commands."""
+    """Make the parser of all sub-commands."""
     parser = argparse.ArgumentParser(
         prog="hf-longctx",
         description="Fine-tune Hugging Face causal language models on long, length-skewed sequences.",
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     if empty := next((word for word in words if word.startswith("--") and word.endswith("=--")), None):
-        # argparse would leave the value out and hand on an empty list
+        # argparse would drop the value and pass on an empty list
         parser.error(f"argument {empty.removesuffix('=--')}: '--' is no value")
     options = parser.parse_args(words)
     if options.command is None:
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has closed the pipe, for example `| head`; Python would complain again when it closes the stream
+        # the reader has closed the pipe, for example `| head`; Python would raise again when it closes the stream
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,10 +1,7 @@
 """`hf-longctx plan` and `hf-longctx simulate`: forecast the time and memory of a training step without running it.
 
-Only argparse is imported here; numpy and the planner are imported when a command runs, torch never is.
-
-Counts the tokens of texts and conversations with a model's tokenizer, for `hf-longctx plan --lengths FILE:COLUMN --tokenizer`.
-
-A row has as many tokens as `tokenise_text` or `tokenise_chat` would give it in training.
+Only argparse is imported here; numpy and the planner are imported when a command runs, torch never is. With `--tokenizer`, tokens
+of texts and conversations are counted as `tokenise_text` and `tokenise_chat` make them for training.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ def _finite(text: str) -> float:
     return number
 
 
-# readers of numbers: more ranks or tokens than these are mistakes, and would only take long to refuse
+# readers of numbers: more ranks or tokens than these are mistakes, which would take long to refuse later
 _RANKS, _TOKENS, _SEQUENCES = _up_to(2**14), _up_to(2**31), _up_to(10**7)
 
 _EXAMPLES = (
@@ -123,7 +120,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
-    """Add the options of how plans train; returns their group."""
+    """Add the options of training under plans; returns their group."""
     how = parser.add_argument_group("how to train", "options that are left out are chosen by the program")
     how.add_argument(
         "--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states are held"
@@ -201,7 +198,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) -> None:
-    """Add the options of the machine; those of `plan`, which needs them, are more."""
+    """Add the options of the machine; `plan`, which requires them, has more."""
     where = parser.add_argument_group("where to train")
     if is_required:
         where.add_argument("--gpus", type=_RANKS, required=True, help="number of ranks, one device each")
@@ -222,7 +219,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) ->
 
 
 class _List(argparse.Action):
-    """Prints the models or the hardware that are known by name, and ends."""
+    """Prints the models or the hardware known by name, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
         from hf_longctx.sim.output.tables import hardware_table, model_table
@@ -284,7 +281,7 @@ def _print_forecast(forecast: Forecast, price: Price | None, options: argparse.N
 
 
 def _model_folder(name: str) -> str:
-    """The folder of a hub model in the local cache, or the name as it is."""
+    """Return the folder of a hub model in the local cache, or the name unchanged."""
     from hf_longctx.sim.models import cached_folder
 
     return str(cached_folder(name) or name)
@@ -314,7 +311,7 @@ def _forecast(options: argparse.Namespace) -> Forecast:
 
 
 def request_of(options: argparse.Namespace, longest_tokens: int) -> Request:
-    """The request of these options; raises ValueError for numbers that cannot be."""
+    """Make the request of these options; raises ValueError for impossible numbers."""
     from hf_longctx.sim.scenario import Request
 
     if options.host_gib is not None and options.host_gib < 0:
@@ -355,7 +352,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         return say_refusal("simulate", error, options.plan)
     except ArithmeticError as error:
-        # sizes of a file that was changed by hand, such as an index that chooses 0 tokens
+        # impossible sizes in a file that was changed by hand, such as an index that chooses 0 tokens
         why = f"seconds cannot be computed from its cost model ({error}); write it again with hf-longctx plan --json"
         return say_refusal("simulate", ValueError(why), options.plan)
     return 0
@@ -394,7 +391,7 @@ def _optimizer_of(file: PlanFile) -> str:
 
 
 def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, DeviceMemory]:
-    """Cost model and device memory of a plan: those of the file, or those that the options name."""
+    """Return cost model and device memory of a plan: those of the options, or else of the file."""
     from hf_longctx.plan.cost.catalog import has_kernels
     from hf_longctx.sim.scenario import Request, build_scenario
 
@@ -415,7 +412,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
-        # another model, or another machine, has the kernels of a run there
+        # for another model or machine, use the kernels that a run there would have
         compile_layers=None if file.costs is None or options.model or options.hardware else has_kernels(file.costs.model),
         bf16_updates=file.costs is not None and not file.costs.model.has_master_weights,
         optim=_optimizer_of(file),
@@ -430,13 +427,13 @@ _BATCH_ROWS = 256
 
 
 class TokenCounter:
-    """A tokenizer, loaded when the first row is counted; `was_used` tells whether there was one."""
+    """Counts tokens with a tokenizer that is loaded for the first row. was_used: whether there was such a row."""
 
     def __init__(self, name: str) -> None:
         self.name, self.was_used = name, False
 
     def __call__(self, rows: Sequence[UncountedRow]) -> list[int]:
-        """Number of tokens of each row; 0 for a text without characters, which training leaves out."""
+        """Returns the number of tokens of each row; 0 for a text without characters, which training skips."""
         self.was_used = True
         tokenizer = self._load()
         counts: list[int] = []

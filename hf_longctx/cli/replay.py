@@ -1,4 +1,4 @@
-"""`hf-longctx replay`: steps of a run planned again for another machine, or the step at which it stopped at a NaN run again."""
+"""`hf-longctx replay`: plans steps of a run again for another machine, or runs the step of a NaN again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _replay_run(options: argparse.Namespace) -> None:
 
 
 def _changed(options: argparse.Namespace, leave: tuple[str, ...]) -> list[str]:
-    """Options that were given, except those in `leave`."""
+    """Return the options that were given, except those in `leave`."""
     parser = options.parser
     names = [action.dest for action in parser._actions if action.option_strings and action.dest not in ("help", *leave)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) != parser.get_default(name)}
@@ -93,7 +93,7 @@ def _changed(options: argparse.Namespace, leave: tuple[str, ...]) -> list[str]:
 
 
 def _fill_in(options: argparse.Namespace) -> None:
-    """Takes model and precision from the run, unless they are given."""
+    """Take model and precision from the run, unless they are given."""
     from hf_longctx.sim.run_replay import dtype_of, model_of
 
     options.dtype = options.dtype or dtype_of(options.folder)

@@ -1,4 +1,4 @@
-"""`hf-longctx report`: one HTML page about a run, from what the run has left in its output folder."""
+"""`hf-longctx report`: writes one HTML page about a run from the files in its output folder."""
 
 from __future__ import annotations
 

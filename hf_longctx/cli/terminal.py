@@ -1,4 +1,4 @@
-"""Prints reports: tables drawn by `rich` on a terminal, plain text elsewhere and where `rich` is not installed; and helps."""
+"""Prints reports and helps: tables drawn by `rich` on a terminal, plain text elsewhere and without `rich`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_longctx.sim.output.tables import Table
 
-# width of helps, and of texts where that of the screen is not known
+# width of helps, and of texts for a screen of unknown width
 _COLUMNS = 110
 
 
 def explain(parser: argparse.ArgumentParser, description: str, *examples: str, one: str = "an error that you can fix") -> None:
-    """Sets what `--help` of a command says around its options. one: what exit status 1 means."""
+    """Sets the text of a command's `--help` around its options. one: meaning of exit status 1."""
     from hf_longctx.plan.core.messages import wrapped
 
     columns = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
-    # a long one is still a command that can be copied
+    # a wrapped command can still be copied
     shown = "\n".join(wrapped(f"  {example}", columns - 2).replace("\n", " \\\n") for example in examples)
     statuses = f"exit status: 0 success; 1 {one}; 2 wrong options; 3 an error of this program; 130 Ctrl-C"
     parser.description = textwrap.fill(description, columns)
@@ -39,7 +39,7 @@ def say_error(text: str) -> None:
 
 
 def say_refusal(command: str, error: Exception, file: object = "") -> int:
-    """Prints what a user can mend, under the names of the command and of a file that the error leaves out; returns status 1."""
+    """Prints an error that a user can fix, with the command and a file that it does not name; returns status 1."""
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     else:
@@ -49,7 +49,7 @@ def say_refusal(command: str, error: Exception, file: object = "") -> int:
 
 
 def is_rich() -> bool:
-    """Whether tables are drawn: standard output is a terminal that can, and `rich` is installed."""
+    """Whether tables are drawn: if standard output is a capable terminal and `rich` is installed."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") != "dumb" and find_spec("rich") is not None
 
 
@@ -74,7 +74,7 @@ def print_sections(sections: Sequence[Sequence[str]]) -> None:
             if isinstance(item, Table):
                 console.print(_drawn(item))
             else:
-                # `Console` would go on at the left edge
+                # `Console` would continue at the left edge
                 text = wrapped(item, console.width)
                 console.print(Text(text, style="bold" if number == 0 else ""))
         if place < len(sections) - 1 and not isinstance(section[-1], Table) and not isinstance(sections[place + 1][0], Table):
@@ -108,7 +108,7 @@ def _drawn(table: Table) -> object:
     last = len(table.head) - 1
     for column, name in enumerate(table.head):
         is_number = column not in (0, last)
-        # no word of a header and no number breaks; the names, and what is said of them, wrap where the screen is narrow
+        # words of headers and numbers do not break; names and their descriptions wrap on a narrow screen
         room = max(len(part) for part in (*name.split(" "), *(row[column] for row in table.rows))) if is_number else None
         grid.add_column(Text(name), justify="right" if is_number else "left", overflow="fold", min_width=room)
     for row in table.rows:

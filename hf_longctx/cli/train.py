@@ -1,4 +1,4 @@
-"""`hf-longctx train`: `accelerate launch` of the recipe with the right number of processes on this machine."""
+"""`hf-longctx train`: runs `accelerate launch` of the recipe with the right number of processes on this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Become the launcher, so that signals reach it; the exit status is 1 for errors that the user can fix."""
+    """Replace this process by the launcher, so that signals reach it; the exit status is 1 for errors that the user can fix."""
     try:
         command = command_of(options)
     except (OSError, ValueError) as error:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def command_of(options: argparse.Namespace) -> list[str]:
-    """The launcher's command; raises ValueError for a file or a number of processes that cannot be."""
+    """Make the launcher's command; raises ValueError for a missing file or an impossible number of processes."""
     path = Path(shipped(options.config))
     if not path.is_file():
         raise ValueError(f"{options.config} does not exist; give a YAML file of settings, recipes/configs/demo.yaml for example")
@@ -68,7 +68,7 @@ def command_of(options: argparse.Namespace) -> list[str]:
 
 
 def _setting(name: str, text: str, settings: list[str]) -> str:
-    """Value of a setting of one word: the last on the command line, or the file's; empty if neither has it."""
+    """Return a one-word setting: the last on the command line, or the file's; empty if neither has it."""
     for place in range(len(settings) - 1, -1, -1):
         word = settings[place]
         if word.startswith(f"--{name}="):

@@ -1,8 +1,7 @@
-"""Charts over the steps of a run: loss, rates, predicted against measured, layouts, lengths, shares and seconds.
+"""Charts of a run, as plain data for plotly.
 
-Figures of plotly as plain data: the shared look, and the few kinds of traces that the page uses.
-
-Charts beside those over steps: the needle grid, the loss by position, and the timeline of the last steps.
+Over the steps: loss, rates, predictions against measurements, layouts, lengths, shares and seconds. Others: the needle grid, the
+loss by position, and the timeline of the last steps.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from hf_longctx.journal import Journal, Line
 from hf_longctx.page.history import Step, length_counts
 
 BLUE, ORANGE, RED, GREY, GREEN, TEAL, PALE = "#4c78a8", "#f58518", "#d1495b", "#9d9da1", "#54a24b", "#72b7b2", "#c8c8c8"
-# colours of things without an order
+# colours of unordered series
 SERIES = (BLUE, ORANGE, TEAL, RED, GREEN, "#b279a2", "#eeca3b", GREY)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure of the page, with the sentence below its title; `name` is its id. is_wide: it takes the whole width."""
+    """One figure of the page, with the sentence below its title. name: its id. is_wide: takes the whole width."""
 
     name: str
     title: str
@@ -35,29 +34,29 @@ class Chart:
     height: int = 300
 
     def figure(self) -> dict[str, Any]:
-        """The figure as `Plotly.newPlot` takes it."""
+        """Returns the figure as an argument of `Plotly.newPlot`."""
         return {"data": self.traces, "layout": {**_look(), "height": self.height, **self.layout}}
 
 
 def line(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:
-    """A line; points of a short series are marked."""
+    """Makes a line, with markers for a short series."""
     mode = "lines+markers" if len(x) <= 60 else "lines"
     style = {"line": {"color": colour, "width": 2}, "marker": {"size": 5, "color": colour}}
     return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name, "connectgaps": False, **style, **more}
 
 
 def bars(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> dict[str, Any]:
-    """Bars, which stand on each other if the layout says so."""
+    """Makes bars, which a layout may stack."""
     return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour, "line": {"width": 0}}, **more}
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis with a title."""
+    """Makes an axis with a title."""
     return {"title": {"text": title, "font": {"size": 12}, "standoff": 8}, **_AXIS, **more}
 
 
 def axes(x: str, y: str, x_more: Mapping[str, Any] | None = None, y_more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Both axes of a figure."""
+    """Makes both axes of a figure."""
     return {"xaxis": axis(x, **(x_more or {})), "yaxis": axis(y, **{"rangemode": "tozero", **(y_more or {})})}
 
 
@@ -79,10 +78,10 @@ def _look() -> dict[str, Any]:
 
 
 _STEP = "optimizer step"
-# losses of one held-out set, or of several with names; not those by position and of needles
+# losses of one held-out set, or of several named ones; not those by position or of needles
 _HELD_OUT = re.compile(r"eval_(?:(?!loss_at_|needle_)(.+)_)?loss")
 _DASHES = ("solid", "dot", "dash", "dashdot")
-# name in the journal -> words and colour, from the bottom of the chart to its top
+# name in the journal -> (label, colour), from the bottom of the chart to its top
 _SECONDS = {
     "compute": ("forward and backward", BLUE),
     "messages": ("messages between stages", TEAL),
@@ -95,7 +94,7 @@ _SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Divisors of the counted operations. peak: FLOP/s of one device; None if it is not known."""
+    """Divisors of counted operations. peak: FLOP/s of one device; None if unknown."""
 
     num_ranks: int
     peak: float | None
@@ -103,7 +102,7 @@ class Rates:
 
 
 def loss_chart(steps: Sequence[Step], journal: Journal) -> Chart:
-    """The training loss, and the loss of every evaluation of the held-out set, or of each of several sets."""
+    """Draws the training loss, and the loss of every evaluation of the held-out sets."""
     x, losses = [step.step for step in steps], [step.loss for step in steps]
     many = len(steps) > 40
     traces = [line(x, losses, "training", PALE if many else BLUE)]
@@ -123,7 +122,7 @@ def loss_chart(steps: Sequence[Step], journal: Journal) -> Chart:
 
 
 def speed_chart(steps: Sequence[Step]) -> Chart:
-    """Tokens per second of whole steps, and label tokens if they are known."""
+    """Draws tokens per second of whole steps, and label tokens if known."""
     x = [step.step for step in steps]
     traces = [line(x, [step.tokens_per_s for step in steps], "tokens/s", BLUE)]
     if any(step.labels for step in steps):
@@ -137,7 +136,7 @@ def speed_chart(steps: Sequence[Step]) -> Chart:
 
 
 def operations_chart(steps: Sequence[Step], rates: Rates) -> Chart:
-    """Model operations per second of a rank, or their share of the device's peak if that is known."""
+    """Draws model operations per second of a rank, or their share of the device's peak if known."""
     x = [step.step for step in steps]
     per_rank = [step.operations / (step.wall_s or step.measured_s) / rates.num_ranks for step in steps]
     if rates.peak is None:
@@ -150,7 +149,7 @@ def operations_chart(steps: Sequence[Step], rates: Rates) -> Chart:
 
 
 def seconds_chart(steps: Sequence[Step]) -> Chart:
-    """Predicted against measured seconds of the plans of each step."""
+    """Draws predicted and measured seconds of the plans of each step."""
     x = [step.step for step in steps]
     measured = line(x, [step.measured_s for step in steps], "measured", BLUE)
     predicted = line(x, [step.predicted_s for step in steps], "predicted", ORANGE, line={"color": ORANGE, "dash": "dot"})
@@ -165,7 +164,7 @@ def seconds_chart(steps: Sequence[Step]) -> Chart:
 
 
 def bytes_chart(steps: Sequence[Step], machine: dict[str, Any]) -> Chart:
-    """Predicted against measured memory of rank 0."""
+    """Draws predicted and measured memory of rank 0."""
     x = [step.step for step in steps]
     is_cuda = machine["device_type"] == "cuda"
     unit, size = ("GiB", 2**30) if is_cuda else ("MiB", 2**20)
@@ -189,7 +188,7 @@ def bytes_chart(steps: Sequence[Step], machine: dict[str, Any]) -> Chart:
 
 
 def layout_chart(steps: Sequence[Step]) -> Chart:
-    """Share of tokens that ran in groups of each size, by step."""
+    """Draws the share of tokens that ran in groups of each size, by step."""
     degrees = sorted({degree for step in steps for degree in step.group_tokens})
     x = [step.step for step in steps]
     traces = []
@@ -204,7 +203,7 @@ def layout_chart(steps: Sequence[Step]) -> Chart:
 
 
 def length_chart(journal: Journal) -> Chart:
-    """Histogram of the lengths that were trained on, with the share of tokens that each class holds."""
+    """Draws a histogram of trained lengths, with the share of tokens of each class."""
     counts = length_counts(journal)
     edges = {number: (_edge(number), _edge(number + 1)) for number in counts}
     names = [f"{first:,}" for first, _ in edges.values()]
@@ -231,7 +230,7 @@ def length_chart(journal: Journal) -> Chart:
 
 
 def share_chart(steps: Sequence[Step]) -> Chart:
-    """Padding and idle shares by step."""
+    """Draws padding and idle shares by step."""
     x = [step.step for step in steps]
     traces = [line(x, [step.padding_share for step in steps], "padding, of tokens", BLUE)]
     for name, values, colour in (
@@ -246,7 +245,7 @@ def share_chart(steps: Sequence[Step]) -> Chart:
 
 
 def where_chart(steps: Sequence[Step]) -> Chart:
-    """Seconds of rank 0 by what it did, stacked to the whole step."""
+    """Draws seconds of rank 0 by activity, stacked to the whole step."""
     x = [step.step for step in steps]
     parts = [_parts(step) for step in steps]
     traces = [
@@ -267,7 +266,7 @@ def _parts(step: Step) -> dict[str, float]:
 
 
 def _exposed(steps: Sequence[Step]) -> str:
-    """A sentence about what is not hidden: planning as measured, exchanges and copies as predicted."""
+    """Describes time that is not hidden: measured for planning, predicted for exchanges and copies."""
     num = max(1, len(steps))
     waited_s, solved_s = sum(step.plan_wait_s for step in steps) / num, sum(step.solve_s for step in steps) / num
     text = f"A step waited {waited_s:.3f} s for its plan, which took {solved_s:.3f} s to find."
@@ -283,7 +282,7 @@ def _exposed(steps: Sequence[Step]) -> str:
 
 
 def _smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """Moving mean over about a twentieth of the series."""
+    """Returns the moving mean over about a twentieth of the series."""
     width = max(5, len(values) // 20)
     smooth: list[float | None] = []
     for stop in range(1, len(values) + 1):
@@ -293,14 +292,14 @@ def _smoothed(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _edge(number: int) -> int:
-    """Fewest tokens of length class `number`."""
+    """Returns the fewest tokens of length class `number`."""
     edge = int(2 ** (number / 2))
     return edge if edge >= 2 ** (number / 2) else edge + 1
 
 
 Run = dict[str, Any]
 
-# kind of an event -> words and colour
+# kind of an event -> (label, colour)
 _KINDS = {
     "F": ("forward", BLUE),
     "B": ("backward", ORANGE),
@@ -308,12 +307,12 @@ _KINDS = {
     "exchange": ("communication", RED),
 }
 _OTHER = ("other", TEAL)
-# boxes of a timeline with more of these would take the browser seconds
+# most boxes of a timeline; with more, the browser would take seconds
 _MOST_BOXES = 20_000
 
 
 def needle_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Grids of the share of right answer tokens: of named models, and of the first and the last evaluation."""
+    """Draws the share of right answer tokens as grids: of named models, and of the first and the last evaluation."""
     shown = [run for run in _shown(runs) if run["cells"]]
     return [_needle_chart(run, f"needles-{number}") for number, run in enumerate(shown, 1)]
 
@@ -346,7 +345,7 @@ def _needle_chart(run: Run, name: str) -> Chart:
 
 
 def position_chart(runs: Sequence[Run]) -> Chart | None:
-    """Held-out loss by position in the document, one line per evaluation; None without it."""
+    """Draws held-out loss by position in the document, one line per evaluation; None without evaluations."""
     found = [run for run in runs if run["buckets"]]
     if not found:
         return None
@@ -370,7 +369,7 @@ def position_chart(runs: Sequence[Run]) -> Chart | None:
 
 
 def timeline_chart(end: Line | None) -> Chart | None:
-    """Predicted above measured actions of all ranks in the last steps; None if none were recorded."""
+    """Draws predicted above measured actions of all ranks in the last steps; None if none were recorded."""
     timeline = end["timeline"] if end is not None else {"panels": {}, "steps": []}
     panels = {name: events for name, events in timeline["panels"].items() if events}
     if not panels:
@@ -418,7 +417,7 @@ def _row(panel: str, rank: int) -> str:
 
 
 def _shown(runs: Sequence[Run]) -> list[Run]:
-    """Evaluations that are named or labelled: other models, and the first and the last of the training."""
+    """Selects evaluations to label: other models, and the first and the last of the training."""
     steps = [run for run in runs if not run["name"]]
     return [run for run in runs if run["name"] or run in steps[:1] + steps[-1:]]
 

@@ -1,4 +1,4 @@
-"""Steps of a run as the page shows them: plans of an optimizer step joined, and long runs thinned to their means."""
+"""Steps of a run for the page: plans of an optimizer step joined, and long runs thinned to means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_POINTS = 1500
 class Step:
     """One optimizer step, or the mean of several.
 
-    wall_s: seconds of the whole step, with the optimizer and the wait for its plans. None: unknown for this step.
+    wall_s: seconds of the whole step, including the optimizer and the wait for its plans. None: unknown for this step.
     """
 
     step: float
@@ -45,23 +45,23 @@ class Step:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the plan per second of the whole step, or of its plans where that is unknown."""
+        """Tokens per second of the whole step, or of its plans if that is unknown."""
         return self.tokens / (self.wall_s or self.measured_s)
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1."""
+        """Relative error predicted / measured - 1."""
         return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
 
     @property
     def predicted_waiting(self) -> float | None:
-        """Predicted share of all ranks' seconds that they wait for others."""
+        """Predicted share of all ranks' seconds spent waiting for others."""
         total = sum(self.rank_seconds.values())
         return self.rank_seconds["idle"] / total if total else None
 
 
 def steps_of(journal: Journal) -> list[Step]:
-    """All optimizer steps of the journal, in order."""
+    """Returns all optimizer steps of the journal, in order."""
     grouped: dict[int, list[Line]] = {}
     for line in journal.of("step"):
         grouped.setdefault(line["step"], []).append(line)
@@ -69,13 +69,13 @@ def steps_of(journal: Journal) -> list[Step]:
 
 
 def thinned(steps: Sequence[Step], most: int = MOST_POINTS) -> list[Step]:
-    """At most `most` steps, each the mean of as many neighbours."""
+    """Thins steps to at most `most`, each the mean of equally many neighbours."""
     width = ceil(len(steps) / most) if steps else 1
     return list(steps) if width == 1 else [_mean_of(steps[i : i + width]) for i in range(0, len(steps), width)]
 
 
 def length_counts(journal: Journal) -> dict[int, int]:
-    """Number of sequences that were trained on, by length class as in the journal."""
+    """Counts trained sequences by length class, as in the journal."""
     counts: Counter[int] = Counter()
     for line in journal.of("step"):
         counts.update({int(name): number for name, number in line["lengths"].items()})
@@ -112,18 +112,18 @@ def _joined(step: int, lines: list[Line]) -> Step:
 
 
 def _padding(lines: list[Line], tokens: float) -> float:
-    """Share of dummy tokens in all tokens of several plans."""
+    """Returns the share of dummy tokens in all tokens of several plans."""
     run = sum(line["tokens"] / (1 - line["padding_share"]) for line in lines)
     return 1 - tokens / run if run else 0.0
 
 
 def _bytes(lines: list[Line]) -> tuple[float | None, float | None, float | None]:
-    """Most bytes held on the device as measured and as predicted, and most bytes on the host."""
+    """Returns the most bytes on the device, measured and predicted, and on the host."""
     on_device = any(line["bytes"]["device_peak"] for line in lines)
     names = ("device_peak",) if on_device else ("saved", "kv_book")
     held = max(sum(line["bytes"][name] for name in names) for line in lines)
     if not held:
-        # nothing is counted for chunks that are kept whole on a CPU, where the plan's estimate is all there is
+        # chunks that are kept whole on a CPU are not counted; there is only the plan's estimate
         names = ("device_peak",)
     predicted = max(sum(line["predicted_bytes"][name] for name in names) for line in lines)
     host = max(line["bytes"]["host"] for line in lines)
@@ -131,7 +131,7 @@ def _bytes(lines: list[Line]) -> tuple[float | None, float | None, float | None]
 
 
 def _mean_of(steps: Sequence[Step]) -> Step:
-    """The mean of neighbouring steps; shares of groups add up, and the layout is that of the first."""
+    """Averages neighbouring steps; shares of groups add up, and the layout is that of the first."""
 
     def each(read: Callable[[Step], float | None]) -> float | None:
         return _mean(map(read, steps))

@@ -1,7 +1,4 @@
-"""Writes the page of a run: one HTML file with plotly and all data inside, so that it opens anywhere and can be sent.
-
-Peak rates of devices, against which the share of used operations (MFU) is measured.
-"""
+"""Writes the page of a run: one HTML file that contains plotly and all data, so that it opens anywhere and can be sent."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from hf_longctx.page.charts import (
 from hf_longctx.page.history import Step, steps_of, thinned
 from hf_longctx.plan.cost.cost_model import OPERATIONS_FORMULA
 
-# dense bf16 FLOP/s from NVIDIA's data sheets, by words of the device's name; the first that fits counts
+# dense bf16 FLOP/s from NVIDIA's data sheets, by words of the device's name; the first match counts
 _PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -53,7 +50,7 @@ _PEAKS = {
 
 
 def peak_of(device: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by its name as torch reports it; None for others, such as CPUs."""
+    """Returns dense bf16 FLOP/s of a device by torch's name for it; None for others, such as CPUs."""
     return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device)), None)
 
 
@@ -64,8 +61,8 @@ _EVALUATIONS = "long_evaluation.json"
 def write_page(folder: Path, output: Path | None = None, peak_flops: float | None = None) -> tuple[Path, dict[str, Any]]:
     """Writes the page of the run in `folder`; returns its path, and the run's main numbers.
 
-    peak_flops: FLOP/s of one device, for MFU; None: by the device's name. Raises ValueError if the folder holds no run;
-    OSError if the page cannot be written.
+    peak_flops: FLOP/s of one device, for MFU; None: by the device's name. Raises ValueError if the folder has no run, OSError if
+    the page cannot be written.
     """
     if not (folder / JOURNAL).is_file():
         raise ValueError(f"{folder} has no {JOURNAL}, which every training writes; give the output_dir of a training")
@@ -84,7 +81,7 @@ def write_page(folder: Path, output: Path | None = None, peak_flops: float | Non
 
 
 def charts_of(journal: Journal, steps: Sequence[Step], evaluations: list[dict[str, Any]], rates: Rates) -> list[Chart]:
-    """All charts that the run has data for, in the page's order."""
+    """Makes all charts for which the run has data, in the page's order."""
     start, shown = journal.of("start")[-1], thinned(steps)
     ends = journal.of("end")
     found = [
@@ -105,7 +102,7 @@ def charts_of(journal: Journal, steps: Sequence[Step], evaluations: list[dict[st
 
 
 def main_numbers(journal: Journal, steps: Sequence[Step], rates: Rates) -> dict[str, Any]:
-    """The run in a few numbers, as the page and `--json` show them."""
+    """Returns the run's main numbers, for the page and `--json`."""
     seconds = sum(step.wall_s or step.measured_s for step in steps)
     tokens = sum(step.tokens for step in steps)
     errors = [abs(step.error) for step in steps if step.error is not None]
@@ -136,7 +133,7 @@ def _rates(start: Line, peak_flops: float | None) -> Rates:
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Evaluations that `LongContextEvaluation` has written; empty if there are none."""
+    """Reads the evaluations written by `LongContextEvaluation`; empty if there are none."""
     path = folder / _EVALUATIONS
     if not path.is_file():
         return []
@@ -177,7 +174,7 @@ def _rendered(folder: Path, journal: Journal, charts: list[Chart], numbers: dict
 
 
 def _tiles(numbers: dict[str, Any]) -> list[tuple[str, str]]:
-    """The main numbers in words, without those that are unknown."""
+    """Formats the main numbers, without unknown ones."""
     tiles = [
         ("steps", f"{numbers['steps']:,}"),
         ("last loss", f"{numbers['loss']:.4g}" if numbers["loss"] is not None else ""),

@@ -1,1 +1,1 @@
-"""Triton operations and their plain-torch references. Imports torch and triton only."""
+"""Triton operations and their plain-torch references. Imports only torch and triton."""

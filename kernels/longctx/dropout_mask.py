@@ -1,10 +1,10 @@
-"""Masks of dropout from a counter-based generator: Philox4x32-10 gives four 32-bit words for each counter of four words.
+"""Draws dropout masks by a counter-based generator: Philox4x32-10 gives four 32-bit words for each counter of four words.
 
-`runtime.core.dropout` asks for the masks of tokens. The generator has no state, so any rank can draw the mask of any token at any
-time. A counter is (four channels, position, document, step); the key of 64 bits stands for the seed and the module.
+`runtime.core.dropout` calls it for masks of tokens. The generator has no state, so any rank can draw the mask of any token at any
+time. A counter is (four channels, position, document, step); the key of 64 bits encodes the seed and the module.
 
 In plain torch, unsigned 32-bit words are held in int64: the product of two words keeps its low 64 bits when it wraps around, and
-its high word is the upper half of these. The kernel works on words in registers and writes the mask alone.
+its high word is the upper half of these. The kernel works on words in registers and writes only the mask.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, which reports that ten rounds pass all
 of TestU01's BigCrush.
@@ -33,7 +33,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: int, more: Tensor | int = 0) -> Words:
-    """The four words of every counter; tensors of words are int64 and broadcast with each other.
+    """Returns the four words of every counter; tensors of words are int64 and broadcast with each other.
 
     key: 64 bits. more: added to its high word, so that one call may draw with several keys.
     """
@@ -76,7 +76,7 @@ def _keep_kernel(
 def launch_keep_mask(
     documents_T: Tensor, positions_T: Tensor, step: int, key: list[int], threshold: int, num_channels: int
 ) -> Tensor:
-    """Does the work of `_keep_mask` with the Triton kernel."""
+    """Computes `_keep_mask` with the Triton kernel."""
     keep_TC = torch.empty(len(positions_T), num_channels, dtype=torch.uint8, device=positions_T.device)
     if keep_TC.numel():
         grid = -(-len(positions_T) // _BLOCK_T), -(-num_channels // (4 * _BLOCK_G))
@@ -89,7 +89,7 @@ def launch_keep_mask(
 
 
 def random_words(documents_T: Tensor, positions_T: Tensor, step: int, key: int, num_channels: int) -> Tensor:
-    """Words of 32 bits [T, C], int64, from which masks are drawn; documents and positions are int64, `key` 64 bits."""
+    """Returns 32-bit words [T, C], int64, from which masks are drawn; documents and positions are int64, `key` 64 bits."""
     channels = torch.arange(-(-num_channels // 4), device=positions_T.device).unsqueeze(0)
     counter = channels, positions_T.unsqueeze(1), documents_T.unsqueeze(1) & WORD, torch.full_like(channels[:, :1], step & WORD)
     return torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :num_channels]
@@ -104,7 +104,7 @@ _keep_mask.register_kernel("cuda")(launch_keep_mask)
 
 
 def keep_mask(documents_T: Tensor, positions_T: Tensor, step: int, key: int, rate: float, num_channels: int) -> Tensor:
-    """True for values that stay when a share of `rate` is dropped, [T, C]; documents and positions are int64, `key` 64 bits."""
+    """Returns the mask [T, C] of values to keep at a dropout of `rate`; documents and positions are int64, `key` 64 bits."""
     draw = launch_keep_mask if launches_directly(positions_T) else _keep_mask
     mask: Tensor = draw(
         documents_T, positions_T, step & WORD, [key & WORD, key >> 32 & WORD], round(rate * (WORD + 1)), num_channels

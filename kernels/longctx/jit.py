@@ -22,7 +22,7 @@ except ImportError as error:
     triton, tl, _missing = None, None, error
 
 
-# types of devices on whose tensors kernels are launched without torch's dispatcher
+# device types on which kernels are launched without torch's dispatcher
 DIRECT_DEVICES = ("cuda",)
 
 
@@ -50,20 +50,20 @@ def jit(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
 def pack(values: Sequence[int]) -> tuple[int, ...]:
     """Packs integers as a kernel argument whose values never cause another compilation; the kernel reads them with `unpack`.
 
-    Triton compiles special variants for integers that are 1 or a multiple of 16, and inside a tuple nothing can switch that off:
-    a table of 8 sizes would have thousands of variants. So integers are mapped to odd numbers from 3 on, which share one variant.
+    Triton compiles special variants for integers that are 1 or a multiple of 16, which cannot be switched off inside a tuple: a
+    table of 8 sizes would have thousands of variants. So integers are mapped to odd numbers from 3 on, which share one variant.
     """
     return tuple(2 * value + 3 for value in values)
 
 
 @jit()
 def unpack(value):
-    """Inverse of `pack` for one value, as int64."""
+    """Inverts `pack` for one value, as int64."""
     return (value.to(tl.int64) - 3) >> 1
 
 
 def next_power_of_2(number: int) -> int:
-    """Smallest power of two that is at least `number` and at least 1."""
+    """Returns the smallest power of two that is at least `number` and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -73,9 +73,9 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def launches_directly(tensor: Tensor) -> bool:
-    """Whether a kernel may be launched on `tensor` at once, since torch's dispatcher costs the host more time than the launch.
+    """Whether a kernel may be launched on `tensor` without torch's dispatcher, which costs more host time than the launch.
 
-    Not while torch traces a graph, and not under a mode that watches or replaces operators, which would miss the kernel.
+    False while torch traces a graph, and under a mode that watches or replaces operators, which would miss the kernel.
     """
     return (
         not torch.compiler.is_compiling()
@@ -86,5 +86,5 @@ def launches_directly(tensor: Tensor) -> bool:
 
 
 def wide_type(dtype: torch.dtype) -> Any:
-    """Triton dtype in which values of `dtype` are summed."""
+    """Returns the Triton dtype in which values of `dtype` are summed."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -6,9 +6,8 @@ Partial result i saw some of the keys: O_i = softmax(scores_i) V_i and L_i = log
 
     L = log sum_i exp(L_i),   O = sum_i p_i O_i,   p_i = exp(L_i - L)
 
-Sums are made in the dtype of the accumulated output, fp32 or fp64. An LSE of -inf says that a result saw no key: it gets no
-weight and its output is ignored, so it may be uninitialised. If neither saw a key, the output is 0 and the LSE -inf. An LSE of
-NaN or +inf gives NaN.
+Sums are computed in the dtype of the accumulated output, fp32 or fp64. An LSE of -inf means that a result saw no key: its output
+is ignored and may be uninitialised. If neither saw a key, the output is 0 and the LSE -inf. An LSE of NaN or +inf gives NaN.
 
 Shapes: H heads, T tokens, D head size. Any strides; all offsets are int64.
 """
@@ -24,7 +23,7 @@ from torch import Tensor
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.jit import device_of, jit, launches_directly, next_power_of_2, tl
 
-# output values that one program works on
+# output values per program
 _TILE_VALUES = 2048
 
 
@@ -59,7 +58,7 @@ def _accumulate_kernel(
 
 
 def launch_accumulate(out_HTD: Tensor, lse_HT: Tensor, other_out_HTD: Tensor, other_lse_HT: Tensor) -> None:
-    """Does the work of `reference.accumulate_attention_` with the Triton kernel."""
+    """Computes `reference.accumulate_attention_` with the Triton kernel."""
     if out_HTD.numel() == 0:
         return
     num_heads, num_tokens, head_dim = out_HTD.shape
@@ -90,8 +89,8 @@ def accumulate_attention_(out_HTD: Tensor, lse_HT: Tensor, other_out_HTD: Tensor
     """Merges one more partial result into `out` [H, T, D] and `lse` [H, T] (fp32 or fp64), in place and without autograd.
 
     All four may be views, such as slices along T. `out` may be uninitialised where `lse` is -inf. The other result may have any
-    float dtype. Raises ValueError for shapes that do not match, and for an `out` in half precision, which would round after every
-    merge.
+    float dtype. Raises ValueError for shapes that do not match, and for an `out` in half precision, which would be rounded after
+    every merge.
     """
     _check_shapes(out_HTD, lse_HT, out_HTD.shape)
     _check_shapes(other_out_HTD, other_lse_HT, out_HTD.shape)
@@ -103,7 +102,7 @@ def accumulate_attention_(out_HTD: Tensor, lse_HT: Tensor, other_out_HTD: Tensor
     if not launches_directly(out_HTD):
         return _accumulate(out_HTD, lse_HT, other_out_HTD, other_lse_HT)
     launch_accumulate(out_HTD, lse_HT, other_out_HTD, other_lse_HT)
-    # autograd refuses a backward that needs the values from before, as it does after torch's own operators
+    # autograd then refuses a backward that needs the old values, as after torch's own operators
     torch.autograd.graph.increment_version((out_HTD, lse_HT))
 
 

@@ -1,4 +1,4 @@
-"""Plain torch implementations of every kernel: they are the reference in its tests, and they run on the CPU in its place.
+"""Implements every kernel in plain torch, as the reference in its tests and its replacement on the CPU.
 
 Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S tokens of the whole chunk, D head size.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed: fp64 for fp64, else fp32."""
+    """Returns the dtype in which values of `dtype` are summed: fp64 for fp64, else fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -29,12 +29,12 @@ def _weigh_(out_HTD: Tensor, own_lse_HT: Tensor, lse_HT: Tensor) -> Tensor:
     """Multiplies a partial output by exp(its own LSE - merged LSE), in place; zero where it saw no key."""
     is_empty_HT1 = (own_lse_HT == float("-inf")).unsqueeze(-1)
     out_HTD *= (own_lse_HT - lse_HT).exp().unsqueeze(-1)
-    # this is one more pass over all values, but few calls need it
+    # takes one more pass over all values, but few calls need it
     return out_HTD.masked_fill_(is_empty_HT1, 0.0) if is_empty_HT1.any() else out_HTD
 
 
 def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
-    """Flat blocks [heads, T, D], one per rank: the rank's query heads, then keys and then values of the KV heads that they read.
+    """Makes flat blocks [heads, T, D], one per rank: its query heads, then keys and then values of their KV heads.
 
     Rank r has query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]).
     """
@@ -48,7 +48,7 @@ def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequenc
 def sum_heads(
     flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adjoint of `scatter_heads`: every head of q, k and v is the sum of its copies, added in at least fp32."""
+    """Sums the copies of every head of q, k and v in at least fp32: the adjoint of `scatter_heads`."""
     wide = wide_dtype(flat.dtype)
     q_HTD = flat.new_zeros((q_bounds[-1], num_tokens, head_dim), dtype=wide)
     k_GTD, v_GTD = (flat.new_zeros((num_kv, num_tokens, head_dim), dtype=wide) for _ in range(2))
@@ -63,7 +63,7 @@ def sum_heads(
 
 
 def join_blocks(flat: Tensor, sizes: Sequence[int], rows: Sequence[int], head_dim: int) -> list[Tensor]:
-    """Tensors [rows[i], sum(sizes), D] from flat blocks [sum(rows), size, D], one block per entry of `sizes`."""
+    """Makes tensors [rows[i], sum(sizes), D] from flat blocks [sum(rows), size, D], one block per entry of `sizes`."""
     num_rows = sum(rows)
     blocks = flat.split([num_rows * size * head_dim for size in sizes])
     shaped = [block.view(num_rows, size, head_dim).split(rows) for block, size in zip(blocks, sizes, strict=True)]
@@ -71,7 +71,7 @@ def join_blocks(flat: Tensor, sizes: Sequence[int], rows: Sequence[int], head_di
 
 
 def split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Inverse of `join_blocks`: cuts tensors [rows, sum(sizes), D] along the middle dimension into flat blocks."""
+    """Cuts tensors [rows, sum(sizes), D] along the middle dimension into flat blocks: the inverse of `join_blocks`."""
     num_rows, head_dim = sum(part.shape[0] for part in parts), parts[0].shape[2]
     flat = parts[0].new_empty(num_rows * sum(sizes) * head_dim)
     start = 0

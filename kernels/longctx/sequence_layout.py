@@ -1,4 +1,4 @@
-"""Data layout before and after the two Ulysses exchanges; every value is read once and written once.
+"""Rearranges data before and after the two Ulysses exchanges; every value is read once and written once.
 
 `runtime.attention.sequence_parallel` calls it for every layer of a group of several ranks.
 
@@ -11,8 +11,8 @@ Forward, on each rank of a group:  scatter_heads -> all-to-all -> join_tokens ->
     join_heads     from rank r  [T own tokens, heads of r, D]
 
 The last three only cut or join along one dimension. So both joins are one operation, which makes tensors [rows, sum of sizes, D]
-from flat blocks [all rows, size, D]; it and its inverse are each other's gradient. The gradient of scatter_heads sums the copies
-of a KV head in rank order, in at least fp32, and rounds once.
+from flat blocks [all rows, size, D]; its gradient is its inverse. The gradient of scatter_heads sums the copies of a KV head in
+rank order, in at least fp32, and rounds once.
 
 Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S tokens of the chunk, D head size. Tensors
 may have any strides, flat buffers are contiguous, all offsets are int64.
@@ -33,13 +33,13 @@ from torch import Tensor
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.jit import device_of, jit, launches_directly, next_power_of_2, pack, tl, unpack, wide_type
 
-# values that one program works on
+# values per program
 _TILE_VALUES = 4096
 
 
 @jit()
 def _place(program, num_rows, num_blocks, ROWS_FIRST: tl.constexpr):
-    """(row, block of the middle dimension) of a program; those that run at the same time touch memory side by side."""
+    """Returns (row, block of the middle dimension) of a program, so that concurrent programs use neighbouring memory."""
     if ROWS_FIRST:
         row, block = program % num_rows, program // num_rows
     else:
@@ -53,7 +53,7 @@ def _heads_kernel(
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Copies in each program BLOCK_T tokens of one head of q, k or v to all its places in `flat`, or (IS_SUM) sums these.
+    """Copies BLOCK_T tokens of one head of q, k or v per program to all its places in `flat`, or (IS_SUM) sums these.
 
     table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
     """
@@ -101,7 +101,7 @@ def _blocks_kernel(
     NUM_PARTS: tl.constexpr, NUM_BOUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_SPLIT: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Copies in each program BLOCK_M indices of the middle dimension of one row from the flat blocks, or (IS_SPLIT) to them.
+    """Copies BLOCK_M middle indices of one row per program from the flat blocks, or (IS_SPLIT) to them.
 
     row_bounds: bounds of the tensors (`parts`) along the rows of a block. bounds: bounds of the blocks along the middle.
     """
@@ -128,7 +128,7 @@ def _blocks_kernel(
 
 
 def _rows_first(x_NMD: Tensor) -> bool:
-    """Whether rows lie nearer to each other in memory than indices of the middle dimension, as heads of a token do."""
+    """Whether rows are closer in memory than indices of the middle dimension, like heads of a token."""
     return x_NMD.stride(0) < x_NMD.stride(1)
 
 
@@ -137,14 +137,14 @@ def _bounds(sizes: Sequence[int]) -> list[int]:
 
 
 def _tiling(num_indices: int, head_dim: int) -> tuple[int, int, int]:
-    """(blocks along a dimension of `num_indices`, indices per block, values per index as a power of two)."""
+    """Returns (blocks along a dimension of `num_indices`, indices per block, values per index as a power of two)."""
     block_d = next_power_of_2(head_dim)
     block = max(1, min(_TILE_VALUES // block_d, next_power_of_2(num_indices)))
     return -(-num_indices // block), block, block_d
 
 
 def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> list[int]:
-    """(first head, one past the last, offset of the first in the flat buffer) of every rank, for q, then k, then v."""
+    """Returns (first head, one past the last, offset of the first in the flat buffer) of every rank, for q, k and v."""
     ranges = [list(pairwise(q_bounds)), list(zip(kv_ranges[::2], kv_ranges[1::2], strict=True))]
     tables: list[list[int]] = [[], [], []]
     offset = 0
@@ -176,7 +176,7 @@ def _launch_heads(
 def launch_scatter_heads(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]
 ) -> Tensor:
-    """Does the work of `reference.scatter_heads` with the Triton kernel."""
+    """Computes `reference.scatter_heads` with the Triton kernel."""
     num_heads = _num_scattered(q_bounds, kv_ranges)
     flat = torch.empty(num_heads * q_HTD.shape[1] * q_HTD.shape[2], dtype=q_HTD.dtype, device=q_HTD.device)
     _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, is_sum=False)
@@ -186,7 +186,7 @@ def launch_scatter_heads(
 def launch_sum_heads(
     flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does the work of `reference.sum_heads` with the Triton kernel."""
+    """Computes `reference.sum_heads` with the Triton kernel."""
     heads = (q_bounds[-1], num_kv, num_kv)
     q, k, v = (torch.empty((num, num_tokens, head_dim), dtype=flat.dtype, device=flat.device) for num in heads)
     _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, is_sum=True)
@@ -209,14 +209,14 @@ def _launch_blocks(parts: Sequence[Tensor], flat: Tensor, sizes: Sequence[int], 
 
 
 def launch_join_blocks(flat: Tensor, sizes: Sequence[int], rows: Sequence[int], head_dim: int) -> list[Tensor]:
-    """Does the work of `reference.join_blocks` with the Triton kernel."""
+    """Computes `reference.join_blocks` with the Triton kernel."""
     parts = [torch.empty((num, sum(sizes), head_dim), dtype=flat.dtype, device=flat.device) for num in rows]
     _launch_blocks(parts, flat.contiguous(), sizes, is_split=False)
     return parts
 
 
 def launch_split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Does the work of `reference.split_blocks` with the Triton kernel."""
+    """Computes `reference.split_blocks` with the Triton kernel."""
     num_values = sum(part.shape[0] for part in parts) * sum(sizes) * parts[0].shape[2]
     flat = torch.empty(num_values, dtype=parts[0].dtype, device=parts[0].device)
     _launch_blocks(parts, flat, sizes, is_split=True)
@@ -224,7 +224,7 @@ def launch_split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
 
 
 def _num_scattered(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> int:
-    """Number of heads in the flat buffer of `scatter_heads`, counting every copy."""
+    """Counts the heads in the flat buffer of `scatter_heads`, with every copy."""
     return q_bounds[-1] + 2 * (sum(kv_ranges[1::2]) - sum(kv_ranges[::2]))
 
 
@@ -340,7 +340,7 @@ class _DirectJoin(torch.autograd.Function):
 
 
 def _launched(launch: Callable[..., Any], operator: Callable[..., Any], values: Any, *settings: Any) -> Any:
-    """The results of `launch`; those of `operator`, which has a gradient, in a backward that is differentiated again."""
+    """Runs `launch`, or `operator`, which has a gradient, in a backward that is differentiated again."""
     first = values if isinstance(values, Tensor) else values[0]
     return (operator if torch.is_grad_enabled() or not launches_directly(first) else launch)(values, *settings)
 
@@ -362,10 +362,10 @@ def _join(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> Seq
 
 
 def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
-    """Flat send buffer: per rank its query heads, then keys and values of its KV heads, each [heads, T, D]. Differentiable.
+    """Makes the flat send buffer: per rank its query heads, then keys and values of its KV heads, each [heads, T, D].
 
-    Rank r gets query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]). A KV head may go to
-    several ranks; its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
+    Differentiable. Rank r gets query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]). A KV
+    head may go to several ranks; its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
     """
     num_q, num_kv = q_HTD.shape[0], k_GTD.shape[0]
     if q_HTD.shape[1:] != k_GTD.shape[1:] or k_GTD.shape != v_GTD.shape or not q_HTD.dtype == k_GTD.dtype == v_GTD.dtype:
@@ -383,7 +383,7 @@ def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequenc
 
 
 def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [num_q, S, D], k and v [num_kv, S, D] of all tokens, from one flat block per rank; contiguous. Differentiable.
+    """Makes q [num_q, S, D], k and v [num_kv, S, D] of all tokens from one flat block per rank; contiguous. Differentiable.
 
     Rank r sent [num_q + 2 num_kv, tokens[r], D]. Raises ValueError if the buffer has another size.
     """
@@ -393,9 +393,9 @@ def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int
 
 
 def scatter_tokens(out_ShD: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Flat send buffer: per rank r a block [tokens[r], h, D] of this rank's heads. Differentiable.
+    """Makes the flat send buffer: per rank r a block [tokens[r], h, D] of this rank's heads. Differentiable.
 
-    The tokens of a rank are consecutive rows, so a contiguous input is returned as it is, and any other is copied once. Raises
+    The tokens of a rank are consecutive rows, so a contiguous input is returned unchanged, and any other is copied once. Raises
     ValueError if the tokens do not add up to those of the input.
     """
     if sum(tokens) != out_ShD.shape[0]:
@@ -404,7 +404,7 @@ def scatter_tokens(out_ShD: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def join_heads(received: Tensor, heads: Sequence[int], num_tokens: int, head_dim: int) -> Tensor:
-    """All heads of this rank's tokens [T, sum(heads), D], from one flat block [T, heads[r], D] per rank. Differentiable.
+    """Makes all heads of this rank's tokens [T, sum(heads), D] from one flat block [T, heads[r], D] per rank. Differentiable.
 
     Raises ValueError if the buffer has another size.
     """

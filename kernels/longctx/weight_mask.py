@@ -1,8 +1,8 @@
-"""Masks of dropout of attention weights, by the generator of `dropout_mask`: one word for each head, query and key of a document.
+"""Draws dropout masks of attention weights by the generator of `dropout_mask`: one word per head, query and key of a document.
 
-A counter is (position of the key, position of the query, document, step); its four words are those of four neighbouring heads.
-The key of 64 bits stands for the seed and the layer, and the number of these four heads is added to its high word. Heads are
-counted through the whole layer, so a rank draws the mask of any of its heads and any tile alone.
+A counter is (position of the key, position of the query, document, step); its four words are for four neighbouring heads. The key
+of 64 bits encodes the seed and the layer, and the number of these four heads is added to its high word. Heads are counted over
+the whole layer, so a rank can draw the mask of any head and tile.
 
 Shapes: N blocks, R rows (queries) and U keys of a block, H heads.
 """
@@ -20,9 +20,9 @@ from hf_longctx.kernels.jit import device_of, jit, launches_directly, tl
 
 # heads that share a counter
 _LANES = 4
-# words that plain torch draws at a time, in the cache
+# words that plain torch draws at a time, so that they fit into the cache
 _VALUES = 1 << 17
-# rows and keys that one program works on
+# rows and keys per program
 _BLOCK_R, _BLOCK_U = 16, 64
 
 
@@ -31,7 +31,7 @@ def _dropped_kernel(
     dropped, rows, keys, num_groups, num_heads, first_head, num_rows, num_keys, document, step, low, high, threshold,
     LANES: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    """Draws BLOCK_R rows' words for BLOCK_U keys and LANES heads in each program."""
+    """Draws words of BLOCK_R rows, BLOCK_U keys and LANES heads per program."""
     row_blocks = tl.cdiv(num_rows, BLOCK_R)
     place = tl.program_id(0)
     block, group = (place // row_blocks // num_groups).to(tl.int64), place // row_blocks % num_groups
@@ -58,7 +58,7 @@ def _dropped_kernel(
 def launch_dropped_weights(
     rows_NR: Tensor, keys_NU: Tensor, heads: list[int], document: int, step: int, key: list[int], threshold: int
 ) -> Tensor:
-    """Does the work of `_dropped_weights` with the Triton kernel."""
+    """Computes `_dropped_weights` with the Triton kernel."""
     (num_blocks, num_rows), num_keys, (first, num_heads) = rows_NR.shape, keys_NU.shape[1], heads
     dropped = torch.empty(num_blocks * num_heads, num_rows, num_keys, dtype=torch.uint8, device=rows_NR.device)
     if dropped.numel():
@@ -98,7 +98,7 @@ _dropped_weights.register_kernel("cuda")(launch_dropped_weights)
 def dropped_weights(
     rows_NR: Tensor, keys_NU: Tensor, heads: tuple[int, int], document: int, step: int, key: int, rate: float
 ) -> Tensor:
-    """True for attention weights that are dropped at a rate of `rate`, [N * H, R, U].
+    """Returns the mask [N * H, R, U] of attention weights to drop at `rate`.
 
     rows, keys: positions of queries and keys in the document, int64. heads: first head and number of heads. key: 64 bits.
     """
