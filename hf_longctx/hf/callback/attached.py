@@ -7,10 +7,11 @@ unless it was loaded as one stage.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
@@ -20,8 +21,10 @@ from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.rules.arguments import argument_problems, evaluation_problems
+from hf_longctx.hf.rules.arguments import METRICS, argument_problems
+from hf_longctx.hf.rules.callbacks import ATTACHED, SIGNALS, WHOLE_LOGITS
 from hf_longctx.hf.rules.collators import Collation, forward_columns
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.trl import attach_problems, read_columns, trainer_problems
 from hf_longctx.hf.run.run import RunRequest
 from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
@@ -200,64 +203,18 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
 
 def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
-    problems = argument_problems(trainer.args, {"model_init": trainer.model_init}, compile_layers=config.compile_layers)
-    problems += signal_problems(trainer.args)
+    facts = Facts(config=config, args=trainer.args, given={"model_init": trainer.model_init})
+    problems = argument_problems(facts) + refusals(SIGNALS, facts)
     if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
-    problems += placement_problems(
-        config, "would leave a sharded model in a stock trainer; use LongContextTrainer, or parameters='replicated'"
-    )
+    problems += refusals(ATTACHED, replace(facts, given=vars(trainer))) + trainer_loss_problems(trainer)
     if config.stages != 1:
-        problems += _stage_problems(trainer, config)
-    if trainer.train_dataset is None:
-        problems.append("the trainer has no train_dataset; give it one, or call attach on the trainer that trains")
-    problems += trainer_loss_problems(trainer)
-    replaced = ["train", "training_step", "get_train_dataloader", "get_batch_samples"]
-    if config.stages != 1:
-        replaced += ["get_eval_dataloader", "evaluation_loop", "prediction_step", "predict", "save_model"]
-    for name in replaced:
-        if name in vars(trainer):
-            problems.append(f"{name} was replaced on the trainer instance and would not run under plans; override it in a class")
+        problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer)
     return problems
-
-
-def _stage_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
-    """Problems with a built trainer whose model is to be cut into stages, and whose evaluations then run under plans."""
-    problems = []
-    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
-        problems.append(
-            f"the trainer has an optimizer or scheduler already, for weights of all stages, but stages={config.stages!r} leaves "
-            f"each rank with one stage; set trainer.optimizer = trainer.lr_scheduler = None before attach, or choose it by optim"
-        )
-    return problems + evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer)
 
 
 def _evaluation_problems(trainer: Trainer) -> list[str]:
     """Why plans would evaluate something else than the trainer's own loop over batches of its collator."""
-    kind = head_kind(cast(Any, trainer.model))
-    problems = evaluation_problems(trainer.args, trainer.compute_metrics is not None)
-    if kind == "next_token" and (trainer.compute_metrics or trainer.preprocess_logits_for_metrics) is not None:
-        problems.append(
-            "compute_metrics and preprocess_logits_for_metrics of a stock trainer get whole logits, which pipeline stages never "
-            "make; leave them out, or use LongContextTrainer, where compute_metrics gets likeliest tokens and log-probabilities"
-        )
-    return problems
-
-
-def placement_problems(config: LongContextConfig, reason: str) -> list[str]:
-    """Problem with weights that do not lie whole on every device. reason: why not, and what to do, behind `parameters=...`."""
-    if config.parameters != "replicated":
-        return [f"parameters={config.parameters!r} {reason}"]
-    if config.layer_weights != "device":
-        return [f"layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'; leave it out"]
-    return []
-
-
-def signal_problems(args: TrainingArguments) -> list[str]:
-    """The problem with a trainer that was built to save at SIGTERM by itself."""
-    if not getattr(args, "enable_jit_checkpoint", False):
-        return []
-    return [
-        "enable_jit_checkpoint=True saves on the ranks that got the signal, each in a step of its own, while the others wait; "
-        "leave it out: the callback saves at SIGTERM without it"
-    ]
+    kind, given = head_kind(cast(Any, trainer.model)), vars(trainer)
+    problems = refusals(METRICS, Facts(args=trainer.args)) if trainer.compute_metrics is not None else []
+    return problems + (refusals(WHOLE_LOGITS, Facts(given=given)) if kind == "next_token" else [])

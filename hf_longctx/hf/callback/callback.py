@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,18 +21,15 @@ import torch.distributed as dist
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_longctx.hf.callback.attached import AttachedMixin, lend_plans, placement_problems, signal_problems
+from hf_longctx.hf.callback.attached import AttachedMixin, lend_plans
 from hf_longctx.hf.callback.exchange import SequenceExchange
 from hf_longctx.hf.callback.guarded import lend, sender, take_back
 from hf_longctx.hf.checkpoints.choice import Choice
 from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
-from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.attention import num_attention_layers, runs_plans
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.dropout import check_rates
-from hf_longctx.hf.models.experts import has_balance
-from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.towers import freeze_towers, wrapper_of
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.planning.report import plan_parts, seconds_part, speed_part
@@ -41,8 +38,10 @@ from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.stopping import OrderlyStop
-from hf_longctx.hf.rules.arguments import argument_problems, kind_problems, rounds_by_chance
+from hf_longctx.hf.rules.arguments import KINDS, argument_problems
+from hf_longctx.hf.rules.callbacks import ALONE
 from hf_longctx.hf.rules.hooks import hook_problems
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.trl import alone_problems
 from hf_longctx.hf.run.run import BORROWED, RunRequest, meet, start_run
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
@@ -78,7 +77,7 @@ class LongContextCallback(TrainerCallback):
     """
 
     def __init__(self, config: LongContextConfig | None = None) -> None:
-        if found := kind_problems(None, config, {}):
+        if found := refusals(KINDS, Facts(given={"longctx_config": config})):
             raise RefusedRun.of(found)
         self.config = config if config is not None else LongContextConfig()
         # the hooks of the present training, if the callback is not attached
@@ -270,32 +269,9 @@ class LongContextCallback(TrainerCallback):
         """Checks everything on every rank, makes the process groups, and hooks the model."""
         assert self._stop is not None
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
-        problems = argument_problems(args, {}, draws_batches=False) + _exchange_problems(config) + alone_problems(args)
-        problems += hook_problems(type(trainer)) + _rounding_problems(args)
-        problems += folder_problems(args, model) + signal_problems(args)
-        if runs_plans(model):
-            problems.append("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
-        if head_kind(model) != "next_token":
-            problems.append(
-                f"model class {type(base_of(model)).__name__} classifies documents or tokens, and a stock forward reads "
-                f"whole rows for its loss; call attach(trainer), or use LongContextTrainer"
-            )
-        if has_balance(model):
-            problems.append(
-                "the model's config asks for a load-balancing loss of its experts (output_router_logits=True), which a stock "
-                "trainer computes from each rank's tokens alone; attach the callback to the trainer, or set it to False"
-            )
-        # the trainer adds noise by its own attribute, whatever its arguments say
-        if (alpha := cast(Trainer, trainer).neftune_noise_alpha) is not None:
-            problems.append(
-                f"neftune_noise_alpha={alpha!r} would draw other noise on every rank that shares a document; leave it out, or "
-                f"train with attach(trainer) or LongContextTrainer, which draw noise by token"
-            )
-        if args.world_size > 1 and vars(model).get("_is_accelerate_prepared"):
-            problems.append(
-                "evaluate() or predict() ran before train(), and accelerate then trains every rank alone, without DDP; call "
-                "them after train(), set eval_on_start=True, or attach the callback to the trainer"
-            )
+        facts = Facts(config=config, args=args, model=model, num_ranks=args.world_size, draws_batches=False)
+        problems = argument_problems(facts) + refusals(ALONE, replace(facts, given=vars(trainer))) + alone_problems(args)
+        problems += hook_problems(type(trainer)) + folder_problems(args, model)
         run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control, mode=BORROWED))
         undo.callback(run.close)
         undo.callback(freeze_towers(model))
@@ -336,47 +312,6 @@ def _count_label_tokens(trainer: Any, model: Any, undo: ExitStack) -> None:
     if wrapper_of(model) is not None and not trainer.model_accepts_loss_kwargs:
         trainer.model_accepts_loss_kwargs = True
         undo.callback(setattr, trainer, "model_accepts_loss_kwargs", False)
-
-
-def _rounding_problems(args: TrainingArguments) -> list[str]:
-    """Problem with an optimizer that draws random numbers, which the ranks of DDP would draw each for itself."""
-    if args.world_size == 1 or not rounds_by_chance(args):
-        return []
-    return [
-        "bf16_stochastic_round=True in optim_args would round the copies of a weight on every rank by other random numbers; call "
-        "attach(trainer) or use LongContextTrainer, with fp32_master_weights=False, or leave it out"
-    ]
-
-
-def _exchange_problems(config: LongContextConfig) -> list[str]:
-    """Problems with settings that a callback in `callbacks=[...]` cannot follow, since it does not control the loader."""
-    problems = []
-    if config.async_save:
-        problems.append(
-            "async_save=True needs the exchange with which planned steps begin, where ranks agree that a checkpoint is written; "
-            "call attach(trainer), or leave it out"
-        )
-    if config.stages != 1:
-        problems.append(
-            f"stages={config.stages!r} needs plans of whole steps, since every forward of a stock trainer runs the whole model; "
-            f"call attach(trainer), or use LongContextTrainer"
-        )
-    problems += placement_problems(
-        config,
-        "needs LongContextTrainer, since here the trainer's own DDP holds the parameters; use it, or leave parameters out",
-    )
-    if config.compile_layers:
-        problems.append("compile_layers=True needs plans of whole steps; call attach(trainer), or use LongContextTrainer")
-    if config.tokens_per_step is not None:
-        problems.append(
-            f"tokens_per_step={config.tokens_per_step} needs the trainer's loader; call attach(trainer), or leave it out and set "
-            f"per_device_train_batch_size"
-        )
-    if config.long_sequences != "error":
-        problems.append(
-            f"long_sequences={config.long_sequences!r} needs the trainer's loader; call attach(trainer), or cut the dataset"
-        )
-    return problems
 
 
 def _without_effect(config: LongContextConfig) -> list[str]:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
@@ -20,6 +21,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_fsdp
+from hf_longctx.hf.rules.rule import Facts, Rule
 from hf_longctx.plan.core.messages import shown
 
 State = Literal["supported", "Trainer's own", "some values", "translated", "no effect"]
@@ -225,25 +227,11 @@ _LARGEST_SEED = 2**32 - 1
 _LARGEST_WHOLE = 2**63
 
 
-def mistyped(args: TrainingArguments) -> list[str]:
-    """Problems with numbers and flags that are none, which stock code would meet in the middle of a training, or misread."""
-    problems = []
+def _mistyped(run: Facts) -> Iterator[dict[str, str]]:
     for name, hint in get_type_hints(TrainingArguments).items():
-        kinds, value = set(get_args(hint) or (hint,)), getattr(args, name, None)
+        kinds, value = set(get_args(hint) or (hint,)), getattr(run.args, name, None)
         if not (value is None and NoneType in kinds) and (wanted := _wanted(kinds - {NoneType}, value)):
-            problems.append(f"{name} is {shown(value)} ({type(value).__name__}); give {wanted}")
-    if args.use_cache is None:
-        problems.append("use_cache is None, which no config of a model takes; give True or False")
-    names = args.label_names
-    if names is not None and not (isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)):
-        problems.append(f"label_names is {shown(names)} ({type(names).__name__}); give a list of names of columns")
-    for name in ("seed", "data_seed"):
-        seed = getattr(args, name)
-        if isinstance(seed, int) and not 0 <= seed <= _LARGEST_SEED:
-            problems.append(f"{name} is {seed}; give a whole number from 0 to {_LARGEST_SEED}")
-    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
-        problems.append("dataloader_persistent_workers=True needs workers; set dataloader_num_workers, or leave it out")
-    return problems
+            yield {"name": name, "found": _kind(value), "wanted": wanted}
 
 
 def _wanted(kinds: set[Any], value: Any) -> str:
@@ -260,14 +248,60 @@ def _wanted(kinds: set[Any], value: Any) -> str:
     return ""
 
 
-def refused_values(args: TrainingArguments) -> list[str]:
-    """Problems with the values of fields about which the table alone decides."""
-    problems = mistyped(args)
-    for name, setting in SETTINGS.items():
-        value = getattr(args, name, setting.values[0] if setting.values else None)
-        if setting.values and value not in setting.values:
-            problems.append(f"{name}={value!r} is not supported yet; {setting.note}")
-    return problems
+def _kind(value: Any) -> str:
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+def _has_other(name: str, values: tuple[Any, ...], run: Facts) -> bool:
+    return getattr(run.args, name, values[0]) not in values
+
+
+# values that stock code would meet in the middle of a training, or misread, and those about which the table alone decides
+VALUES = {
+    "kind-of-argument": Rule("{name} is {found}", "give {wanted}", _mistyped, "args.max_grad_norm = None"),
+    "use-cache": Rule(
+        "use_cache is None, which no config of a model takes",
+        "give True or False",
+        lambda run: run.args.use_cache is None,
+        "args.use_cache = None",
+    ),
+    "label-names": Rule(
+        "label_names is {found}",
+        "give a list of names of columns",
+        lambda run: (
+            {"found": _kind(names)}
+            for names in [run.args.label_names]
+            if not (names is None or (isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)))
+        ),
+        "args.label_names = 'labels'",
+    ),
+    "seed": Rule(
+        "{name} is {seed}",
+        f"give a whole number from 0 to {_LARGEST_SEED}",
+        lambda run: (
+            {"name": name, "seed": seed}
+            for name in ("seed", "data_seed")
+            if isinstance(seed := getattr(run.args, name), int) and not 0 <= seed <= _LARGEST_SEED
+        ),
+        "args.seed = 2**32",
+    ),
+    "persistent-workers": Rule(
+        "dataloader_persistent_workers=True needs workers",
+        "set dataloader_num_workers, or leave it out",
+        lambda run: run.args.dataloader_persistent_workers and not run.args.dataloader_num_workers,
+        "args.dataloader_persistent_workers = True",
+    ),
+    **{
+        name.replace("_", "-"): Rule(
+            f"{name}={{args.{name}!r}} is not supported yet",
+            setting.note,
+            partial(_has_other, name, setting.values),
+            f"args.{name} = {not setting.values[0]}",
+        )
+        for name, setting in SETTINGS.items()
+        if setting.values
+    },
+}
 
 
 def idle_settings(args: TrainingArguments, draws_batches: bool, evaluates: bool, has_metrics: bool) -> list[str]:

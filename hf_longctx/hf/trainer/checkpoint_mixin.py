@@ -35,7 +35,8 @@ from hf_longctx.hf.checkpoints.staging import SavingRanks, StagedCheckpoint, che
 from hf_longctx.hf.checkpoints.trained_weights import TrainedWeights, explained
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
-from hf_longctx.hf.rules.arguments import callback_problems
+from hf_longctx.hf.rules.arguments import ASYNC_CALLBACKS
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import with_values
 from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.trainer.flow_mixin import FlowMixin
@@ -165,7 +166,8 @@ class CheckpointMixin(FlowMixin):
         if not self.longctx_config.async_save:
             return
         control = self.longctx_run.control
-        raise_together(callback_problems(self.callback_handler.callbacks), control)
+        facts = Facts(given={"callbacks": self.callback_handler.callbacks})
+        raise_together(refusals(ASYNC_CALLBACKS, facts), control)
         if self.args.local_process_index == 0:
             remove_left_copies()
         if control is not None and self._writers is None:

@@ -37,14 +37,15 @@ from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.rules.arguments import (
+    KIND_OF_MODEL,
+    STOPPING,
+    TOGETHER,
     argument_problems,
-    config_problems,
-    kind_of_model_problems,
     late_problems,
     run_problems,
-    stopping_problems,
 )
 from hf_longctx.hf.rules.collators import Collation, forward_columns
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, idle_settings, tell_settings, translate
 from hf_longctx.hf.rules.trl import (
     is_scored,
@@ -136,7 +137,7 @@ class StartMixin(_TrainerBase):
                     f"config.json and weights, a name on the Hub, or a loaded model"
                 )
                 return None
-        problems += kind_of_model_problems(model)
+        problems += refusals(KIND_OF_MODEL, Facts(model=model))
         return model
 
     def hyperparameter_search(self, hp_space: Any = None, compute_objective: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +158,7 @@ class StartMixin(_TrainerBase):
             self._train_batch_size = self.args.train_batch_size
             _seed(self.args)
             model: Any = self.call_model_init(trial)
-            raise_together(kind_of_model_problems(model), None)
+            raise_together(refusals(KIND_OF_MODEL, Facts(model=model)), None)
             factor = self.args.label_smoothing_factor
             # a trial may have changed it
             self.label_smoother = LabelSmoother(epsilon=factor) if factor else None
@@ -173,10 +174,11 @@ class StartMixin(_TrainerBase):
         """Raises ValueError on every rank for arguments that were changed since the start and would not be obeyed."""
         args, run, config = self.args, self.longctx_run, self.longctx_config
         problems = late_problems(args, run.args, self._at_start, self._train_batch_size)
+        facts = Facts(config=config, args=args, draws_batches=not is_scored(type(self)))
         with hidden_from_trainer(args):
-            problems += argument_problems(args, {}, not is_scored(type(self)), config.compile_layers)
-        problems += stopping_problems(self.callback_handler.callbacks, args)
-        raise_together(problems + config_problems(config, args), run.control)
+            problems += argument_problems(facts)
+        problems += refusals(STOPPING, replace(facts, given={"callbacks": self.callback_handler.callbacks}))
+        raise_together(problems + refusals(TOGETHER, facts), run.control)
 
     def _check_code(self) -> None:
         """Compares hooks and forwards that were put on the model since the start, by the self-test. Collective.

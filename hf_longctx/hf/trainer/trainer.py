@@ -45,20 +45,21 @@ from hf_longctx.hf.ranks.exit_message import RefusedRun, naming_errors
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.stopping import OrderlyStop, without_jit_checkpoint
 from hf_longctx.hf.rules.arguments import (
+    ASYNC_SAVE,
+    KIND_OF_MODEL,
+    KINDS,
     OF_LOGITS,
+    OVERRIDES,
+    TOGETHER,
     argument_problems,
-    async_problems,
-    config_problems,
-    kind_of_model_problems,
-    kind_problems,
     likeliest_form,
-    override_problems,
     run_problems,
     values_at_start,
 )
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.models import padding_problems
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import hidden_from_trainer
 from hf_longctx.hf.rules.trl import (
     OF_TRL,
@@ -142,7 +143,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         token_loss: the loss of a token, in place of cross-entropy; see `TokenLoss`.
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
-        if found := kind_problems(args, longctx_config, {"data_collator": data_collator, **kwargs}):
+        named = {"args": args, "longctx_config": longctx_config, "data_collator": data_collator, **kwargs}
+        if found := refusals(KINDS, Facts(given=named)):
             raise RefusedRun.of(found)
         config = longctx_config if longctx_config is not None else LongContextConfig()
         sets = named_sets(train_dataset, eval_dataset)
@@ -184,7 +186,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 problems += unprepared_problems(type(self), args, sets, kwargs)
                 if not isinstance(model, str):
                     # TRL loads a model by its name
-                    problems += kind_of_model_problems(model)
+                    problems += refusals(KIND_OF_MODEL, Facts(model=model))
                 control = self._check_early(args, {"data_collator": data_collator, **kwargs}, problems)
                 # a trainer of TRL makes the model and the sets ready itself
                 with naming_errors(type(self).__name__):
@@ -602,13 +604,20 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
         self.longctx_config, self._request = request.config, replace(request, model=None)
         self._at_start = values_at_start(request.args)
-        problems = request.problems + config_problems(request.config, request.args)
+        facts = Facts(
+            config=request.config,
+            args=request.args,
+            trainer=type(self),
+            mixin=LongContextMixin,
+            plans_evaluation=self.plans_evaluation,
+        )
+        problems = request.problems + refusals(TOGETHER, facts)
         copied = copied_dtypes(request.config.fp32_master_weights, request.config.optimizer_states == "host")
         to_save = request.args, request.model, copied
         problems += folder_problems(*to_save)
         if request.config.async_save:
-            problems += memory_problems(*to_save) + async_problems(type(self), request.args)
-        problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)
+            problems += memory_problems(*to_save) + refusals(ASYNC_SAVE, facts)
+        problems += hook_problems(type(self)) + refusals(OVERRIDES, facts)
         self.longctx_run = start_run(replace(request, problems=problems))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._counts_tokens = counts_tokens(type(self), self.longctx_config)
@@ -665,10 +674,19 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         if takes_metrics(type(self)):
             given = {name: value for name, value in given.items() if name not in OF_LOGITS}
-        problems += argument_problems(args, given, not is_scored(type(self)), self.longctx_config.compile_layers)
+        facts = Facts(
+            config=self.longctx_config,
+            args=args,
+            given=given,
+            draws_batches=not is_scored(type(self)),
+            trainer=type(self),
+            mixin=LongContextMixin,
+            plans_evaluation=self.plans_evaluation,
+        )
+        problems += argument_problems(facts)
         problems += trainer_problems(type(self), args, self.longctx_config)
         problems += separate_runs(args.world_size)
-        problems += hook_problems(type(self)) + override_problems(type(self), LongContextMixin, self.plans_evaluation)
+        problems += hook_problems(type(self)) + refusals(OVERRIDES, facts)
         raise_together(problems, control)
         return control
 

@@ -20,13 +20,8 @@ from transformers.training_args import OptimizerNames
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.rules import trl as versions
-from hf_longctx.hf.rules.arguments import (
-    argument_problems,
-    config_problems,
-    layer_weights_problems,
-    placement_problems,
-    stopping_problems,
-)
+from hf_longctx.hf.rules.arguments import STOPPING, argument_problems, placement_problems
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import idle_settings
 
 
@@ -45,81 +40,29 @@ def arguments(folder: Any, **changes: Any) -> TrainingArguments:
 
 
 def test_plain_arguments_have_no_problem(tmp_path) -> None:
-    assert argument_problems(arguments(tmp_path), {"data_collator": None, "callbacks": [], "optimizers": (None, None)}) == []
-
-
-# argument -> (value, what the message says)
-REFUSED_ARGUMENTS: dict[str, tuple[Any, str]] = {
-    "fp16": (True, "fp16=True is not supported yet; its loss scaling is not supported; use bf16=True or float32"),
-    "bf16_full_eval": (True, "bf16_full_eval=True is not supported yet; leave it out"),
-    "fp16_full_eval": (True, "fp16_full_eval=True is not supported yet; leave it out"),
-    "torch_compile": (
-        True,
-        "torch_compile=True is not supported yet; leave it out, and set LongContextConfig(compile",
-    ),
-    "average_tokens_across_devices": (False, "average_tokens_across_devices=False is not supported yet; leave it True"),
-    "auto_find_batch_size": (True, "auto_find_batch_size=True is not supported yet; leave it out"),
-    "debug": ("underflow_overflow", "is not supported yet; leave it out: a step whose numbers are not finite is stopped"),
-    "accelerator_config": (
-        {"gradient_accumulation_kwargs": {"num_steps": 2}},
-        "is not supported; set gradient_accumulation_steps",
-    ),
-    "dataloader_in_order": (False, "dataloader_in_order=False is not supported yet; leave it True"),
-}
-
-
-@pytest.mark.parametrize("name", [name for name in REFUSED_ARGUMENTS if hasattr(TrainingArguments, name) or name == "deepspeed"])
-def test_an_argument_that_would_lose_its_meaning_is_refused(tmp_path, name: str) -> None:
-    value, message = REFUSED_ARGUMENTS[name]
-    problems = argument_problems(arguments(tmp_path, **{name: value}), {})
-    assert any(message in problem for problem in problems), problems
-
-
-def test_settings_that_need_other_packages_are_refused_too(tmp_path) -> None:
-    # their constructors need DeepSpeed and several ranks, so the values are set afterwards
-    args = arguments(tmp_path)
-    args.deepspeed, args.parallelism_config = "zero3.json", "tp=2"
-    parallelism, deepspeed = argument_problems(args, {})
-    assert deepspeed.startswith("deepspeed='zero3.json' is not supported yet; start without a DeepSpeed config")
-    assert parallelism.startswith("parallelism_config='tp=2' is not supported yet; leave it out; group sizes are chosen per step")
-
-
-def test_several_gpus_in_one_process_are_refused_with_the_launch_command(tmp_path) -> None:
-    args = arguments(tmp_path)
-    args._n_gpu = 4
-    (problem,) = argument_problems(args, {})
-    assert "one process sees 4 GPUs" in problem and "accelerate launch --multi_gpu --num_processes 4" in problem
+    assert (
+        argument_problems(
+            Facts(args=arguments(tmp_path), given={"data_collator": None, "callbacks": [], "optimizers": (None, None)})
+        )
+        == []
+    )
 
 
 def test_all_problems_are_listed_at_once(tmp_path) -> None:
-    problems = argument_problems(arguments(tmp_path, fp16=True, auto_find_batch_size=True, torch_compile=True), {})
+    problems = argument_problems(Facts(args=arguments(tmp_path, fp16=True, auto_find_batch_size=True, torch_compile=True)))
     assert len(problems) == 3
 
 
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 def test_order_strategies_that_mean_something_are_accepted(tmp_path, strategy: str) -> None:
     args = arguments(tmp_path, train_sampling_strategy=strategy)
-    assert argument_problems(args, {}) == []
+    assert argument_problems(Facts(args=args)) == []
     assert bool(idle_settings(args, True, True, False)) == (strategy == "group_by_length")
-
-
-def test_what_needs_one_folder_is_refused_with_stages(tmp_path) -> None:
-    (problem,) = config_problems(LongContextConfig(stages=2), arguments(tmp_path, save_on_each_node=True))
-    assert "save_on_each_node=True would need every stage on every node" in problem
-    assert config_problems(LongContextConfig(), arguments(tmp_path, save_on_each_node=True)) == []
-
-
-@pytest.mark.parametrize("name", ["compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"])
-def test_a_trainer_argument_without_effect_is_refused_by_name(tmp_path, name: str) -> None:
-    # a trainer that draws its own batches has a loop of its own
-    (problem,) = argument_problems(arguments(tmp_path), {name: lambda *_: None}, draws_batches=name != "compute_metrics")
-    assert problem.startswith(f"the trainer argument {name} is not supported; ")
-    assert len(problem) > len(f"the trainer argument {name} is not supported; ")
 
 
 def test_an_old_transformers_is_refused_with_both_versions(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(versions, "__version__", "5.16.2")
-    (problem,) = argument_problems(arguments(tmp_path), {})
+    (problem,) = argument_problems(Facts(args=arguments(tmp_path)))
     assert "transformers 5.16.2 is installed, 5.17 or newer is needed; pip install -U transformers" in problem
 
 
@@ -128,27 +71,8 @@ def test_trained_ends_in_two_dtypes_are_not_sharded(tmp_path) -> None:
         cast(tiny_llama(), torch.bfloat16), LoraConfig(target_modules=["lm_head"], modules_to_save=["embed_tokens"])
     )
     config = LongContextConfig(parameters="sharded")
-    (problem,) = placement_problems(model, config, arguments(tmp_path), {})
+    (problem,) = placement_problems(Facts(model=model, config=config, args=arguments(tmp_path)))
     assert problem.startswith("embedding and head are trained in torch.bfloat16 and torch.float32, but a sharded unit")
-
-
-# settings -> what the message says
-KEPT_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
-    "whole weights": ({}, "needs parameters='sharded' over two or more ranks, and there are parameters='replicated' over 2"),
-    "gathered at once": ({"parameters": "gathered_per_round"}, "needs parameters='sharded' over two or more ranks"),
-    "stages": ({"parameters": "sharded", "stages": "auto"}, "is not tested with stages='auto'; set stages=1"),
-    "experts": ({"parameters": "sharded", "expert_ranks": 2}, "would leave experts on the device with expert_ranks=2"),
-}
-
-
-@pytest.mark.parametrize("name", KEPT_LAYERS)
-def test_layers_that_cannot_lie_on_the_host_are_refused(name: str) -> None:
-    settings, message = KEPT_LAYERS[name]
-    (problem,) = layer_weights_problems(tiny_llama(), LongContextConfig(layer_weights="host", **settings), 2)
-    assert problem.startswith("layer_weights='host' ") and message in problem and problem.endswith("leave layer_weights out")
-    # one rank has no shards, and settings without the host none of these problems
-    assert layer_weights_problems(tiny_llama(), LongContextConfig(layer_weights="host", parameters="sharded"), 1)
-    assert not layer_weights_problems(tiny_llama(), LongContextConfig(**settings), 2)
 
 
 # name -> (ranks, degrees, what the message says)
@@ -198,7 +122,7 @@ ELEMENTWISE = {"adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_to
 @pytest.mark.parametrize("name", [each.value for each in OptimizerNames])
 def test_every_optimizer_of_transformers_is_served_or_refused_by_name(tmp_path, name: str) -> None:
     args, model = arguments(tmp_path, optim=name, optim_target_modules="all-linear"), tiny_llama()
-    problems = argument_problems(args, {}) + placement_problems(model, LongContextConfig(), args, {})
+    problems = argument_problems(Facts(args=args)) + placement_problems(Facts(model=model, args=args))
     assert problems == [problem for problem in problems if f"optim={name!r} steps inside backward" in problem]
     assert bool(problems) == (name in IN_BACKWARD)
     if not problems:
@@ -210,11 +134,11 @@ def test_every_optimizer_of_transformers_is_served_or_refused_by_name(tmp_path, 
         else:
             assert isinstance(kind, type)
     config = LongContextConfig(parameters="sharded")
-    found = argument_problems(args, {}) + placement_problems(model, config, args, {})
+    found = argument_problems(Facts(args=args)) + placement_problems(Facts(model=model, config=config, args=args))
     assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name in NEVER_ON_SHARDS)
     # whole weights, which others need, are not there in stages and on the host
     config = LongContextConfig(parameters="gathered_per_round", stages=2)
-    found = argument_problems(args, {}) + placement_problems(model, config, args, {})
+    found = argument_problems(Facts(args=args)) + placement_problems(Facts(model=model, config=config, args=args))
     assert any(problem.startswith(f"optim={name!r} ") for problem in found) == (name not in ELEMENTWISE)
 
 
@@ -238,12 +162,12 @@ def test_numbers_and_flags_that_are_none_are_refused(tmp_path, name: str) -> Non
     value, message = MISTYPED[name]
     args = arguments(tmp_path)
     setattr(args, name, value)
-    assert any(message in problem for problem in argument_problems(args, {}))
+    assert any(message in problem for problem in argument_problems(Facts(args=args)))
 
 
 def test_numbers_that_stock_takes_are_taken(tmp_path) -> None:
     taken = {"max_steps": 10.0, "seed": np.int64(3), "max_grad_norm": float("inf"), "remove_unused_columns": None, "tf32": None}
-    assert argument_problems(arguments(tmp_path, **taken, dataloader_drop_last=1), {}) == []
+    assert argument_problems(Facts(args=arguments(tmp_path, **taken, dataloader_drop_last=1))) == []
 
 
 # argument -> (value of a wrong kind, what the message says)
@@ -295,8 +219,9 @@ class StopsByLoss(EarlyStoppingCallback):
 
 
 def test_early_stopping_with_a_beginning_of_its_own_compares_what_it_likes(tmp_path) -> None:
-    assert stopping_problems([StopsByLoss()], arguments(tmp_path)) == []
-    assert len(stopping_problems([StopsByLoss(), EarlyStoppingCallback()], arguments(tmp_path))) == 2
+    assert refusals(STOPPING, Facts(args=arguments(tmp_path), given={"callbacks": [StopsByLoss()]})) == []
+    facts = Facts(args=arguments(tmp_path), given={"callbacks": [StopsByLoss(), EarlyStoppingCallback()]})
+    assert len(refusals(STOPPING, facts)) == 2
 
 
 def test_an_optimizer_that_refuses_its_settings_is_named(tmp_path) -> None:

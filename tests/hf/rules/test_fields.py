@@ -20,7 +20,7 @@ from hf_longctx.hf.trainer.trainer import LongContextMixin
 TESTS = Path(__file__).parents[2]
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 
-_REFUSED = "test_an_argument_that_would_lose_its_meaning_is_refused"
+_REFUSED = "test_a_rule_applies_to_its_example_and_to_no_plain_run"
 _STEPS = "test_twenty_steps_follow_one_plain_process"
 _BEST = "test_the_best_model_is_loaded_at_the_end"
 _IDLE = "test_settings_without_effect_change_nothing_and_are_one_warning"
@@ -69,7 +69,7 @@ SHOWN_BY = {
     "save_only_model": "test_weights_alone_are_resumed_on_request",
     "save_strategy": _BEST,
     "save_steps": "test_a_killed_save_costs_no_complete_checkpoint",
-    "save_on_each_node": "test_what_needs_one_folder_is_refused_with_stages",
+    "save_on_each_node": "test_a_rule_applies_to_its_example_and_to_no_plain_run",
     "save_total_limit": "test_a_killed_save_costs_no_complete_checkpoint",
     "enable_jit_checkpoint": "test_sigterm_to_one_rank_stops_all_ranks_with_exit_code_0",
     "push_to_hub": "test_uploads_read_whole_checkpoints_in_view",
@@ -82,7 +82,7 @@ SHOWN_BY = {
     "seed": "test_resuming_inside_an_epoch_continues_with_the_same_samples",
     "data_seed": "test_a_map_style_run_with_other_samples_is_not_resumed",
     "accelerator_config": _REFUSED,
-    "parallelism_config": "test_settings_that_need_other_packages_are_refused_too",
+    "parallelism_config": "test_a_rule_applies_to_its_example_and_to_no_plain_run",
     "dataloader_drop_last": "test_how_a_step_is_divided_matters_only_where_plans_end_an_epoch",
     "dataloader_num_workers": "test_resuming_inside_an_epoch_continues_with_the_same_samples",
     "dataloader_pin_memory": _LOADER,
@@ -93,7 +93,7 @@ SHOWN_BY = {
     "train_sampling_strategy": "test_order_strategies_that_mean_something_are_accepted",
     "fsdp": "test_an_fsdp_configuration_becomes_our_setting",
     "fsdp_config": "test_an_fsdp_configuration_becomes_our_setting",
-    "deepspeed": "test_settings_that_need_other_packages_are_refused_too",
+    "deepspeed": "test_a_rule_applies_to_its_example_and_to_no_plain_run",
     "debug": _REFUSED,
 }
 

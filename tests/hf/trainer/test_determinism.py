@@ -18,7 +18,6 @@ from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_a
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_longctx import LongContextCallback
-from hf_longctx.hf.rules.arguments import config_problems
 
 CASE = ModelCase(dtype=torch.float32)
 ROWS = random_rows([random.Random(1).randrange(3, 60) for _ in range(24)])
@@ -84,10 +83,3 @@ def test_without_it_costs_are_fitted_to_measured_seconds(ranks, tmp_path: Path) 
     for is_determined in (True, False):
         for _, _, _, num_fits in ranks(2).run(train_on_rank, str(tmp_path / str(is_determined)), 0.0, "trainer", is_determined):
             assert (num_fits == 0) == is_determined
-
-
-def test_solvers_that_end_by_the_clock_are_refused(tmp_path: Path) -> None:
-    args = training_arguments(str(tmp_path), full_determinism=True)
-    (problem,) = config_problems(quiet_config(solver="lp", solver_time_limit_s=3), args)
-    assert "solver='lp' takes what programs find in 3 s; use 'auto', 'greedy' or 'static'" in problem
-    assert config_problems(quiet_config(), args) == []

@@ -21,6 +21,7 @@ from hf_longctx.hf.data.sampler import LengthAwareSampler
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.rules.arguments import placement_problems
 from hf_longctx.hf.rules.models import model_problems
+from hf_longctx.hf.rules.rule import Facts
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 CASE = ModelCase("qwen3_moe", promoted=True, balance=0.5)
@@ -172,14 +173,18 @@ def test_every_class_is_admitted(family: str) -> None:
 def test_experts_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
     args = training_arguments(str(tmp_path))
     config = LongContextConfig(parameters="sharded", expert_ranks=3)
-    of_none, of_four = (placement_problems(build_model(ModelCase(family)), config, args, {}) for family in ("llama", "mixtral"))
+    of_none, of_four = (
+        placement_problems(Facts(model=build_model(ModelCase(family)), config=config, args=args, num_ranks=args.world_size))
+        for family in ("llama", "mixtral")
+    )
     assert of_none[0] == of_four[0] == "expert_ranks 3 does not divide the 1 ranks; choose a divisor"
     assert "expert_ranks is 3, but LlamaForCausalLM has no experts of a class that can be spread" in of_none[1]
     assert of_four[1:] == ["expert_ranks 3 does not divide the 4 experts of MixtralExperts; choose a divisor"]
     wrapped = build_model(ModelCase("mixtral"))
     wrapped.model.layers[0].mlp.experts.extra = torch.nn.Linear(2, 2)
     assert any(
-        "weights of MixtralExperts are packed or wrapped" in problem for problem in placement_problems(wrapped, config, args, {})
+        "weights of MixtralExperts are packed or wrapped" in problem
+        for problem in placement_problems(Facts(model=wrapped, config=config, args=args))
     )
 
 

@@ -20,8 +20,9 @@ from helpers.trainers.trainer_runs import SKEWED, make_trainer, plain_training_w
 from torch import Tensor
 from transformers import TrainingArguments
 
-from hf_longctx.hf.callback.callback import _rounding_problems
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.hf.rules.callbacks import ALONE
+from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.runtime.parameters.gradients import local_shard
 from hf_longctx.runtime.parameters.low_bit import is_low_bit, moment_bytes
@@ -317,14 +318,13 @@ def test_what_does_not_go_with_few_bits_is_refused_by_name(ranks, rows, tmp_path
         assert message in found
 
 
-class OnTwoRanks(TrainingArguments):
-    world_size = 2
-
-
 @pytest.mark.parametrize("value", ["True", "1", "yes"])
 def test_ranks_of_ddp_would_round_apart_so_a_callback_alone_refuses_it(tmp_path: Path, value: str) -> None:
     arguments = {"output_dir": str(tmp_path), "use_cpu": True, "optim": NAMES[8], "report_to": "none"}
-    args = OnTwoRanks(**arguments, optim_args=f"bf16_stochastic_round={value}")
-    assert "would round the copies of a weight on every rank by other random numbers" in _rounding_problems(args)[0]
-    assert _rounding_problems(OnTwoRanks(**arguments)) == []
-    assert _rounding_problems(OnTwoRanks(**arguments, optim_args="bf16_stochastic_round=False")) == []
+    rules = {"callback-and-rounding": ALONE["callback-and-rounding"]}
+
+    def found(**changes: Any) -> list[str]:
+        return refusals(rules, Facts(args=TrainingArguments(**arguments, **changes), num_ranks=2))
+
+    assert "by other random numbers" in found(optim_args=f"bf16_stochastic_round={value}")[0]
+    assert found() == found(optim_args="bf16_stochastic_round=False") == []

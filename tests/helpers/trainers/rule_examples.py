@@ -1,0 +1,99 @@
+"""The rules of the package, and the facts to which the code of an example leads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from helpers.models.tiny_models import ModelCase, build_model, tiny_llama
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+
+import hf_longctx
+from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
+from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.ranks.launch import LaunchEnvironment
+from hf_longctx.hf.rules.rule import Facts, Rule
+
+HOME = Path(hf_longctx.__file__).parent
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rule with its name, its module, and the dict in which it stands first."""
+
+    name: str
+    rule: Rule
+    module: str
+    family: str
+
+
+def placed_rules() -> list[Placed]:
+    """All rules, each once; raises ValueError if two of them have one name."""
+    found: dict[str, Placed] = {}
+    for file in sorted((HOME / "hf").rglob("*.py")):
+        if "import Facts, Rule" not in file.read_text():
+            continue
+        name = ".".join(file.relative_to(HOME.parent).with_suffix("").parts)
+        for family, rules in vars(importlib.import_module(name)).items():
+            for key, rule in rules.items() if isinstance(rules, dict) else ():
+                if isinstance(rule, Rule) and found.setdefault(key, Placed(key, rule, name, family)).rule is not rule:
+                    raise ValueError(f"two rules have the name {key}")
+    return list(found.values())
+
+
+def facts_of(code: str, folder: Path) -> Facts:
+    """The facts of a plain run on four ranks, changed by `code`."""
+    args = partial(transformers.TrainingArguments, output_dir=str(folder), use_cpu=True, report_to="none")
+    launch = replace(LaunchEnvironment.read(), num_ranks=4)
+    plain = Facts(args=args(), model=tiny_llama(), trainer=LongContextTrainer, degrees=(1, 2, 4), num_ranks=4, launch=launch)
+    names: dict[str, Any] = {
+        "__name__": "example",
+        "os": os,
+        "sys": sys,
+        "torch": torch,
+        "transformers": transformers,
+        "replace": replace,
+        "tiny": lambda family, **changes: build_model(ModelCase(family, **changes)),
+        "tiny_llama": tiny_llama,
+        "lora": _lora,
+        "in_four_bits": _in_four_bits,
+        "sharded": _sharded,
+        "patch_model": patch_model,
+        "Trainer": transformers.Trainer,
+        "TrainerCallback": transformers.TrainerCallback,
+        "EarlyStoppingCallback": transformers.EarlyStoppingCallback,
+        "TrainingArguments": args,
+        "LongContextConfig": LongContextConfig,
+        "LongContextMixin": LongContextMixin,
+        "LongContextTrainer": LongContextTrainer,
+    }
+    names |= {field.name: getattr(plain, field.name) for field in fields(plain)} | {"mixin": LongContextMixin}
+    names["given"] = {"train_dataset": [], "args": plain.args, "values": {"seed": 42}, "batch_size": 8}
+    exec(code, names)
+    names["model_config"] = names["model_config"] or getattr(names["model"], "config", None)
+    return Facts(**{field.name: names[field.name] for field in fields(plain)})
+
+
+def _lora(model: Any, **settings: Any) -> Any:
+    return get_peft_model(model, LoraConfig(**{"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}))
+
+
+def _in_four_bits(model: Any) -> Any:
+    """The model with a head that has the class, but not the weights, of a four-bit one."""
+    kind = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn"})
+    model.lm_head = kind(model.config.hidden_size, model.config.vocab_size, bias=False)
+    return model
+
+
+def _sharded(model: Any) -> Any:
+    """The model with the class that `fully_shard` gives it, but whole weights."""
+    model.__class__ = type("FSDPLlama", (FSDPModule, type(model)), {})
+    return model

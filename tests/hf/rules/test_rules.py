@@ -1,0 +1,36 @@
+"""Every rule applies to its example, and to no plain run; what its message says is what the pages of errors say."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.trainers.rule_examples import Placed, facts_of, placed_rules
+
+RULES = placed_rules()
+
+
+@pytest.fixture(autouse=True)
+def kept_environment() -> Iterator[None]:
+    """Takes back what examples change outside of their run; TrainingArguments also writes an FSDP setting there."""
+    before, torchao = dict(os.environ), sys.modules.get("torchao.optim", os)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    sys.modules["torchao.optim"] = torchao
+    if torchao is os:
+        del sys.modules["torchao.optim"]
+
+
+@pytest.mark.parametrize("placed", RULES, ids=lambda placed: placed.name)
+def test_a_rule_applies_to_its_example_and_to_no_plain_run(placed: Placed, tmp_path: Path) -> None:
+    rule = placed.rule
+    (message, *_) = rule.messages(facts_of(rule.example, tmp_path))
+    # names in braces are filled in, and all else is as it stands
+    pieces = [re.escape(piece.format()) for piece in re.split(r"(?<!\{)\{\w[^{}]*\}(?!\})", f"{rule.text}; {rule.remedy}")]
+    assert re.fullmatch(".+".join(pieces), message), message
+    assert list(rule.messages(facts_of("", tmp_path))) == []
