@@ -1,4 +1,4 @@
-"""Messages with which the package refuses something or warns, found in its source.
+"""Messages with which the package refuses something or warns: those of its rules, and those found in its source.
 
 The search starts at errors that are raised, at lists of problems that ranks compare, and at warnings, and follows names and calls
 back to where their texts are written. Values in a text are shown as `…`; constants of the package are written out.
@@ -7,6 +7,7 @@ back to where their texts are written. Values in a text are shown as `…`; cons
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
+from hf_longctx.hf.rules.rule import Rule
+
+ROOT = Path(__file__).parents[2]
 HOLE = "…"
 # how a remedy may begin that has a semicolon itself
 _BEGINS = re.compile(r"; (leave|load|pass)\b")
@@ -32,12 +36,62 @@ _FUNCTION = ast.FunctionDef, ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Message:
-    """One message: its text, the file and the function where it stands, and whether work goes on after it."""
+    """One message: its text, the file and the function where it stands, and whether work goes on after it.
+
+    name, remedy, example: those of its rule, if it has one. function is then the dict of rules.
+    """
 
     text: str
     file: str
     function: str
     is_warning: bool
+    name: str = ""
+    remedy: str = ""
+    example: str = ""
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """What was found, and what to do."""
+        return (self.text.removesuffix(f"; {self.remedy}"), self.remedy) if self.name else parts(self.text)
+
+    @property
+    def anchor(self) -> str:
+        """Its anchor on the pages: the name of its rule, or else what was found, as the site makes anchors of headings."""
+        words = re.sub(r"[^\w\- ]", "", heading(self).strip("`").strip().lower())
+        return self.name or words.replace(" ", "-")
+
+
+def heading(message: Message) -> str:
+    """What was found, on one line; the end of a message without that."""
+    found = message.parts[0]
+    return found if re.search(r"[a-z]", found) else " ".join(message.text.split())
+
+
+def rules() -> Iterator[tuple[str, Rule, str, str]]:
+    """Every rule of the package with its name, its file, and the name of the dict that it was written in."""
+    places: dict[str, list[tuple[int, str, str, Rule]]] = defaultdict(list)
+    for file in sorted((ROOT / "hf_longctx" / "hf").rglob("*.py")):
+        if "import Facts, Rule" not in (source := file.read_text()):
+            continue
+        path = file.relative_to(ROOT)
+        module = importlib.import_module(".".join(path.with_suffix("").parts))
+        for family in re.findall(r"^(\w+)(?:: Rules)? = \{$", source, flags=re.MULTILINE):
+            for name, rule in getattr(module, family).items():
+                if isinstance(rule, Rule):
+                    places[name].append((len(getattr(module, family)), str(path), family, rule))
+    for name, found in places.items():
+        if len({id(rule) for *_, rule in found}) > 1:
+            raise ValueError(f"two rules have the name {name}: {', '.join(path for _, path, *_ in found)}; rename one of them")
+        # dicts may include smaller ones
+        _, path, family, rule = min(found, key=lambda each: each[0])
+        yield name, rule, path, family
+
+
+def of_rules() -> Iterator[Message]:
+    """The messages of all rules."""
+    for name, rule, path, family in rules():
+        text, remedy = (re.sub(r"(?:(?<!\{)\{\w[^{}]*\})+", HOLE, each).format() for each in (rule.text, rule.remedy))
+        yield Message(f"{text}; {remedy}", path, family, False, name, remedy, rule.example)
 
 
 def parts(text: str) -> tuple[str, str]:

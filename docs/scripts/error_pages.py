@@ -1,4 +1,7 @@
-"""Pages of all messages with which the package refuses something, by the subject that a reader has in mind."""
+"""Pages of all messages with which the package refuses something, by the subject that a reader has in mind.
+
+`source_links.py` adds them to the site; `python docs/scripts/error_pages.py` writes them to `outputs/errors`.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from error_messages import HOLE, Message, Search, parts
+from error_messages import HOLE, ROOT, Message, Search, heading, of_rules
 
 from hf_longctx.hf.config import KINDS
-from hf_longctx.hf.rules.training_arguments import SETTINGS
 
-DOCS = Path(__file__).parents[1]
+OUTPUTS = ROOT / "outputs" / "errors"
 
 
 @dataclass(frozen=True)
 class Subject:
     """One page: its title, its first sentence, and its headings.
 
-    Each heading has the modules whose messages stand below it: a module, a folder of modules, or one function (MODULE:FUNCTION).
-    The longest name that fits a message counts.
+    Each heading has the modules whose messages stand below it: a module, a folder of modules, or one function or dict of rules
+    (MODULE:NAME). The longest name that fits a message counts.
     """
 
     title: str
@@ -51,7 +53,7 @@ SUBJECTS = {
             "What a model may contain": "hf/models hf/rules/models",
             "Model classes": "hf/rules/classes hf/models/towers",
             "Adapters and weights of four bits": "hf/models/adapters hf/models/quantised",
-            "Positions": "hf/models/rope hf/models/document_rope hf/rules/arguments:fit_problems",
+            "Positions": "hf/models/rope hf/models/document_rope hf/rules/arguments:_FIT",
             "Dropout": "hf/models/dropout runtime/core/dropout runtime/attention/context:weight_dropout",
             "Layers with a state": "hf/models/states runtime/states",
             "Experts": "hf/models/experts",
@@ -65,23 +67,19 @@ SUBJECTS = {
         "Settings, launching, sharded parameters, optimizers and pipeline stages",
         {
             "Recipes": "recipes/settings",
-            "Settings": ("hf/config hf/rules/arguments hf/rules/training_arguments:SETTINGS plan/core/settings:check_degrees"),
+            "Settings": "hf/config hf/rules/arguments hf/rules/training_arguments:VALUES plan/core/settings:check_degrees",
             "Launching, ranks and versions": (
-                "hf/rules/arguments:launch_problems hf/ranks hf/rules/hooks hf/rules/trl:trl_problems "
+                "hf/rules/arguments:_LAUNCH hf/ranks hf/rules/hooks hf/rules/trl:trl_problems "
                 "hf/rules/trl:version_problems hf/rules/training_arguments "
                 "hf/trainer/start"
             ),
             "Sharded parameters and host memory": (
-                "hf/rules/arguments:placement_problems hf/rules/arguments:layer_weights_problems "
+                "hf/rules/arguments:_PLACEMENT "
                 "hf/start/sharded_loading hf/checkpoints/deferred hf/run/run:_new_mesh runtime/parameters"
             ),
-            "Optimizers": (
-                "hf/rules/arguments:_low_bit_problems hf/trainer/parameters runtime/parameters/whole_weights "
-                "runtime/parameters/master_weights"
-            ),
+            "Optimizers": ("hf/trainer/parameters runtime/parameters/whole_weights runtime/parameters/master_weights"),
             "Pipeline stages": (
-                "hf/rules/arguments:stage_setting_problems hf/rules/arguments:_state_setting_problems "
-                "hf/rules/arguments:_interleave_problems hf/rules/arguments:_lending_problems hf/start/stages "
+                "hf/rules/arguments:STAGES hf/rules/arguments:_SETUP hf/start/stages "
                 "hf/models/cutting hf/models/refusing hf/run/placement:check_trained "
                 "hf/run/run:_lone_stage_problems plan/pipeline/staged_step:check_stages"
             ),
@@ -106,13 +104,13 @@ SUBJECTS = {
         "Errors about trainers",
         "Losses, evaluation, the callback, and trainers of TRL",
         {
-            "Losses": "hf/start/losses hf/rules/arguments:override_problems hf/run/run:_warn_of_forward",
+            "Losses": "hf/start/losses hf/rules/arguments:OVERRIDES hf/run/run:_warn_of_forward",
             "Evaluation and metrics": (
-                "hf/evaluation hf/rules/arguments:evaluation_problems hf/trainer/predictions hf/trainer/row_scores "
+                "hf/evaluation hf/rules/arguments:METRICS hf/trainer/predictions hf/trainer/row_scores "
                 "hf/trainer/trainer:_evaluated "
                 "hf/trainer/trainer:predict"
             ),
-            "The callback, and trainers with attached plans": "hf/callback hf/log_probs hf/rules/collators",
+            "The callback, and trainers with attached plans": "hf/callback hf/rules/callbacks hf/log_probs hf/rules/collators",
             "Trainers of TRL": (
                 "hf/rules/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods "
                 "hf/trainer/trainer:_step_in_two_passes"
@@ -125,7 +123,7 @@ SUBJECTS = {
         {
             "Resume where the data stopped": "hf/data/resume",
             "Checkpoints": (
-                "hf/checkpoints hf/rules/arguments:async_problems hf/rules/arguments:callback_problems "
+                "hf/checkpoints hf/rules/arguments:ASYNC_SAVE hf/rules/arguments:ASYNC_CALLBACKS "
                 "hf/trainer/checkpoint_mixin hf/run/placement hf/trainer/replicas "
                 "hf/trainer/parameters:_check_kind"
             ),
@@ -150,7 +148,7 @@ SUBJECTS = {
 # not on a page
 _LEFT_OUT = (
     # parts of other messages
-    "hf/config:checked hf/rules/training_arguments:refused_values hf/rules/training_arguments:mistyped "
+    "hf/config:checked "
     "hf/data/chat:assistant_turns hf/data/chat:learnt_spans hf/data/chat:_turns hf/data/chat:_without_ends "
     "hf/data/chat:_generation_prompt hf/models/activations hf/models/kernels:problem "
     "hf/models/logits runtime/states/kernels runtime/parameters/master_weights:keep_master_weights "
@@ -179,12 +177,11 @@ def error_page(subject: str) -> str:
         f"{page.about}: messages with which the package refuses something, or warns of it.",
         "`…` stands for names and numbers of yours.",
         "[When something is wrong](../guides/troubleshooting.md) explains the messages that need more words.",
-        "`python docs/scripts/generated_pages.py` writes this page from the source.",
     ]
-    for heading in page.headings:
-        lines += ["", f"## {heading}", ""]
-        lines += [_NOTES[heading], ""] if heading in _NOTES else []
-        lines += _entries(placed()[subject, heading])
+    for title in page.headings:
+        lines += ["", f"## {title}", ""]
+        lines += [_NOTES[title], ""] if title in _NOTES else []
+        lines += _entries(placed()[subject, title])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -194,11 +191,11 @@ def placed() -> dict[tuple[str, str], list[Message]]:
     places = _places()
     found: dict[tuple[str, str], list[Message]] = {place: [] for place in places.values() if place}
     unused = set(places)
-    for message in [*_of_settings(), *Search(DOCS.parent, "hf_longctx", "recipes").messages()]:
+    for message in [*_of_settings(), *of_rules(), *Search(ROOT, "hf_longctx", "recipes").messages()]:
         name = place_of(message, places)
         unused.discard(name)
         # a warning that names no remedy says that nothing need be done
-        if (place := places[name]) and not (message.is_warning and not parts(message.text)[1]):
+        if (place := places[name]) and not (message.is_warning and not message.parts[1]):
             found[place].append(message)
     if unused:
         raise ValueError(f"docs/scripts/error_pages.py names {', '.join(sorted(unused))}, which has no message; remove it there")
@@ -206,17 +203,13 @@ def placed() -> dict[tuple[str, str], list[Message]]:
 
 
 def _of_settings() -> Iterator[Message]:
-    """What the tables of settings say about a wrong value, and about a field of `TrainingArguments` that is refused."""
+    """What the table of settings says about a wrong value."""
     for name, kind in KINDS.items():
         try:
             kind.checked(name, -1)
         except ValueError as error:
             said = re.sub(r"is -1(\.0)?( \(int\))?;", f"is {HOLE};", str(error))
             yield Message(said, "hf_longctx/hf/config.py", "check", False)
-    for name, setting in SETTINGS.items():
-        if setting.values:
-            said = f"{name}={HOLE} is not supported yet; {setting.note}"
-            yield Message(said, "hf_longctx/hf/rules/training_arguments.py", "SETTINGS", False)
 
 
 def place_of(message: Message, places: dict[str, tuple[str, str] | None]) -> str:
@@ -240,18 +233,27 @@ def _entries(messages: list[Message]) -> Iterator[str]:
     """An entry for every text; what was found is a heading, because the site's search looks at headings first."""
     files: dict[str, dict[str, None]] = {}
     warnings = {message.text for message in messages if message.is_warning}
+    first = {message.text: message for message in reversed(messages)}
     for message in messages:
         files.setdefault(message.text, {})[message.file] = None
     for text in files:
-        found, remedy = parts(text)
-        # without what was found, a message is known by its end
-        found, remedy = (found, remedy) if re.search(r"[a-z]", found) else (" ".join(text.split()), "")
+        message = first[text]
+        remedy = message.parts[1] if heading(message) == message.parts[0] else ""
         links = ", ".join(f"[{Path(file).name}](../../{file})" for file in files[text])
         kind = "A warning. " if text in warnings else ""
-        yield f"#### {_code(found)}"
+        yield f"#### {_code(heading(message))} {{#{message.anchor}}}"
         yield ""
         yield f"{kind}**What to do:** {_plain(remedy)} ({links})" if remedy else f"{kind}({links})"
         yield ""
+        if message.example:
+            yield f"For example, {_code(message.example)}"
+            yield ""
+
+
+@cache
+def anchors() -> dict[str, str]:
+    """The page of every anchor."""
+    return {message.anchor: subject for (subject, _), messages in placed().items() for message in messages}
 
 
 def _code(text: str) -> str:
@@ -265,3 +267,15 @@ def _plain(text: str) -> str:
     pieces = text.split("`")
     pieces[::2] = [re.sub(r"([\\*_\[\]])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
     return "`".join(pieces)
+
+
+def main() -> None:
+    """Writes the pages to `outputs/errors`, where they can be read without the site."""
+    OUTPUTS.mkdir(parents=True, exist_ok=True)
+    for subject in SUBJECTS:
+        (OUTPUTS / f"{subject}.md").write_text(error_page(subject))
+        print(OUTPUTS / f"{subject}.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
 """Writes the pages that repeat what the code says: `python docs/scripts/generated_pages.py`.
 
 `reference/settings.md` comes from the fields of `LongContextConfig`, `reference/data-fields.md` from the tables of
-`hf/data/fields.py`, the table in `reference/training-arguments.md` from that of the start checks, the pages in `errors` from all
-messages in the source, `llms.txt` from the site's navigation and the first sentence of every page. A test compares them with
-those in the repository.
+`hf/data/fields.py`, the table in `reference/training-arguments.md` from that of the start checks, `llms.txt` from the site's
+navigation and the first sentence of every page. A test compares them with those in the repository. The pages of errors are
+written when the site is built (`error_pages.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +125,8 @@ def sections(nav: list[Any]) -> Iterator[tuple[str, list[str]]]:
 
 def text_of(page: str) -> str:
     """The Markdown of a page, which may lie outside the docs; of a notebook, the first cell."""
+    if (subject := page.removeprefix("errors/").removesuffix(".md")) in SUBJECTS:
+        return error_page(subject)
     source = site_config()["extra"]["outside"].get(page)
     text = (DOCS / page if source is None else CONFIG.parent / source).read_text()
     return "".join(json.loads(text)["cells"][0]["source"]) if source and source.endswith(".ipynb") else text
@@ -212,7 +213,6 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "reference" / "settings.md": settings_page,
     DOCS / "reference" / "data-fields.md": fields_page,
     ARGUMENTS: arguments_page,
-    **{DOCS / "errors" / f"{subject}.md": partial(error_page, subject) for subject in SUBJECTS},
     DOCS / "llms.txt": llms_page,
 }
 

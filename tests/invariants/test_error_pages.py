@@ -21,7 +21,8 @@ from hf_longctx.hf.data.scan import scan_dataset, too_long
 from hf_longctx.hf.models.adapters import kind_problems
 from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.hf.rules.models import model_problems
-from hf_longctx.hf.rules.training_arguments import refused_values
+from hf_longctx.hf.rules.rule import Facts, refusals
+from hf_longctx.hf.rules.training_arguments import VALUES
 
 ROOT = Path(__file__).parents[2]
 # scripts import their neighbours
@@ -48,7 +49,7 @@ def real_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tu
     plan = ("plan", "--gpus", "8", "--hardware")
     yield "settings", raised(lambda: LongContextConfig(max_length=-5))
     yield "settings", raised(lambda: LongContextConfig(activations="keep", host_gib=4.0))
-    yield "settings", refused_values(TrainingArguments(str(folder), use_cpu=True, auto_find_batch_size=True))[0]
+    yield "settings", refusals(VALUES, Facts(args=TrainingArguments(str(folder), use_cpu=True, auto_find_batch_size=True)))[0]
     yield "settings", raised(lambda: load_pipeline_stage(str(folder / "nowhere"), LongContextConfig(stages=2)))
     yield "data", scan_dataset(rows, "train_dataset", 10).problems[0]
     yield "data", scan_dataset(rows.rename_column("input_ids", "text"), "train_dataset", 10).problems[0]
@@ -70,7 +71,7 @@ def real_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tu
 
 def entries_of(page: str) -> list[tuple[str, str]]:
     """(message, remedy) of every entry."""
-    entries = re.findall(r"^#### (`.+`)\n\n(?:A warning. )?(?:\*\*What to do:\*\* (.*) )?\(\[", page, re.MULTILINE)
+    entries = re.findall(r"^#### (`.+`) \{#.+\}\n\n(?:A warning. )?(?:\*\*What to do:\*\* (.*) )?\(\[", page, re.MULTILINE)
     return [(code.strip("` "), re.sub(r"\\(.)", r"\1", remedy).replace("&lt;", "<")) for code, remedy in entries]
 
 
@@ -79,7 +80,7 @@ def pattern(text: str) -> str:
 
 
 def test_real_errors_are_found_on_their_pages_with_their_remedies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pages = {subject: entries_of((ROOT / "docs" / "errors" / f"{subject}.md").read_text()) for subject in error_pages.SUBJECTS}
+    pages = {subject: entries_of(error_pages.error_page(subject)) for subject in error_pages.SUBJECTS}
     num_errors = 0
     for subject, message in real_errors(tmp_path, capsys):
         fitting = {
@@ -101,7 +102,7 @@ def test_a_message_of_a_module_without_a_heading_is_refused() -> None:
 
 
 def test_every_text_that_an_error_is_raised_with_is_on_a_page_unless_its_module_is_left_out() -> None:
-    pages = "".join((ROOT / "docs" / "errors" / f"{subject}.md").read_text() for subject in error_pages.SUBJECTS)
+    pages = "".join(error_pages.error_page(subject) for subject in error_pages.SUBJECTS)
     pages = pages.replace("\\", "").replace("&lt;", "<")
     left_out = [name for name, place in error_pages._places().items() if place is None]
     missing, num_found = [], 0

@@ -50,7 +50,8 @@ def test_scripts_find_what_they_import_of_the_package() -> None:
 def test_every_page_is_in_the_navigation_once() -> None:
     listed = [page for _, pages in PAGES.sections(PAGES.site_config()["nav"]) for page in pages]
     outside = PAGES.site_config()["extra"]["outside"]
-    assert sorted(listed) == sorted([*(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")), *outside])
+    written = [f"errors/{subject}.md" for subject in PAGES.SUBJECTS]
+    assert sorted(listed) == sorted([*(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")), *written, *outside])
     # each page of a recipe is there
     assert sorted(outside.values()) == sorted(
         str(file.relative_to(ROOT)) for kind in ("md", "ipynb") for file in (ROOT / "recipes").rglob(f"*.{kind}")
@@ -88,6 +89,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "img" / "step.png").exists() and not (tmp_path / "scripts").exists()
+    # links of the repository to all messages lead to one of them
+    page = (tmp_path / "reference" / "trl-tests" / "index.html").read_text()
+    (place, name), *_ = re.findall(r'href="../../errors/([a-z-]+)/#([^"]+)"', page)
+    assert f'id="{name}"' in (tmp_path / "errors" / place / "index.html").read_text()
     notebook = (tmp_path / "recipes" / "notebook" / "index.html").read_text()
     pictures = re.findall(r'src="\.\./(notebook_\d\.png)"', notebook)
     assert len(pictures) == 2 and all((tmp_path / "recipes" / name).stat().st_size > 1000 for name in pictures)

@@ -1436,10 +1436,12 @@ def reason(message: str) -> str:
     """A refusal's own words, with a link to the page of errors that lists it."""
     lines = [line.strip(" -") for line in message.removeprefix("ValueError: ").splitlines() if line.strip()]
     text = next((line for line in lines if ";" in line), lines[0])
-    root = Path(__file__).parents[2] / "docs" / "errors"
+    sys.path.append(str(Path(__file__).parents[2] / "docs" / "scripts"))
+    from error_pages import SUBJECTS, error_page
+
     words = text.partition(";")[0].split()
-    best = max(root.glob("*.md"), key=lambda page: max(_shared(words, line) for line in page.read_text().splitlines()))
-    return f"{text.replace('|', ',')} ([{best.stem}](../errors/{best.name}))"
+    best = max(SUBJECTS, key=lambda subject: max(_shared(words, line) for line in error_page(subject).splitlines()))
+    return f"{text.replace('|', ',')} ([{best}](../errors/index.md#{best}))"
 
 
 def _shared(words: list[str], line: str) -> int:

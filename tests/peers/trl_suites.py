@@ -149,13 +149,14 @@ def _problems(said: str) -> list[str]:
 
 def _headings() -> list[tuple[re.Pattern[str], str]]:
     """Patterns of the messages on the pages of errors, the longest first, and links to them."""
+    sys.path.append(str(_HERE.parents[1] / "docs" / "scripts"))
+    from error_pages import heading, placed
+
     found = []
-    for page in sorted((_HERE.parents[1] / "docs" / "errors").glob("*.md")):
-        for heading in re.findall(r"^#### (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
-            text = heading.strip("`")
-            pattern = re.compile(".+?".join(map(re.escape, text.split("…"))), flags=re.DOTALL)
-            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-            found.append((len(text), pattern, f"[`{text}`](../errors/{page.name}#{anchor})"))
+    for message in (message for messages in placed().values() for message in messages):
+        text = heading(message)
+        pattern = re.compile(".+?".join(map(re.escape, text.split("…"))), flags=re.DOTALL)
+        found.append((len(text), pattern, f"[`{text}`](../errors/index.md#{message.anchor})"))
     return [(pattern, link) for _, pattern, link in sorted(found, key=lambda each: -each[0])]
 
 

@@ -870,7 +870,7 @@ def _is_no_model(run: Facts) -> bool:
     return run.model is not None and not isinstance(run.model, PreTrainedModel) and not is_adapter
 
 
-# what is no model of transformers, with adapters or without
+# objects that are no model of transformers, with adapters or without
 KIND_OF_MODEL = {
     "no-model": Rule(
         "the trainer has no model and no model_init",
@@ -914,7 +914,7 @@ _SETUP = {
             for mixer in [mixer_of(base_of(run.model))]
             if run.config.lend_stages and mixer is not None
         ),
-        "model = tiny('mamba2'); config = LongContextConfig(stages=2, lend_stages=True)",
+        "model = tiny('qwen3_5', num_layers=4); config = LongContextConfig(stages=2, lend_stages=True)",
     ),
     "lending-of-indexes": Rule(
         f"{_LENDS} the indexes of {{name}} do not get the keys of all of them",

@@ -28,7 +28,7 @@ _LAYERS_ON_HOST = {
         "config = LongContextConfig(layer_weights='host')",
     ),
 }
-# what a callback in `callbacks=[...]` cannot follow, since it does not control the loader; given: attributes of the trainer
+# settings that a callback in `callbacks=[...]` cannot follow, which does not control the loader; given: attributes of a trainer
 ALONE = {
     "callback-and-async-save": Rule(
         "async_save=True needs the exchange with which planned steps begin, where ranks agree that a checkpoint is written",
@@ -127,7 +127,7 @@ WHOLE_LOGITS = {
         "given['compute_metrics'] = print",
     ),
 }
-# what plans cannot follow that are attached to a trainer; given: attributes of the trainer
+# settings that plans attached to a trainer cannot follow; given: attributes of the trainer
 ATTACHED = {
     "attach-and-shards": Rule(
         "parameters={config.parameters!r} would leave a sharded model in a stock trainer",

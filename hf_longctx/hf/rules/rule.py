@@ -11,7 +11,7 @@ from hf_longctx.hf.config import LongContextConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What rules read. Whoever asks gives what its rules read; texts may name these fields.
+    """The facts that rules read, as far as those rules need them that are asked; texts may name these fields.
 
     given: other arguments of the trainer's constructor, by name. draws_batches: whether plans draw the batches and sum the
     gradients, instead of the trainer's own loader and DDP. plans_evaluation: whether evaluations run under plans. has_tokens:

@@ -1,11 +1,10 @@
-"""The rules of the package, and the facts to which the code of an example leads."""
+"""The facts to which the code of a rule's example leads."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,10 @@ from helpers.models.tiny_models import ModelCase, build_model, tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 
-import hf_longctx
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
 from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.rules.rule import Facts, Rule
-
-HOME = Path(hf_longctx.__file__).parent
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A rule with its name, its module, and the dict in which it stands first."""
-
-    name: str
-    rule: Rule
-    module: str
-    family: str
-
-
-def placed_rules() -> list[Placed]:
-    """All rules, each once; raises ValueError if two of them have one name."""
-    found: dict[str, Placed] = {}
-    for file in sorted((HOME / "hf").rglob("*.py")):
-        if "import Facts, Rule" not in file.read_text():
-            continue
-        name = ".".join(file.relative_to(HOME.parent).with_suffix("").parts)
-        for family, rules in vars(importlib.import_module(name)).items():
-            for key, rule in rules.items() if isinstance(rules, dict) else ():
-                if isinstance(rule, Rule) and found.setdefault(key, Placed(key, rule, name, family)).rule is not rule:
-                    raise ValueError(f"two rules have the name {key}")
-    return list(found.values())
+from hf_longctx.hf.rules.rule import Facts
 
 
 def facts_of(code: str, folder: Path) -> Facts:
