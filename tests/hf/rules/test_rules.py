@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.trainers.rule_examples import facts_of
 
+from hf_longctx.hf.rules.rule import Rule
+
 # scripts of the docs import their neighbours
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "scripts"))
 
@@ -33,9 +35,20 @@ def kept_environment() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_applies_to_its_example_and_to_no_plain_run(name: str, tmp_path: Path) -> None:
-    rule = RULES[name]
+    check(RULES[name], tmp_path)
+
+
+def check(rule: Rule, tmp_path: Path) -> None:
     (message, *_) = rule.messages(facts_of(rule.example, tmp_path))
     # names in braces are filled in, and all else is as it stands
     pieces = [re.escape(piece.format()) for piece in re.split(r"(?<!\{)\{\w[^{}]*\}(?!\})", f"{rule.text}; {rule.remedy}")]
     assert re.fullmatch(".*".join(pieces), message), message
     assert list(rule.messages(facts_of("", tmp_path))) == []
+
+
+def test_the_rule_of_the_page_for_contributors_applies_to_its_example(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "add-a-refusal.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ((name, rule),) = eval(f"{{{block}}}", {"Rule": Rule}).items()
+    check(rule, tmp_path)
+    assert name not in RULES and page.count(name) > 1
