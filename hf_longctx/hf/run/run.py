@@ -87,15 +87,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Names what plans decide in a run; the loop of a stock trainer decides the rest.
+    """Names what plans decide in a run; the loop of a stock trainer decides the rest."""
 
-    steps: what a step consists of. Else a plan has one micro-batch, of the sequences that a stock loader drew for one forward.
-    loss: the loss of a token, and the noise of embeddings (NEFTune). Else the model's own forward computes its loss. states:
-    where the optimizer keeps its states. Else they lie beside the weights, where plans must count them.
-    """
-
+    # the parts of a step; else a plan has one micro-batch, of the sequences that a stock loader drew for one forward
     steps: bool
+    # the loss of a token, and the noise of embeddings (NEFTune); else the model's own forward computes its loss
     loss: bool
+    # where the optimizer keeps its states; else they lie beside the weights, where plans must count them
     states: bool
 
 
@@ -107,25 +105,25 @@ BORROWED = Mode(steps=False, loss=False, states=False)
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Contains what a run is started from.
-
-    problems: problems already found in the arguments. datasets: the sets that are read under plans, by name; none with
-    `BORROWED`, since a stock loader reads them. control: the process group that `meet` returned, if it was called before.
-    token_loss: the user's loss of a token, if there is one. reference: the reference model of a loss of log-probabilities, which
-    is whole; see `reference_run`. gives_back: a model that is cut into stages must become whole again. collation: what the user's
-    collator makes of rows.
-    """
+    """Contains what a run is started from."""
 
     config: LongContextConfig
     model: Any
     args: TrainingArguments
     processing_class: Any
+    # problems that were found before, in the arguments
     problems: list[str]
+    # the sets that are read under plans, by name; none with `BORROWED`, since a stock loader reads them
     datasets: Mapping[str, Any] = field(default_factory=dict)
+    # the process group that `meet` returned, if it was called before
     control: dist.ProcessGroup | None = None
+    # the user's loss of a token
     token_loss: TokenLoss | None = None
+    # the reference model of a loss of log-probabilities, which is whole; see `reference_run`
     reference: nn.Module | None = None
+    # whether a model that is cut into stages must become whole again
     gives_back: bool = False
+    # the rows as the user's collator makes them
     collation: Collation = field(default_factory=lambda: Collation(None))
     mode: Mode = OWN
 
@@ -144,51 +142,43 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class _Checked:
-    """Holds the findings of the first three phases.
-
-    task: the labels that the head learns. forward: name of a user's function around the model's forward, if plans train the loss
-    of the model's logits and never read one that this function returns; else empty.
-    """
+    """Holds the findings of the first three phases."""
 
     request: RunRequest
     control: dist.ProcessGroup | None
     facts: ModelFacts
+    # the labels that the head learns
     task: HeadTask
     degrees: tuple[int, ...]
     token_loss: TokenLoss | ValueLoss | None
+    # name of a user's function around the model's forward that may return a loss, which plans never read; empty if there is none
     forward: str
 
 
 @dataclass(frozen=True)
 class _Basis:
-    """The basis of plans. kernels_line: names the kernels of layers; empty if there are none."""
+    """The basis of plans."""
 
     setup: RunSetup
     sets: SequenceSets
     fused: FusedLayers
+    # names the kernels of layers; empty if there are none
     kernels_line: str
 
 
 @dataclass(frozen=True)
 class Run:
-    """Connects a model and its plans, from the start of a run to its end.
-
-    control: the process group for messages between all ranks. sets: the sets that are read under plans; empty if a stock loader
-    reads them. stage: this rank's stage of the model; without a pipeline, the whole model. all_stages: every stage if stages
-    lend their ranks, since each rank then has the whole model; else empty. token_loss: the loss of a token; None for
-    cross-entropy. dropout: keys of the model's dropout modules; None if it has none. noise_alpha: alpha of the noise that the
-    embedding adds in training (NEFTune); None without noise. fused: kernels of layers, bound while an executor is
-    in use. code: the user's code on the model at the start. whole: the model before it was cut into stages, if it must become
-    whole again; else None. retest: runs the self-test again on a model after `release_model`; None where it did not run at the
-    start, or cannot run, since the model is in stages or shards, or has states or indexes.
-    """
+    """Connects a model and its plans, from the start of a run to its end."""
 
     config: LongContextConfig
     args: TrainingArguments
     setup: RunSetup
+    # the process group for messages between all ranks
     control: dist.ProcessGroup | None
+    # the sets that are read under plans; empty if a stock loader reads them
     sets: SequenceSets
     placement: Placement
+    # this rank's stage of the model; without a pipeline, the whole model
     stage: StageModel
     source: PlanSource
     activations: ActivationRuntime
@@ -196,13 +186,22 @@ class Run:
     recorder: DataRecorder
     report: RunReport
     undo: ExitStack
+    # kernels of layers, bound while an executor is in use
     fused: FusedLayers
+    # the user's code on the model at the start
     code: CodeAtStart
+    # every stage if stages lend their ranks, since each rank then has the whole model
     all_stages: tuple[StageModel, ...] = ()
+    # the loss of a token; None for cross-entropy
     token_loss: TokenLoss | ValueLoss | None = None
+    # keys of the model's dropout modules; None if it has none
     dropout: DropoutKeys | None = None
+    # alpha of the noise that the embedding adds in training (NEFTune); None without noise
     noise_alpha: float | None = None
+    # the model before it was cut into stages, if it must become whole again
     whole: WholeModel | None = None
+    # runs the self-test again on a model after `release_model`; None if it did not run at the start, or cannot run again, since
+    # the model is in stages or shards, or has states or indexes
     retest: Callable[[], str] | None = None
 
     @property

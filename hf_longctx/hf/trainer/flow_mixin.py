@@ -1,7 +1,7 @@
 """Overrides of `Trainer` with which ranks agree on what the training does next.
 
 That is `_maybe_log_save_evaluate`, `_evaluate` and `_report_to_hp_search`, and `train` for a trial that another rank ended.
-All of it serves a stock trainer, too, to which `stock/guarded.py` lends it.
+All of it serves a stock trainer, too, to which `callback/guarded.py` lends it.
 """
 
 from __future__ import annotations
