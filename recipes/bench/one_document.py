@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,

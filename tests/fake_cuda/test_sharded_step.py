@@ -17,8 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fake_cuda.machine.computing import Computing
 from fake_cuda.machine.device import FakeDevice
 from fake_cuda.test_training import small_model
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import (

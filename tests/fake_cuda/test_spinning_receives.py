@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fake_cuda.machine.communicator import BACKEND, Peer, register
 from fake_cuda.machine.computing import Computing
 from fake_cuda.machine.device import FakeDevice
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups import GroupPool, few_multiprocessors
 

@@ -17,7 +17,8 @@ from predicted.test_memory_model import PLAIN, Shape, measured, predicted
 from predicted.test_saved_bytes import saved_bytes
 from predicted.test_traffic import sent_by
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import config_spec, model_spec
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, GroupShape, LayerRange, StepPlan

@@ -20,9 +20,10 @@ from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel

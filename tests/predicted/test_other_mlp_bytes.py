@@ -14,7 +14,7 @@ from helpers.plans.policies import offloading
 from predicted.test_memory_model import Shape, measured
 
 from hf_longctx.families.registry import TESTED_MODELS
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import config_spec, model_spec
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel

@@ -15,8 +15,8 @@ from helpers.plans.policies import offloading
 from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, SequenceGroup, Span
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load

@@ -18,10 +18,10 @@ from helpers.models.tiny_models import in_four_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_longctx.hf.models.attention import patch_model
-from hf_longctx.hf.models.dropout import key_dropouts
+from hf_longctx.hf.models.dropout import DropoutPatch
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import adapter_spec, layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.layer import LayerBytes, Load
@@ -364,7 +364,7 @@ def test_frozen_layers_save_what_is_predicted(family: str, dtype: torch.dtype, i
         adapted.enable_input_require_grads()
         found = adapter_spec(adapted, is_autocast)
         FusedLayers("").bind(adapted)
-        key_dropouts(model)
+        DropoutPatch().apply(model)
         if (keys := keys_of(model)) is not None:
             keys.tokens = keys.of_pieces([(NUM_TOKENS, 0)], torch.arange(NUM_TOKENS))
 

@@ -21,8 +21,9 @@ from predicted.test_traffic import sent_on_rank
 
 from hf_longctx.hf.models import states as functions
 from hf_longctx.hf.models import states as methods
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
-from hf_longctx.hf.models.patch import cache_parameter
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.forwards import cache_parameter
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec, states_of
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.planning.step_record import predicted_memory

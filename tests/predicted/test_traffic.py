@@ -22,8 +22,9 @@ from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import spread_experts_of
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.sharding import head_shares

@@ -19,9 +19,10 @@ from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_steps import group_pool, mesh, note_case, rank_inputs
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import StepPlan

@@ -9,7 +9,8 @@ import torch
 from helpers.models.tiny_models import VOCAB_SIZE, ModelCase, build_model
 from helpers.ranks.rank_steps import group_pool
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import GroupShape
 from hf_longctx.plan.model.attention_pairs import FULL
 from hf_longctx.runtime.execution.executor import StepExecutor

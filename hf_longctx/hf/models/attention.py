@@ -1,9 +1,9 @@
 """The attention function that we register with transformers, so that layers attend over their sequence group under a plan.
 
-Start-up calls `patch_model`. From then on every attention layer of the model calls `longctx_attention`. With a plan's context
-this function attends over the sequence group; without one it calls the model's former implementation. The registered name says
-which implementation that is ("longctx": sdpa, "longctx_eager": eager), so no state is needed. The names do not contain "flash",
-because transformers would take such a name for a kernel and try to download it.
+Start-up applies `AttentionSwitch`. From then on every attention layer of the model calls `longctx_attention`. With a plan's
+context this function attends over the sequence group; without one it calls the model's former implementation. The registered name
+says which that is ("longctx": sdpa, "longctx_eager": eager). The names do not contain "flash", because transformers would take
+such a name for a kernel and try to download it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.context import hand_context_down, leave_context_out
-from hf_longctx.hf.models.document_heads import restore_head, serve_head
-from hf_longctx.hf.models.document_rope import follow_documents, ignore_documents
-from hf_longctx.hf.models.dropout import key_dropouts, release_dropouts, tokens_of
-from hf_longctx.hf.models.index import chooses_by_plan, patch_indexers, restore_indexers
-from hf_longctx.hf.models.own_attention import is_served, restore_own_attention, serve_attention
-from hf_longctx.hf.models.positions import count_from_padding, ignore_padding
-from hf_longctx.hf.models.quantised import settle_quantised
-from hf_longctx.hf.models.states import mixers_of, num_calls, patch_mixers, restore_mixers
-from hf_longctx.hf.models.towers import restore_text, serve_text, text_part
+from hf_longctx.hf.models.dropout import tokens_of
+from hf_longctx.hf.models.index import chooses_by_plan
+from hf_longctx.hf.models.own_attention import own_attention
+from hf_longctx.hf.models.states import mixers_of, num_calls
+from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.core.binding import is_written_by
@@ -41,8 +36,8 @@ NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 _KERNELS = "kernels-community/"
 # name for models that write their attention out themselves or have none, and so choose no function
 OWN_NAME = "longctx_own"
-# attribute of a switched model that has no attention
-_SWITCHED = "_longctx_switched"
+# attribute of a switched text model: its former implementation
+_FORMER = "_longctx_former_attention"
 
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
@@ -51,44 +46,40 @@ _WINDOW, _SINKS, _SOFTCAP, _CHOSEN = "sliding_window", "s_aux", "softcap", "indi
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"
 
 
-def patch_model(model: PreTrainedModel) -> None:
-    """Switches `model` to the registered attention function that falls back to its present implementation. Idempotent.
+class AttentionSwitch:
+    """Switches a model to the registered attention function that falls back to its present implementation."""
 
-    Of a multimodal model only the text model is switched. Also lets a model that classifies documents return the logits of all
-    tokens, lets rotary embeddings that depend on a document's length read that length from the plan's context, lets models that
-    count positions from their padding token do so, lets mixers with a state along the sequence start it anew at each document,
-    lets dropout draw its masks by token, lets layers that would drop the context hand it to their attention, and keeps
-    bitsandbytes' forward from changing quantised weights.
-    Raises ValueError for an implementation of others (`attention_problems`), and for a model that ignores the switch.
-    """
-    if problems := attention_problems(model):
-        raise ValueError(problems[0])
-    serve_text(model)
-    serve_head(model)
-    text: PreTrainedModel = text_part(model)
-    current = text.config._attn_implementation
-    serve_attention(text)
-    follow_documents(text)
-    count_from_padding(text)
-    patch_mixers(text)
-    patch_indexers(text)
-    key_dropouts(model)
-    hand_context_down(text)
-    settle_quantised(model)
-    if current in NAMES.values() or is_served(text):
-        return
-    if (mixers := mixers_of(text)) and num_calls(text) == len(mixers):
-        vars(text)[_SWITCHED] = True
-        return
-    for fallback, name in NAMES.items():
-        AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
-    own = NAMES[_fallback_of(text)]
-    text.set_attn_implementation(own)
-    if text.config._attn_implementation != own:
-        raise ValueError(
-            f"{type(model).__name__} ignores set_attn_implementation, so plans cannot run it; use another model class"
-        )
+    def needed(self, model: nn.Module) -> bool:
+        """Whether plans do not run the text model yet."""
+        return not runs_plans(model)
+
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for a model that ignores the switch."""
+        if not self.needed(model):
+            return
+        text: PreTrainedModel = text_part(model)
+        vars(text)[_FORMER] = text.config._attn_implementation
+        if own_attention(text) is not None or ((mixers := mixers_of(text)) and num_calls(text) == len(mixers)):
+            # no attention of the model asks for a registered function
+            return
+        for fallback, name in NAMES.items():
+            AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
+        own = NAMES[_fallback_of(text)]
+        text.set_attn_implementation(own)
+        if text.config._attn_implementation != own:
+            raise ValueError(
+                f"{type(model).__name__} ignores set_attn_implementation, so plans cannot run it; use another model class"
+            )
+
+    def undo(self, model: nn.Module) -> None:
+        """Restores the implementation in the config, since `set_attn_implementation` would look for a kernel again."""
+        text = text_part(model)
+        if (name := vars(text).pop(_FORMER, None)) is None:
+            return
+        for each in (module for module in text.modules() if isinstance(module, PreTrainedModel)):
+            if each.config._attn_implementation in NAMES.values():
+                each.config._attn_implementation = name
 
 
 def _fallback_of(text: PreTrainedModel) -> str:
@@ -145,32 +136,12 @@ def attention_name(model: Any) -> str | None:
     """Name of the attention implementation that `model` uses now; None if it is not a transformers model."""
     part = text_part(model) if isinstance(model, nn.Module) else model
     name: str | None = getattr(getattr(part, "config", None), "_attn_implementation", None)
-    return OWN_NAME if is_served(part) or hasattr(part, _SWITCHED) else name
+    return OWN_NAME if hasattr(part, _FORMER) and name not in NAMES.values() else name
 
 
 def runs_plans(model: Any) -> bool:
     """Whether `patch_model` has switched `model`, or part of it."""
     return attention_name(model) in (*NAMES.values(), OWN_NAME)
-
-
-def restore_attention(model: Any, name: str | None) -> None:
-    """Restores the implementation that `attention_name` returned before `model` was patched. Idempotent."""
-    if name is not None and attention_name(model) != name:
-        if is_served(text := text_part(model)):
-            restore_own_attention(text)
-        elif vars(text).pop(_SWITCHED, None) is None:
-            for each in (module for module in text.modules() if isinstance(module, PreTrainedModel)):
-                if each.config._attn_implementation in NAMES.values():
-                    # not by `set_attn_implementation`, which would look for the kernel again
-                    each.config._attn_implementation = name
-        restore_text(model)
-        restore_head(model)
-        ignore_documents(model)
-        ignore_padding(model)
-        restore_mixers(model)
-        restore_indexers(model)
-        release_dropouts(model)
-        leave_context_out(model)
 
 
 def num_attention_layers(model: PreTrainedModel) -> int:

@@ -1,24 +1,24 @@
 """Hands the context of a plan to modules below those that leave it out when they call them.
 
 Most classes of transformers pass keywords that they do not know from the model's forward down to attention. Some decoder layers,
-decoders and causal language models do not. `models.attention.patch_model` gives these a forward that binds the context to what
+decoders and causal language models do not. `ContextPatch` gives these a forward that binds the context to what
 they call, for as long as they run. Without a context they run as before.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.patch import holds, is_made_by
+from hf_longctx.hf.models.forwards import give, has, take
+from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import is_written_by
 
@@ -26,24 +26,26 @@ from hf_longctx.runtime.core.binding import is_written_by
 OWN_FORWARD = "_longctx_own_forward"
 
 
-def hand_context_down(model: nn.Module) -> None:
-    """Lets the modules of `model` that would leave the context out hand it to what they call. Idempotent."""
-    for module in model.modules():
-        own = vars(module).get("forward")
-        if not _called(module) or holds(_handing, own):
-            continue
-        if own is not None:
-            vars(module)[OWN_FORWARD] = own
-        # a plain method, so that it works on a copy of the model too
-        vars(module)["forward"] = MethodType(_handing(type(module)), module)
+class ContextPatch:
+    """Lets the modules of a model that would leave the context out hand it to what they call."""
 
+    def needed(self, model: nn.Module) -> bool:
+        """Whether the text model has such modules."""
+        return any(_called(module) for module in text_part(model).modules())
 
-def leave_context_out(model: nn.Module) -> None:
-    """Undoes `hand_context_down`. Idempotent; does nothing where accelerate has wrapped the forward in the meantime."""
-    for module in model.modules():
-        if is_made_by(_handing, vars(module).get("forward")):
-            del vars(module)["forward"]
-            if (own := vars(module).pop(OWN_FORWARD, None)) is not None:
+    def apply(self, model: nn.Module) -> None:
+        """Keeps a forward that a user or accelerate has put there, and runs it."""
+        for module in text_part(model).modules():
+            if not _called(module) or has(module, _forward):
+                continue
+            if (own := vars(module).pop("forward", None)) is not None:
+                vars(module)[OWN_FORWARD] = own
+            give(module, _forward)
+
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a forward that accelerate has wrapped in the meantime."""
+        for module in model.modules():
+            if take(module, _forward) and (own := vars(module).pop(OWN_FORWARD, None)) is not None:
                 vars(module)["forward"] = own
 
 
@@ -56,20 +58,15 @@ def _called(module: nn.Module) -> list[nn.Module]:
     return [each for one in called for each in (one._modules.values() if isinstance(one, nn.ModuleList) else [one])]
 
 
-def _handing(kind: Any) -> Callable[..., Any]:
-    """A forward with the signature of that of class `kind`, which trainers read."""
-
-    @wraps(kind.forward)
-    def forward(module: Any, *args: Any, **keywords: Any) -> Any:
-        if keywords.get("longctx") is None:
-            own = vars(module).get(OWN_FORWARD)
-            return type(module).forward(module, *args, **keywords) if own is None else own(*args, **keywords)
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training:
-            checkpointing: Any = module._gradient_checkpointing_func
-            return checkpointing(partial(_run, module, **keywords), *args)
-        return _run(module, *args, **keywords)
-
-    return forward
+def _forward(module: Any, *args: Any, **keywords: Any) -> Any:
+    """Runs the forward of a module's class, or a user's, whose calls get the context."""
+    if keywords.get("longctx") is None:
+        own = vars(module).get(OWN_FORWARD)
+        return type(module).forward(module, *args, **keywords) if own is None else own(*args, **keywords)
+    if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training:
+        checkpointing: Any = module._gradient_checkpointing_func
+        return checkpointing(partial(_run, module, **keywords), *args)
+    return _run(module, *args, **keywords)
 
 
 def _run(module: Any, *args: Any, longctx: GroupContext, **keywords: Any) -> Any:

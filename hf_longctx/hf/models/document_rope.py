@@ -1,6 +1,6 @@
 """Makes rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") correct under plans.
 
-`models.attention.patch_model` binds these functions to a model; start-up checks ask them which embeddings are supported.
+`DocumentRopePatch` binds these functions to a model; start-up checks ask them which embeddings are supported.
 
 transformers takes the length from the largest position in a forward. In a packed row, that gives the length of the longest
 document; in a slice or a shard, it gives the largest position present there; and "dynamic" also remembers the longest forward so
@@ -21,13 +21,14 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_longctx.hf.models.forwards import give, take
+from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import is_ours, own_forward
 
@@ -39,28 +40,34 @@ _DOCUMENTS, _KNOWN, _HANDLES = "_longctx_documents", "_longctx_known_frequencies
 _MOST_KNOWN = 4096
 
 
-def follow_documents(model: nn.Module) -> None:
-    """Makes rotary embeddings use each document's own frequencies whenever their parent gets a context. Idempotent."""
-    for parent, embeddings in _by_parent(model):
-        for embedding in embeddings:
-            # a plain method, so that it works on a copy of the model too
-            embedding.forward = MethodType(_forward, embedding)
-        if _HANDLES not in vars(parent):
-            handles = (
-                parent.register_forward_pre_hook(_lend_documents, with_kwargs=True),
-                parent.register_forward_hook(_take_back, always_call=True),
-            )
-            setattr(parent, _HANDLES, handles)
+class DocumentRopePatch:
+    """Lets rotary embeddings use each document's own frequencies whenever their parent gets a context."""
 
+    def needed(self, model: nn.Module) -> bool:
+        """Whether the text model has such embeddings."""
+        return any(True for _ in _by_parent(text_part(model)))
 
-def ignore_documents(model: nn.Module) -> None:
-    """Undoes `follow_documents`. Idempotent."""
-    for parent, embeddings in _by_parent(model):
-        for embedding in embeddings:
-            for name in ("forward", _DOCUMENTS, _KNOWN):
-                vars(embedding).pop(name, None)
-        for handle in vars(parent).pop(_HANDLES, ()):
-            handle.remove()
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for a forward of others."""
+        for parent, embeddings in _by_parent(text_part(model)):
+            for embedding in embeddings:
+                give(embedding, _forward)
+            if _HANDLES not in vars(parent):
+                handles = (
+                    parent.register_forward_pre_hook(_lend_documents, with_kwargs=True),
+                    parent.register_forward_hook(_take_back, always_call=True),
+                )
+                setattr(parent, _HANDLES, handles)
+
+    def undo(self, model: nn.Module) -> None:
+        """Forgets known frequencies, too."""
+        for parent, embeddings in _by_parent(model):
+            for embedding in embeddings:
+                take(embedding, _forward)
+                for name in (_DOCUMENTS, _KNOWN):
+                    vars(embedding).pop(name, None)
+            for handle in vars(parent).pop(_HANDLES, ()):
+                handle.remove()
 
 
 def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[str]:

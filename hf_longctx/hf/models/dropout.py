@@ -1,6 +1,6 @@
 """Lets the dropout modules of one model draw masks by token (`runtime.dropout`); no module of torch or peft is changed.
 
-`models.attention.patch_model` binds these functions to every `nn.Dropout` that drops something, among them those of LoRA's
+`DropoutPatch` binds these functions to every `nn.Dropout` that drops something, among them those of LoRA's
 adapters. Rates are torch's, masks are not. In evaluation nothing is dropped. A forward without a plan drops as torch does, except
 while a training under plans is under way, since its masks would then depend on the plan.
 
@@ -22,7 +22,6 @@ Source: Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning",
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.forwards import give, take
 from hf_longctx.hf.models.towers import tower_names
 from hf_longctx.plan.model.model_spec import WEIGHT_DROPOUT
 from hf_longctx.runtime.core.binding import is_written_by
@@ -41,22 +41,27 @@ from hf_longctx.runtime.core.dropout import SITE, DropoutKeys, DropoutSite, Drop
 _ATTENTIONS = ("Attention", "MLA")
 
 
-def key_dropouts(model: nn.Module) -> None:
-    """Gives every dropout module of `model` masks by token. Idempotent; all runs of a model share its keys."""
-    keys = keys_of(model) or DropoutKeys()
-    for name, module in _weighing(model):
-        vars(module)[SITE] = DropoutSite(keys, weights_name(name))
-    for name, module in _dropouts(model):
-        vars(module)[SITE] = DropoutSite(keys, name)
-        # a plain method, so that it works on a copy of the model too
-        vars(module)["forward"] = MethodType(forward, module)
+class DropoutPatch:
+    """Gives every dropout module of a model masks by token; all runs of a model share its keys."""
 
+    def needed(self, model: nn.Module) -> bool:
+        """Whether anything in the model, adapters included, drops something."""
+        return bool(_dropouts(model) or _weighing(model))
 
-def release_dropouts(model: nn.Module) -> None:
-    """Undoes `key_dropouts`. Idempotent."""
-    for module in model.modules():
-        if vars(module).pop(SITE, None) is not None and isinstance(module, _DropoutNd):
-            vars(module).pop("forward", None)
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for a forward of others."""
+        keys = keys_of(model) or DropoutKeys()
+        for name, module in _weighing(model):
+            vars(module).setdefault(SITE, DropoutSite(keys, weights_name(name)))
+        for name, module in _dropouts(model):
+            vars(module).setdefault(SITE, DropoutSite(keys, name))
+            give(module, _forward)
+
+    def undo(self, model: nn.Module) -> None:
+        """Forgets the keys."""
+        for module in model.modules():
+            vars(module).pop(SITE, None)
+            take(module, _forward)
 
 
 def check_rates(model: nn.Module) -> None:
@@ -143,7 +148,7 @@ def weights_name(name: str) -> str:
     return f"{name} weights"
 
 
-def forward(module: Any, x: Tensor) -> Tensor:
+def _forward(module: Any, x: Tensor) -> Tensor:
     """The forward of a dropout module: masks by token under a plan."""
     site: DropoutSite = vars(module)[SITE]
     if not module.training or not module.p:
@@ -174,7 +179,7 @@ _ALPHA, _HANDLE = "_longctx_noise_alpha", "_longctx_noise_handle"
 
 
 def key_noise(model: nn.Module, alpha: float) -> None:
-    """Lets the embedding of `model` add noise by token in training under plans; call it after `key_dropouts`."""
+    """Lets the embedding of `model` add noise by token in training under plans; call it after `DropoutPatch`."""
     rest_noise(model)
     base = base_of(model)
     embedding: Any = base.get_input_embeddings()

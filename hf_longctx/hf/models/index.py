@@ -1,7 +1,7 @@
 """Lets the indexes of a model choose keys within documents under plans, over all ranks of a group and all slices.
 
 Such a class gives each attention layer an indexer: it scores the earlier tokens of the row, and the layer attends to the best of
-them. The code of the class does so for whole rows of one document. `models.attention.patch_model` gives the indexers and their
+them. The code of the class does so for whole rows of one document. `IndexPatch` gives the indexers and their
 attention layers a forward of their own. With a plan's context, the class's own forward of the indexer runs for some tokens of one
 document at a time, on the index keys of all tokens of the document, which it asks a cache for: `runtime.states.chosen_keys`
 brings them together. Without a context both run as before.
@@ -11,13 +11,13 @@ The indexer runs without gradients in all these classes, so its weights get none
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.patch import cache_parameter
+from hf_longctx.hf.models.forwards import cache_parameter, give, has, is_replaced, take
+from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS
 from hf_longctx.runtime.states.chosen_keys import choose_keys
@@ -40,23 +40,24 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def patch_indexers(model: nn.Module) -> None:
-    """Gives the attention layers of `model` with an indexer, and the indexers, a forward that knows plans. Idempotent.
+class IndexPatch:
+    """Gives attention layers with an indexer, and the indexers, a forward that knows plans."""
 
-    Raises ValueError as `index_problems` says.
-    """
-    if problems := index_problems(model):
-        raise ValueError(problems[0])
-    for module, forward in _forwards(model):
-        # a plain method, so that it works on a copy of the model too
-        vars(module)["forward"] = MethodType(forward, module)
+    def needed(self, model: nn.Module) -> bool:
+        """Whether the text model has such layers."""
+        return bool(indexed_attention(text_part(model)))
 
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError as `index_problems` says."""
+        if problems := index_problems(text_part(model)):
+            raise ValueError(problems[0])
+        for module, forward in _forwards(text_part(model)):
+            give(module, forward)
 
-def restore_indexers(model: nn.Module) -> None:
-    """Undoes `patch_indexers`. Idempotent."""
-    for module, forward in _forwards(model):
-        if _own_forward(module) is forward:
-            del vars(module)["forward"]
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a forward that accelerate has wrapped in the meantime."""
+        for module, forward in _forwards(text_part(model)):
+            take(module, forward)
 
 
 def index_problems(model: nn.Module) -> list[str]:
@@ -64,7 +65,7 @@ def index_problems(model: nn.Module) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
     for module, forward in _forwards(model):
         where = f"{names[module]} ({type(module).__name__})"
-        if _own_forward(module) not in (None, forward):
+        if is_replaced(module, forward):
             return [
                 f"the forward of {where} was replaced, so plans would not reach the keys that its index chooses; remove it (del "
                 f"module.forward)"
@@ -79,7 +80,7 @@ def index_problems(model: nn.Module) -> list[str]:
 
 def chooses_by_plan(module: nn.Module) -> bool:
     """Whether the keys that are chosen for this attention layer come from `choose_keys`."""
-    return _own_forward(module) is _attention_forward
+    return has(module, _attention_forward)
 
 
 def _forwards(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -88,12 +89,6 @@ def _forwards(model: nn.Module) -> list[tuple[Any, Any]]:
     for layer, indexer in indexed_attention(model):
         found += [(layer, _attention_forward), *([(indexer, _indexer_forward)] if indexer is not None else [])]
     return found
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """The function behind a module's own forward; None if it runs that of its class."""
-    own = vars(module).get("forward")
-    return getattr(own, "__func__", own)
 
 
 def _attention_forward(layer: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:

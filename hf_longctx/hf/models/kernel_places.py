@@ -25,7 +25,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.patch import without_renames
+from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.core import kernels as liger
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward, wrapped

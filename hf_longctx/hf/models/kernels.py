@@ -33,6 +33,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, lora_layers, plain_adapter
+from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.kernel_places import (
     KERNEL_NORMS,
     ROTARY,
@@ -42,7 +43,6 @@ from hf_longctx.hf.models.kernel_places import (
     runs_as_written,
 )
 from hf_longctx.hf.models.layers import other_matrices
-from hf_longctx.hf.models.patch import without_renames
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.runtime.core import kernels as liger

@@ -1,6 +1,6 @@
 """Runs attention that a class writes out in its own file, without transformers' common interface, over a sequence group.
 
-Such classes drop the plan's context on the way to their attention. So `models.attention.patch_model` gives the model, its
+Such classes drop the plan's context on the way to their attention. So `OwnAttentionPatch` gives the model, its
 decoder, its layers and its attention a forward of their own, each of which runs that of its class. The first two take the
 context and hand it to the layers; a layer passes it on as a keyword, so that a replay of the layer has it too. Attention then
 runs in one of two ways: its method that computes outputs from queries, keys and values is replaced by ours, or it gets a cache
@@ -27,8 +27,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,8 @@ from torch import Tensor, nn
 
 from hf_longctx.families.family import OwnAttention
 from hf_longctx.families.registry import MODULES, OWN_ATTENTION
-from hf_longctx.hf.models.patch import cache_parameter, holds, is_made_by, without_renames
+from hf_longctx.hf.models.forwards import cache_parameter, give, has, take, without_renames
+from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.core.binding import is_ours, is_written_by, with_globals
@@ -373,27 +373,34 @@ def is_served(model: Any) -> bool:
     return isinstance(model, nn.Module) and _SERVED in vars(model)
 
 
-def serve_attention(model: Any) -> None:
-    """Lets the attention of a model in `OWN_ATTENTION` run under plans; leaves other models as they are. Idempotent.
+class OwnAttentionPatch:
+    """Lets attention that a class writes out itself run under plans."""
 
-    Raises ValueError if the model has a forward that is not its class's.
-    """
-    if own_attention(model) is None or is_served(model):
-        return
-    own = vars(model).get("forward")
-    # accelerate has wrapped ours in an earlier run
-    is_kept = holds(_with_own_signature, own)
-    if own is not None and not is_kept:
-        raise ValueError(
-            f"the forward of {type(model).__name__} was replaced, so that plans would not reach its attention; remove it (del "
-            f"model.forward), and if mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
-        )
-    for module, name, function in _methods(model):
-        if module is model and is_kept:
-            continue
-        # plain methods, so that they work on a copy of the model too
-        vars(module)[name] = MethodType(function, module)
-    vars(model)[_SERVED] = True
+    def needed(self, model: Any) -> bool:
+        """Whether the text model's class does so."""
+        return own_attention(text_part(model)) is not None
+
+    def apply(self, model: Any) -> None:
+        """Raises ValueError if the model has a forward that is not its class's."""
+        text = text_part(model)
+        if is_served(text):
+            return
+        # accelerate has wrapped ours in an earlier run
+        if "forward" in vars(text) and not has(text, _model_forward):
+            raise ValueError(
+                f"the forward of {type(text).__name__} was replaced, so that plans would not reach its attention; remove it (del "
+                f"model.forward), and if mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
+            )
+        for module, name, function in _methods(text):
+            give(module, function, name)
+        vars(text)[_SERVED] = True
+
+    def undo(self, model: Any) -> None:
+        """Leaves the model's forward where accelerate has wrapped it in the meantime."""
+        if is_served(text := text_part(model)):
+            for module, name, function in _methods(text):
+                take(module, function, name)
+            del vars(text)[_SERVED]
 
 
 def own_attention_problems(model: Any) -> list[str]:
@@ -412,20 +419,11 @@ def own_attention_problems(model: Any) -> list[str]:
     return []
 
 
-def restore_own_attention(model: Any) -> None:
-    """Undoes `serve_attention`. Idempotent; leaves the model's forward where accelerate has wrapped it in the meantime."""
-    if is_served(model):
-        for module, name, _ in _methods(model):
-            if module is not model or is_made_by(_with_own_signature, vars(model).get(name)):
-                vars(module).pop(name, None)
-        del vars(model)[_SERVED]
-
-
 def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
     """Every method that a model gets: its module, its name and the function."""
     decoder = model.base_model
-    yield model, "forward", _with_own_signature(model, _model_forward)
-    yield decoder, "forward", _with_own_signature(decoder, _decoder_forward)
+    yield model, "forward", _model_forward
+    yield decoder, "forward", _decoder_forward
     for name, function in ((_BIASES_OF_MASK, _biases_of_mask), (_BIASES_OF_LENGTH, _biases_of_length)):
         if hasattr(type(decoder), name):
             yield decoder, name, function
@@ -437,16 +435,6 @@ def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
             yield (module, "forward", _attention_forward) if _ATTENTIONS[kind].takes_cache else (module, "_attn", _attn)
         elif kind in MODULES.row_positions:
             yield module, "forward", _positions_forward
-
-
-def _with_own_signature(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with name and signature of the forward of the module's class, which trainers read."""
-
-    @wraps(type(module).forward)
-    def forward(this: Any, *args: Any, **keywords: Any) -> Any:
-        return function(this, *args, **keywords)
-
-    return forward
 
 
 @contextmanager

@@ -1,50 +1,72 @@
-"""Looks at the functions that the forward of a module consists of.
+"""Lists the changes of a model's instances by which plans run it, and applies or undoes all of them.
 
-Accelerate wraps the forward of a model for mixed precision, and decorators wrap that of a class, each under the name and often
-with the attributes of what it wraps. So a forward is recognised by its code.
+Each peculiarity of model classes has a file, which reads it, refuses it, and has its patch. No class and no module of
+transformers is changed, so other models of the process run as before.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from hf_longctx.runtime.core.binding import is_written_by, wrapped
-
-# parameters by which forwards of transformers take a cache; 5.24 calls it `cache` in most classes
-CACHES = ("cache", "past_key_values", "cache_params", "layer_past", "state")
-# module of the decorator that gives parameters their new names
-_RENAMES = "transformers.utils.deprecation"
-
-
-def without_renames(function: Any) -> Any:
-    """`function` without the decorators of transformers that only take a parameter by its old name too."""
-    while getattr(function, "__globals__", {}).get("__name__") == _RENAMES and hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
+from hf_longctx.hf.models.attention import AttentionSwitch, attention_name, attention_problems
+from hf_longctx.hf.models.context import ContextPatch
+from hf_longctx.hf.models.document_heads import HeadPatch
+from hf_longctx.hf.models.document_rope import DocumentRopePatch
+from hf_longctx.hf.models.dropout import DropoutPatch
+from hf_longctx.hf.models.index import IndexPatch
+from hf_longctx.hf.models.own_attention import OwnAttentionPatch
+from hf_longctx.hf.models.positions import PaddingPatch
+from hf_longctx.hf.models.quantised import QuantisedPatch
+from hf_longctx.hf.models.states import MixerPatch
+from hf_longctx.hf.models.towers import TextPatch
 
 
-# every attention of some classes asks in every forward
-@functools.cache
-def cache_parameter(function: Callable[..., Any]) -> str:
-    """Name of the parameter by which a forward of transformers takes a cache; empty if it takes none."""
-    names = inspect.signature(function).parameters
-    return next((name for name in CACHES if name in names), "")
+class Patch(Protocol):
+    """One change of a model's instances that can be undone."""
+
+    def needed(self, model: Any) -> bool:
+        """Whether the model has what this patch changes."""
+
+    def apply(self, model: Any) -> None:
+        """Changes the instances. Idempotent; a deep copy of the model has the change, too.
+
+        Raises ValueError for a forward that others have put in place of the class's.
+        """
+
+    def undo(self, model: Any) -> None:
+        """Leaves the model as it was. Idempotent; leaves a forward that accelerate has wrapped since."""
 
 
-def is_made_by(maker: Callable[..., Any], function: Any) -> bool:
-    """Whether `function`, or the method's function, is the `forward` that is defined inside `maker`, wrapped by nothing."""
-    code, own = getattr(getattr(function, "__func__", function), "__code__", None), maker.__code__
-    return code is not None and (code.co_filename, code.co_qualname) == (own.co_filename, f"{own.co_qualname}.<locals>.forward")
+# in the order in which they are applied; the switch of attention comes last, and marks a model that runs plans
+PATCHES: tuple[Patch, ...] = (
+    TextPatch(),
+    HeadPatch(),
+    OwnAttentionPatch(),
+    DocumentRopePatch(),
+    PaddingPatch(),
+    MixerPatch(),
+    IndexPatch(),
+    DropoutPatch(),
+    ContextPatch(),
+    QuantisedPatch(),
+    AttentionSwitch(),
+)
 
 
-def holds(maker: Callable[..., Any], function: Any) -> bool:
-    """Whether `function` is the `forward` that is defined inside `maker`, or wraps it."""
-    return any(is_made_by(maker, each) for each in wrapped(function))
+def patch_model(model: Any) -> None:
+    """Lets `model` run plans. Idempotent. Of a multimodal model only the text model attends under plans.
+
+    Raises ValueError for an attention implementation of others (`attention_problems`), and as the patches do.
+    """
+    if problems := attention_problems(model):
+        raise ValueError(problems[0])
+    for patch in PATCHES:
+        if patch.needed(model):
+            patch.apply(model)
 
 
-def is_of_transformers(kind: Any) -> bool:
-    """Whether the forward of a class of models is one of transformers, inside decorators of transformers and torch alone."""
-    return is_written_by(kind.forward, "transformers", "torch")
+def restore_attention(model: Any, name: str | None) -> None:
+    """Undoes `patch_model`, unless `model` ran plans before. Idempotent. name: what `attention_name` returned before."""
+    if name is not None and attention_name(model) != name:
+        for patch in reversed(PATCHES):
+            patch.undo(model)

@@ -2,7 +2,7 @@
 
 Their first position is the id of the padding token + 1, and they number the tokens of a row themselves, leaving out padding
 tokens. The embeddings keep the id with which they were made, even if `Trainer.train` gives the config that of a tokenizer. Plans
-number the tokens of every document from 0 and never pad. So `models.attention.patch_model` lets the module around the embeddings
+number the tokens of every document from 0 and never pad. So `PaddingPatch` lets the module around the embeddings
 add the number of the first position to the positions that it gets with a plan. A row with a padding token inside would be
 numbered differently, so such rows are refused where data is read (`absent_token_ids`).
 """
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_longctx.families.registry import family_of_type
-from hf_longctx.hf.models.towers import placeholder_ids
+from hf_longctx.hf.models.towers import placeholder_ids, text_part
 from hf_longctx.plan.model.config import NO_POSITIONS
 
 # fields with the number of positions
@@ -58,19 +58,26 @@ def absent_token_ids(owner: Any) -> tuple[int, ...]:
     return (*placeholder_ids(_config(owner)), *([first - 1] if first else []))
 
 
-def count_from_padding(model: Any) -> None:
-    """Lets a model that counts positions from its padding token do so under plans too. Idempotent."""
-    inner: nn.Module = model.base_model
-    if (first := first_position(model)) and _HANDLE not in vars(inner):
-        # not on the model itself, whose arguments a hook of the callback may replace later
-        setattr(inner, _HANDLE, inner.register_forward_pre_hook(partial(_shift, first), with_kwargs=True))
+class PaddingPatch:
+    """Lets a model that counts positions from its padding token do so under plans too."""
 
+    def needed(self, model: Any) -> bool:
+        """Whether the text model counts positions so."""
+        return first_position(text_part(model)) > 0
 
-def ignore_padding(model: Any) -> None:
-    """Undoes `count_from_padding`. Idempotent."""
-    for module in model.modules():
-        if (handle := vars(module).pop(_HANDLE, None)) is not None:
-            handle.remove()
+    def apply(self, model: Any) -> None:
+        """Hooks the decoder, since a hook of the callback may replace the arguments of the model itself later."""
+        text = text_part(model)
+        inner: nn.Module = text.base_model
+        if _HANDLE not in vars(inner):
+            hook = partial(_shift, first_position(text))
+            setattr(inner, _HANDLE, inner.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def undo(self, model: Any) -> None:
+        """Removes the hook."""
+        for module in model.modules():
+            if (handle := vars(module).pop(_HANDLE, None)) is not None:
+                handle.remove()
 
 
 def _shift(

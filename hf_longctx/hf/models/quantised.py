@@ -22,6 +22,8 @@ from hf_longctx.plan.model.model_spec import PackedSpec
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = ("absmax", "code", "offset")
+# attribute of a four-bit layer with which forwards in evaluation mode may repack it; what it was before a run, with the bias
+_REPACKS, _SETTLED = "support_avx512bf16_for_cpu", "_longctx_settled"
 
 
 def is_four_bit(module: nn.Module) -> bool:
@@ -96,16 +98,42 @@ def _method_problems(model: Any) -> list[str]:
     ]
 
 
-def settle_quantised(model: nn.Module) -> None:
-    """Keeps forwards from changing four-bit layers in place. Idempotent; results of training stay the same.
+class QuantisedPatch:
+    """Keeps forwards from changing four-bit layers in place; results of training stay the same.
 
     In evaluation mode on a CPU with AVX-512 BF16, a layer would otherwise round and repack its weight for good, and then pass no
     gradient on. And the first forward of a layer would cast its bias, in place, to the dtype of its products.
     """
-    for layer in four_bit_layers(model).values():
-        layer.support_avx512bf16_for_cpu = False
-        if layer.bias is not None and layer.compute_dtype is not None:
-            layer.bias.data = layer.bias.data.to(layer.compute_dtype)
+
+    def needed(self, model: nn.Module) -> bool:
+        """Whether `model` has four-bit layers."""
+        return bool(four_bit_layers(model))
+
+    def apply(self, model: nn.Module) -> None:
+        """Keeps what it changes on the layers."""
+        for layer in four_bit_layers(model).values():
+            own = vars(layer)
+            bias = layer.bias if layer.compute_dtype is not None else None
+            own.setdefault(_SETTLED, (own.get(_REPACKS), None if bias is None else bias.data))
+            own[_REPACKS] = False
+            if bias is not None:
+                bias.data = bias.data.to(layer.compute_dtype)
+
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a bias that was trained or sharded since as it is."""
+        for layer in four_bit_layers(model).values():
+            own = vars(layer)
+            if (settled := own.pop(_SETTLED, None)) is None:
+                continue
+            repacks, before = settled
+            del own[_REPACKS]
+            if repacks is not None:
+                own[_REPACKS] = repacks
+            if before is None or type(layer.bias.data) is not Tensor or layer.bias.shape != before.shape:
+                continue
+            before = before.to(layer.bias.device)
+            if torch.equal(layer.bias.data, before.to(layer.bias.dtype)):
+                layer.bias.data = before
 
 
 def move_scales(model: nn.Module, device: torch.device) -> None:

@@ -13,7 +13,7 @@ the forward of the class, so `patching` refuses hooks on them.
 
 Lets the mixers of one model run the functions of `functions` under plans; no module of transformers is changed.
 
-`models.attention.patch_model` patches the mixers of a model: every mixer gets a forward of its own. With a plan's context it runs
+`MixerPatch` gives every mixer of a model a forward of its own. With a plan's context it runs
 the code of its class's forward with other globals, in which the names of the convolution and the scan lead to ours. Without a
 context it runs the class's own forward. So a mixer runs without a cache, and slices of one token take the same path as others.
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from hf_longctx.families.family import Mixer
 from hf_longctx.families.refused import STATE_WORDS
 from hf_longctx.families.registry import MIXERS, family_of
-from hf_longctx.hf.models.patch import CACHES
-from hf_longctx.hf.models.towers import text_class
+from hf_longctx.hf.models.forwards import CACHES, give, is_replaced, take
+from hf_longctx.hf.models.towers import text_class, text_part
 from hf_longctx.plan.model.mixers import (
     MEANS_SCAN,
     ScanSize,
@@ -496,27 +496,29 @@ def num_calls(module: nn.Module) -> int:
     return len(mixers) + sum(type(each).__name__.endswith("Attention") for each in others)
 
 
-def patch_mixers(model: nn.Module) -> None:
-    """Gives every mixer of `model` a forward that knows plans. Idempotent."""
-    for mixer in mixers_of(model).values():
-        # a plain method, so that it works on a copy of the model too
-        vars(mixer)["forward"] = MethodType(_forward, mixer)
-    for parent in _parents(model):
-        vars(parent)["forward"] = MethodType(_parent_forward, parent)
+class MixerPatch:
+    """Gives every mixer of a model a forward that knows plans."""
 
-    for decoder in _dividing(model):
-        vars(decoder)[_DIVIDE] = MethodType(_keep_weights, decoder)
+    def needed(self, model: nn.Module) -> bool:
+        """Whether the text model has mixers."""
+        return bool(mixers_of(text_part(model)))
+
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for a forward of others."""
+        for module, function, name in _methods(text_part(model)):
+            give(module, function, name)
+
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a forward that accelerate has wrapped in the meantime."""
+        for module, function, name in _methods(model):
+            take(module, function, name)
 
 
-def restore_mixers(model: nn.Module) -> None:
-    """Undoes `patch_mixers`. Idempotent."""
-    for decoder in _dividing(model):
-        vars(decoder).pop(_DIVIDE, None)
-    for mixer in mixers_of(model).values():
-        if is_patched(vars(mixer).get("forward")):
-            del vars(mixer)["forward"]
-    for parent in _parents(model):
-        vars(parent).pop("forward", None)
+def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any], str]]:
+    """Every method that a model gets: its module, the function and its name."""
+    yield from ((mixer, _forward, "forward") for mixer in mixers_of(model).values())
+    yield from ((parent, _parent_forward, "forward") for parent in _parents(model))
+    yield from ((decoder, _keep_weights, _DIVIDE) for decoder in _dividing(model))
 
 
 def _dividing(model: nn.Module) -> list[nn.Module]:
@@ -551,11 +553,6 @@ def leave_kernels_out(model: nn.Module) -> None:
     """Lets the mixers of `model`, which are patched, run transformers' own torch functions without a plan too."""
     for mixer in mixers_of(model).values():
         vars(mixer)[_NO_KERNELS] = True
-
-
-def is_patched(function: Any) -> bool:
-    """Whether a mixer's own forward is ours."""
-    return getattr(function, "__func__", None) is _forward
 
 
 def state_problems(model: nn.Module) -> list[str]:
@@ -593,9 +590,9 @@ def state_problems(model: nn.Module) -> list[str]:
 
 
 def _problem(name: str, mixer: nn.Module) -> str:
-    own, function = vars(mixer).get("forward"), inspect.unwrap(type(mixer).forward)
+    function = inspect.unwrap(type(mixer).forward)
     where = f"{name} ({type(mixer).__name__})"
-    if own is not None and not is_patched(own):
+    if is_replaced(mixer, _forward):
         return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
     known = MIXERS[_class_name(mixer)]
     modules = [path.partition(".")[0] for path in known.methods]

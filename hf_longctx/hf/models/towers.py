@@ -14,8 +14,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,13 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
 from hf_longctx.families.registry import WRAPPED_MODELS, family_of
+from hf_longctx.hf.models.forwards import give, has, take
 from hf_longctx.hf.models.heads import backbone_of, head_kind, inner_model
 from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
 
 # attribute of the module around a text model: the text model's name there
 _TEXT = "_longctx_text"
-# attribute of that module while its forward, or one around it, is ours
-_SERVED = "_longctx_served"
 # keywords that every text model takes, some of them without naming them
 _PASSED = ("longctx", PART_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
 # keywords that hold no input of a tower, so that a text model which does not take them may go without
@@ -125,32 +122,34 @@ def freeze_towers(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def serve_text(model: nn.Module) -> None:
-    """Lets the module around a wrapper's text model call it directly under plans. Idempotent."""
-    wrapper = wrapper_of(model)
-    if wrapper is None:
-        return
-    parent, _, name = text_path(wrapper).rpartition(".")
-    around = wrapper.get_submodule(parent)
-    own = vars(around).get("forward")
-    if own is not None and _SERVED not in vars(around):
-        raise ValueError(
-            f"the forward of {parent or 'the model'} ({type(around).__name__}) was replaced, which plans of a multimodal model "
-            f"would leave out; remove it, and if mixed precision of accelerate has done it, use LongContextTrainer or `attach`"
-        )
-    # a string and a plain method, so that they work on a copy of the model too
-    vars(around)[_TEXT] = name
-    if own is None:
-        vars(around)["forward"] = MethodType(_served(type(around)), around)
-    vars(around)[_SERVED] = True
+class TextPatch:
+    """Lets the module around a wrapper's text model call it directly under plans."""
 
+    def needed(self, model: nn.Module) -> bool:
+        """Whether `model` is a multimodal model."""
+        return wrapper_of(model) is not None
 
-def restore_text(model: nn.Module) -> None:
-    """Undoes `serve_text`. Idempotent."""
-    for module in model.modules():
-        if vars(module).pop(_TEXT, None) is not None and _is_served(module):
-            del vars(module)["forward"]
-            del vars(module)[_SERVED]
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for a forward of others around the text model."""
+        wrapper = wrapper_of(model)
+        assert wrapper is not None
+        parent, _, name = text_path(wrapper).rpartition(".")
+        around = wrapper.get_submodule(parent)
+        if "forward" in vars(around) and not has(around, _forward):
+            raise ValueError(
+                f"the forward of {parent or 'the model'} ({type(around).__name__}) was replaced, which plans of a multimodal "
+                f"model would leave out; remove it, and if mixed precision of accelerate has done it, use LongContextTrainer or "
+                f"`attach`"
+            )
+        # by name, so that it works on a copy of the model too
+        vars(around)[_TEXT] = name
+        give(around, _forward)
+
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a forward that accelerate has wrapped, which then runs that of the class."""
+        for module in model.modules():
+            if vars(module).pop(_TEXT, None) is not None:
+                take(module, _forward)
 
 
 def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
@@ -164,22 +163,6 @@ def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
     firsts = [first for part in config.sub_configs if (first := getattr(getattr(config, part, None), _FIRST_TOKEN, None))]
     ids |= set(range(min(firsts), config.get_text_config().vocab_size)) if firsts else set()
     return tuple(sorted(ids))
-
-
-def _served(kind: Any) -> Callable[..., Any]:
-    """`_forward` with name and signature of the class's own forward, which trainers read."""
-
-    @wraps(kind.forward)
-    def forward(around: Any, *args: Any, **keywords: Any) -> Any:
-        return _forward(around, *args, **keywords)
-
-    vars(forward)[_SERVED] = True
-    return forward
-
-
-def _is_served(module: nn.Module) -> bool:
-    # not by the function, since sharding changes the module's class
-    return _SERVED in vars(getattr(vars(module).get("forward"), "__func__", object))
 
 
 def _forward(around: Any, *args: Any, **keywords: Any) -> Any:

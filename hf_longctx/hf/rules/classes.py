@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from hf_longctx.families.family import Reason
 from hf_longctx.families.refused import REASONS
 from hf_longctx.families.registry import TESTED_MODELS, family_of
+from hf_longctx.hf.models.forwards import is_of_transformers
 from hf_longctx.hf.models.heads import head_kind, is_generic
-from hf_longctx.hf.models.patch import is_of_transformers
 from hf_longctx.hf.models.towers import text_class, text_part
 
 _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"

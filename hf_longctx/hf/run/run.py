@@ -26,18 +26,13 @@ from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
-from hf_longctx.hf.models.attention import (
-    attention_line,
-    attention_name,
-    num_attention_layers,
-    patch_model,
-    restore_attention,
-)
+from hf_longctx.hf.models.attention import attention_line, attention_name, num_attention_layers
 from hf_longctx.hf.models.cutting import cut_model, loaded_ranges, stage_model, stages_that_lend
 from hf_longctx.hf.models.dropout import key_noise, rest_noise
 from hf_longctx.hf.models.experts import RouterRuntime
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.planning.report import RunReport

@@ -28,8 +28,8 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.experts import spread_experts_of
+from hf_longctx.hf.models.forwards import cache_parameter
 from hf_longctx.hf.models.kernels import FusedLayers
-from hf_longctx.hf.models.patch import cache_parameter
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.spec import decoder_layers
 from hf_longctx.hf.models.states import mixers_of, num_scans

@@ -15,7 +15,7 @@ from peft import AutoPeftModelForCausalLM
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.start.losses import loss_name
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, STEP_FILE, ModelOrder, watched
 from hf_longctx.plan.core.serialize import plan_from_json

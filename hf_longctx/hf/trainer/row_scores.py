@@ -21,7 +21,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.layers import output_head
 from hf_longctx.hf.models.logits import head_problem, logit_change
-from hf_longctx.hf.models.quantised import settle_quantised
+from hf_longctx.hf.models.quantised import QuantisedPatch
 from hf_longctx.hf.ranks.agreement import sums_over_ranks
 from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -110,7 +110,7 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     """
     was_training = model.training
     # this may be the model's first forward in evaluation mode, which would repack four-bit weights
-    settle_quantised(model)
+    QuantisedPatch().apply(model)
     model.eval()
     parts = []
     with _scorer(model) as score:

@@ -17,7 +17,8 @@ from statistics import median
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.sharding import block_pieces, rank_pieces
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span

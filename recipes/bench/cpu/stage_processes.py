@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Ranges, StepPlan

@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 import transformers
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.models.states import mixers_of, patch_mixers
+from hf_longctx.hf.models.states import MixerPatch, mixers_of
 from hf_longctx.plan.core.types import Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.plan.cost.traffic import added_products
 from hf_longctx.runtime.attention.context import GroupContext
@@ -114,7 +114,7 @@ def _measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timeout)
     pool = GroupPool((num_ranks,), _TIMEOUT_S)
     model = _model(arguments, "cpu")
-    patch_mixers(model)
+    MixerPatch().apply(model)
     (mixer,) = mixers_of(model).values()
 
     def run(context: GroupContext) -> Callable[[], None]:

@@ -30,7 +30,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.sharding import HeadShare, block_pieces

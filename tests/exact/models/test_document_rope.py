@@ -18,8 +18,9 @@ from helpers.ranks.pipeline_steps import stage_step_on_rank
 from helpers.ranks.rank_steps import rank_inputs, run_step
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import attention_name, num_attention_layers, patch_model, restore_attention
+from hf_longctx.hf.models.attention import attention_name, num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -21,7 +21,7 @@ from helpers.ranks.rank_steps import check_layout_step, group_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel

@@ -12,8 +12,9 @@ from helpers.plans.sliced_plans import sliced_plan
 from helpers.ranks.lone_steps import check_lone_step
 from helpers.ranks.rank_steps import check_layout_step, rank_inputs
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model

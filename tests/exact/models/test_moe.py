@@ -20,9 +20,10 @@ from helpers.ranks.pipeline_steps import check_pipeline
 from helpers.ranks.rank_steps import check_layout_step, check_step, group_pool, rank_inputs, run_step
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import router_balance
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy, MicroBatch, StepPlan, TensorShare
 from hf_longctx.plan.core.validate import validate_plan

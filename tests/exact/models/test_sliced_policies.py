@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, StepPlan
 from hf_longctx.runtime.activations.records import AttentionRecord

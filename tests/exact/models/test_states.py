@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan

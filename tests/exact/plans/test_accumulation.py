@@ -9,7 +9,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
 from helpers.ranks.rank_steps import group_pool, mesh, rank_inputs, whole
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.runtime.execution.executor import StepExecutor

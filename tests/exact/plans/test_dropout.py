@@ -20,8 +20,8 @@ from helpers.trainers.trainer_runs import problems_at_start
 
 from hf_longctx.families.registry import FAMILIES, family_of
 from hf_longctx.hf.models.activations import activation_problem
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -12,7 +12,8 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import LAYOUTS, plan_of
 from helpers.ranks.rank_steps import group_pool, mesh, note_case, rank_inputs, run_step, whole
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine

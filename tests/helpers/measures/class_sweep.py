@@ -34,11 +34,12 @@ from transformers import TrainingArguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import cut_model, stage_model, stage_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import head_problem, logit_change
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.models.towers import text_part, tower_parameters

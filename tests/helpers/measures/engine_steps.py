@@ -15,8 +15,9 @@ from helpers.plans.layouts import plan_of
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
 from hf_longctx.runtime.activations import records as projection_record
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations

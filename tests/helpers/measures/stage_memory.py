@@ -16,9 +16,9 @@ from helpers.ranks.pipeline_steps import CPU, stage_mesh, stage_pool, stage_step
 from helpers.ranks.rank_steps import rank_inputs
 
 from hf_longctx.hf.calibration.calibrate import shaped_config
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.planning.step_record import predicted_memory
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, StepPlan

@@ -18,8 +18,8 @@ from helpers.ranks.rank_pool import lasting
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import stages_that_lend
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import MicroBatch, StepPlan

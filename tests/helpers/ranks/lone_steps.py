@@ -14,8 +14,9 @@ from helpers.plans.sliced_plans import Rows
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier

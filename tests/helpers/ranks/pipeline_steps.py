@@ -17,11 +17,11 @@ from helpers.ranks.rank_pool import RankPool, lasting
 from helpers.ranks.rank_steps import rank_inputs, whole
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.experts import router_balance
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import router_balance, spread_experts_of
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.settings import default_degrees

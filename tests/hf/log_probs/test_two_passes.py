@@ -18,9 +18,10 @@ from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
 
 from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine

@@ -13,7 +13,8 @@ from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_trai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_longctx.hf.models.attention import attention_problems, longctx_attention, patch_model
+from hf_longctx.hf.models.attention import attention_problems, longctx_attention
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.process_groups import GroupPool
 

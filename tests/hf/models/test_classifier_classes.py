@@ -18,8 +18,9 @@ from helpers.plans.sliced_plans import sliced_plan
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.labels import task_of
 from hf_longctx.hf.data.sampler import SequenceIndex
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.heads import CLASSIFIERS
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model

@@ -9,7 +9,8 @@ import torch
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
 
-from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
+from hf_longctx.hf.models.attention import attention_name
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import GroupContext

@@ -25,8 +25,8 @@ from helpers.plans.sliced_plans import sliced_plan
 from torch import Tensor
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.attention import patch_model, restore_attention
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.self_test.reduced_copy import reduced_copy
 from hf_longctx.runtime.states import chosen_keys

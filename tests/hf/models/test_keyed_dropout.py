@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers.models.tiny_models import ModelCase, build_model
 
-from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
+from hf_longctx.hf.models.attention import attention_name
 from hf_longctx.hf.models.dropout import check_rates
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
 CASE = ModelCase(lora=(("r", 2), ("lora_dropout", 0.5), ("target_modules", ["q_proj"])))

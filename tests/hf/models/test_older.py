@@ -16,8 +16,9 @@ from transformers import RobertaConfig
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.models import own_attention, positions
-from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention, runs_plans
+from hf_longctx.hf.models.attention import attention_name, runs_plans
 from hf_longctx.hf.models.own_attention import _with_bias
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.positions import absent_token_ids, first_position, max_positions
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.rules.arguments import setup_problems

@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from hf_longctx import LongContextConfig
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, largest_packed
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.rules.models import model_problems

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from hf_longctx.families.registry import FAMILIES, MIXERS
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models import states as methods
-from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
+from hf_longctx.hf.models.attention import attention_name
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.states import METHODS, STAND_INS, MixerCall, mixer_of, mixers_of, state_problems
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span

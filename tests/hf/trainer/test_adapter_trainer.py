@@ -19,7 +19,7 @@ from helpers.trainers.trainer_runs import SKEWED, LossRecorder, plain_training, 
 from safetensors.torch import load_file
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.memory.byte_model import ByteModel
 

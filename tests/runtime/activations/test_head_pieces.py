@@ -17,9 +17,10 @@ from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import check_step, rank_inputs, run_step
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import cuts_heads, layer_modules
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine

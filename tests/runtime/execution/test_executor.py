@@ -15,8 +15,8 @@ from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.ranks.rank_steps import group_pool, rank_inputs, run_step
 
-from hf_longctx.hf.models.attention import patch_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan

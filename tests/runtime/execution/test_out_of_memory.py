@@ -11,7 +11,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
 from helpers.ranks.rank_steps import rank_inputs
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups import GroupPool

@@ -16,7 +16,8 @@ from helpers.ranks import rank_steps
 from helpers.ranks.rank_steps import group_pool, rank_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.execution import round as round_module
 from hf_longctx.runtime.execution.executor import StepExecutor

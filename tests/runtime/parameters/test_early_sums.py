@@ -20,9 +20,10 @@ from helpers.ranks.rank_pool import lasting
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor, nn
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.core.validate import validate_plan

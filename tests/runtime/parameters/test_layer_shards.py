@@ -15,7 +15,8 @@ from helpers.plans.layouts import CHUNK_LENGTHS, FBFBFB, FFBFBB, FFFBBB, LAYOUTS
 from helpers.ranks.rank_steps import group_pool, mesh, note_case, rank_inputs, whole
 from torch import Tensor
 
-from hf_longctx.hf.models.attention import num_attention_layers, patch_model
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.core.host_copies import PlainCopies

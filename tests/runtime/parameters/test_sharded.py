@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters, StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor

@@ -19,7 +19,8 @@ from transformers import DataCollatorWithFlattening, Gemma3ForConditionalGenerat
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data import scan
 from hf_longctx.hf.data.scan import row_tokens, scan_dataset
-from hf_longctx.hf.models.attention import attention_name, patch_model, restore_attention
+from hf_longctx.hf.models.attention import attention_name
+from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.towers import freeze_towers, placeholder_ids, text_part, tower_names, tower_parameters
 
 IMAGE = 63

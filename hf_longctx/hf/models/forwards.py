@@ -1,0 +1,94 @@
+"""Puts methods on single modules in place of those of their classes, and looks at the functions that a forward consists of.
+
+Accelerate wraps the forward of a model for mixed precision, and decorators wrap that of a class, each under the name and often
+with the attributes of what it wraps. So a method is recognised by its code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from hf_longctx.runtime.core.binding import is_written_by, wrapped
+
+# parameters by which forwards of transformers take a cache; 5.24 calls it `cache` in most classes
+CACHES = ("cache", "past_key_values", "cache_params", "layer_past", "state")
+# module of the decorator that gives parameters their new names
+_RENAMES = "transformers.utils.deprecation"
+# attribute of a method that `give` has made: the function that it runs
+_GIVEN = "_longctx_given"
+
+
+def without_renames(function: Any) -> Any:
+    """`function` without the decorators of transformers that only take a parameter by its old name too."""
+    while getattr(function, "__globals__", {}).get("__name__") == _RENAMES and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+# every attention of some classes asks in every forward
+@functools.cache
+def cache_parameter(function: Callable[..., Any]) -> str:
+    """Name of the parameter by which a forward of transformers takes a cache; empty if it takes none."""
+    names = inspect.signature(function).parameters
+    return next((name for name in CACHES if name in names), "")
+
+
+def give(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
+    """Puts `function` on one module in place of its class's method `name`, with the signature of that, which trainers read.
+
+    Idempotent, and leaves `function` where accelerate has wrapped it since. A deep copy of the module has the method, too. Raises
+    ValueError for a method that others have put there.
+    """
+    if has(module, function, name):
+        return
+    if name in vars(module):
+        raise ValueError(
+            f"the {name} of {type(module).__name__} was replaced, and plans run their own there; remove it, or hook the module "
+            f"(register_forward_hook)"
+        )
+
+    @functools.wraps(getattr(type(module), name))
+    def method(this: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return function(this, *args, **keywords)
+
+    vars(method)[_GIVEN] = function
+    # a plain method, so that it works on a copy of the model too
+    vars(module)[name] = MethodType(method, module)
+
+
+def take(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> bool:
+    """Undoes `give`, and says whether there was anything to undo. Leaves a method that somebody has wrapped since."""
+    is_there = _is_given(vars(module).get(name), function)
+    if is_there:
+        del vars(module)[name]
+    return is_there
+
+
+def has(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> bool:
+    """Whether the method of a module is `function` from `give`, or wraps it."""
+    return any(_is_given(each, function) for each in wrapped(vars(module).get(name)))
+
+
+def is_replaced(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> bool:
+    """Whether a module has a method of its own that is not exactly `function` from `give`."""
+    own = vars(module).get(name)
+    return own is not None and not _is_given(own, function)
+
+
+def _is_given(method: Any, function: Callable[..., Any]) -> bool:
+    own: Any = getattr(method, "__func__", method)
+    code, place = getattr(own, "__code__", None), give.__code__
+    # a wrapper has the attributes of what it wraps, and other code
+    is_ours = code is not None and (code.co_filename, code.co_qualname) == (place.co_filename, "give.<locals>.method")
+    return is_ours and vars(own)[_GIVEN] is function
+
+
+def is_of_transformers(kind: Any) -> bool:
+    """Whether the forward of a class of models is one of transformers, inside decorators of transformers and torch alone."""
+    return is_written_by(kind.forward, "transformers", "torch")
