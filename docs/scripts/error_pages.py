@@ -156,7 +156,7 @@ _LEFT_OUT = (
     # torch's own words, files that were damaged on purpose, and what only code meets that makes plans or executors by hand
     "__init__ hf/checkpoints/trained_weights:check_sizes hf/data/resume:from_json "
     "hf/checkpoints/unpickling plan/chunks plan/policies/fill:_check plan/core plan/model recipes/bench "
-    "plan/pipeline plan/pipeline/activations/fit_pipeline:make_room plan/predict "
+    "plan/pipeline plan/predict "
     "runtime/activations/adapted_projection runtime/activations/engine "
     "runtime/activations/head_pieces runtime/attention runtime/execution runtime/process_groups "
     "sim/ablation sim/baselines sim/rivals sim/output "

@@ -46,11 +46,11 @@ from hf_longctx.plan.groups.placement import (
     with_idle_ranks,
 )
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
-from hf_longctx.plan.pipeline.activations.fit_group import make_room
 from hf_longctx.plan.pipeline.search import PipelineSearch
 from hf_longctx.plan.predict.bounds import MemoryLimitedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import make_room
 
 # factor on the even share of tokens that a rank of a micro-batch may hold: groups are never quite even
 _SLACK = 1.15

@@ -28,13 +28,13 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
-from hf_longctx.plan.pipeline.activations.fit_pipeline import make_room
 from hf_longctx.plan.pipeline.candidates import deal_sequences
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import make_room
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 from hf_longctx.sim.baselines import (
     CHECKPOINTINGS,

@@ -12,8 +12,8 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.activations.fit_group import policy_reason
 from hf_longctx.plan.predict.pipeline_run import run_alone
+from hf_longctx.plan.room.room import policy_reason
 from hf_longctx.sim.capacity import DeviceMemory
 from hf_longctx.sim.execution import Execution
 

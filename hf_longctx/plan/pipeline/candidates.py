@@ -34,8 +34,8 @@ from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, 
 from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedStep
+from hf_longctx.plan.room.room import PipelineRoom
 
 # degrees of the groups of a stage, the largest first; ranks that they leave over are idle
 StageLayout = tuple[int, ...]

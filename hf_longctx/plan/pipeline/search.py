@@ -16,12 +16,12 @@ from functools import cached_property
 
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.groups.placement import PlacedGroup
-from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom, make_room
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks
 from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import PipelineRoom, make_room
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,19 +47,11 @@ from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_prog
 _LEAST_AT_ONCE = 4
 
 
-def fill_memory(
-    table: SlotTable, device_bytes: float, host_bytes: float, bytes_per_s: float, back_bytes: float = 0.0
-) -> FloatArray | None:
-    """Returns (recompute, host) of every class, an array of two columns; None if classes that must stay somewhere do not fit.
-
-    back_bytes: hidden copies are given up until so many bytes are on the device.
-    """
+def fill_memory(table: SlotTable, device_bytes: float, host_bytes: float, bytes_per_s: float) -> FloatArray | None:
+    """Returns (recompute, host) of every class, an array of two columns; None if classes that must stay somewhere do not fit."""
     fill = _Filling(table, device_bytes, host_bytes, bytes_per_s)
     if not all(map(fill.place, table.batches)):
         return None
-    # where something is recomputed, the device is full
-    if back_bytes > 0 and not fill.recomputed[table.can_keep].any():
-        fill.bring_back(back_bytes)
     sizes = np.where(table.num_bytes > 0, table.num_bytes, 1.0)
     shares = np.stack([fill.recomputed, fill.on_host], axis=1) / sizes[:, None]
     for place in np.flatnonzero(table.num_bytes == 0).tolist():
@@ -76,7 +68,7 @@ class _Filling:
     """
 
     def __init__(self, table: SlotTable, device_bytes: float, host_bytes: float, bytes_per_s: float) -> None:
-        self.table, self.copy_s, self.device_bytes = table, 1 / bytes_per_s, device_bytes
+        self.copy_s = 1 / bytes_per_s
         self.slack = np.full(len(table.slots), float(device_bytes))
         self.host_left = host_bytes
         self.window = np.minimum(*table.windows_s) * bytes_per_s
@@ -153,23 +145,6 @@ class _Filling:
             self.window[slot] -= num_bytes
             self.host_left -= num_bytes
 
-    def bring_back(self, back_bytes: float) -> None:
-        """Keeps what was offloaded until `back_bytes` are on the device: a copy that saves no time is useless.
-
-        Bytes of a slot that stay take room in the backwards from two slots later on; before, they were on the device anyway.
-        The latest slots come first, since they take room in the fewest backwards.
-        """
-        self.slack -= max(0.0, self.device_bytes - back_bytes)
-        for place in reversed(np.flatnonzero(self.on_host).tolist()):
-            slot, item = self.table.items[place]
-            if not item.can_keep:
-                continue
-            later = self.slack[slot + 2 :]
-            stays = min(float(self.on_host[place]), max(0.0, float(later.min() if len(later) else self.slack.min())))
-            later -= stays
-            self.on_host[place] -= stays
-            self.host_left += stays
-
 
 # fraction of a limit (or of the largest class, if larger) that is subtracted from it, since solvers exceed limits a little
 _MARGIN = 1e-6
@@ -218,14 +193,12 @@ def choose_policy(
     time_limit_s: float = 10.0,
     explains: bool = True,
     solves: bool = True,
-    back_bytes: float = np.inf,
 ) -> PolicyChoice:
     """Finds the cheapest shares within the limits, at most as costly as `greedy_shares`; raises ValueError if none fit.
 
     slots: slots, or their table if they are asked for several limits. `explains`: whether to give a reason, which may require
     solving a second program. `solves`: False skips the linear program. It is skipped, too, where a bound proves that it cannot
-    save anything, which is so for most chunks; then the choice takes less than a millisecond. back_bytes: where nothing is
-    recomputed, bytes that stay on the device although their copies would be hidden.
+    save anything, which is so for most chunks; then the choice takes less than a millisecond.
     """
     _check(limits)
     table = SlotTable.of(slots)
@@ -236,7 +209,7 @@ def choose_policy(
         found = [("keep", kept, outcome_of(table, kept, limits))]
     if not found or not _fits(found[0][2], limits):
         found = []
-        if (greedy := greedy_shares(table, limits, back_bytes)) is not None:
+        if (greedy := greedy_shares(table, limits)) is not None:
             found.append(("greedy", greedy, outcome_of(table, greedy, limits)))
         is_best = greedy is not None and _is_best(table, greedy, found[0][2], limits)
         if solves and not is_best and (solved := _Problem(table, limits).solve(time_limit_s)) is not None:
@@ -274,13 +247,9 @@ def slot_seconds(
     return recompute_s, forward_s, backward_s
 
 
-def greedy_shares(slots: Sequence[Slot] | SlotTable, limits: MemoryLimits, back_bytes: float = 0.0) -> FloatArray | None:
-    """Fills memory in the order of seconds saved per byte and returns (r, h) of every class; None if that does not fit.
-
-    back_bytes: see `choose_policy`.
-    """
-    table, limit_bytes = SlotTable.of(slots), min(back_bytes, limits.device_bytes)
-    return fill_memory(table, limits.device_bytes, limits.host_bytes, limits.bytes_per_s, limit_bytes)
+def greedy_shares(slots: Sequence[Slot] | SlotTable, limits: MemoryLimits) -> FloatArray | None:
+    """Fills memory in the order of seconds saved per byte and returns (r, h) of every class; None if that does not fit."""
+    return fill_memory(SlotTable.of(slots), limits.device_bytes, limits.host_bytes, limits.bytes_per_s)
 
 
 def _is_best(table: SlotTable, greedy: FloatArray, outcome: PolicyOutcome, limits: MemoryLimits) -> bool:

@@ -12,7 +12,7 @@ Ways to run a sequence are counted here whose bytes depend on lengths alone, and
 run trains: one chunk, or slices of equal tokens, that keep no more than layer inputs. Within a *piece* of lengths, a way needs
 more bytes for more tokens, so that the end of a piece tells of all its lengths. A piece ends where a slice is full, and where
 with more tokens attention's backward would take fewer heads at once, a scan would run in blocks, or a window would not reach to
-the start. So every length up to the one that is found fits in one of the ways, on which `RoomMaker` falls back.
+the start. So every length up to the one that is found fits in one of the ways, on which `GroupRoom` falls back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import chain
 from typing import TypeVar
 
 from hf_longctx.plan.chunks import LEAST_SLICE_TOKENS, SLICE_COUNTS, cut_evenly, even_slice
@@ -84,18 +83,10 @@ class Trial:
 Program = Callable[[], Iterable[Trial]]
 
 
-def first_fitting(
-    programs: Iterable[Program],
-    lean: Iterable[Iterable[SequenceGroup]],
-    predict: Callable[[SequenceGroup], Trial],
-) -> list[Trial]:
-    """Returns the fitting trials of the first program that has any, without trying later ones; empty if nothing fits.
-
-    lean: groups under policies of least memory, which are predicted after all programs failed; the groups of one entry are tried
-    together, and later entries only if none of them fits.
-    """
-    for trials in chain((program() for program in programs), (map(predict, groups) for groups in lean)):
-        if fitting := [trial for trial in trials if trial.fits]:
+def first_fitting(programs: Iterable[Program]) -> list[Trial]:
+    """Returns the fitting trials of the first program that has any, without trying later ones; empty if nothing fits."""
+    for program in programs:
+        if fitting := [trial for trial in program() if trial.fits]:
             return fitting
     return []
 

@@ -68,10 +68,10 @@ from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem, fluid_bounds_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.lora import lora_adapters
-from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import make_room
 from hf_longctx.recipes.bench.cpu.step_bound import step_bound_s
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario
@@ -303,7 +303,7 @@ def longest_beside(costs: CostModel, budget: ActivationBudget, may_slice: bool) 
         lengths = num_tokens, num_tokens // 4, num_tokens // 4
         plan = build_plan(0, lengths, layout, {degree: GroupShape(degree, degree) for degree in (1, 2, 4)}, costs)
         try:
-            return RoomMaker(costs, budget, may_slice).for_plan(plan)
+            return make_room(plan, Planning(costs, PlannerConfig(1, (1,), activations=budget, one_micro_batch=not may_slice)))
         except ValueError:
             return None
 

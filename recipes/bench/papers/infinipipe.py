@@ -38,11 +38,11 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.room.cells import recomputed_layer
+from hf_longctx.plan.room.room import PipelineRoom
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8

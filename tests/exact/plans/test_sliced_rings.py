@@ -21,11 +21,12 @@ from helpers.ranks.rank_steps import step_on_rank
 
 from hf_longctx.plan.chunks import sliced_in_step
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.settings import ActivationBudget
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Action, Chunk, LayerPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.model.attention_pairs import SpanRates
-from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
+from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import make_room
 
 LENGTHS = [37, 9, 5, 20, 1]
 # slices of one token, and of fewer than a ring has pieces, leave ranks without tokens of a slice; whole documents beside the last
@@ -121,11 +122,11 @@ def test_groups_that_share_weights_match_where_only_slices_fit(ranks, monkeypatc
     kept, costs = kept_beside_others(), replace(tiny_costs(4), parameters="sharded")
     plans = []
     for device_bytes in range(10_000, 200_000, 1_000):
-        budget = ActivationBudget(0, device_bytes, tile_tokens=0)
+        config = PlannerConfig(1, (1,), activations=ActivationBudget(0, device_bytes, tile_tokens=0))
         with suppress(ValueError):
-            plans.append(validate_plan(RoomMaker(costs, budget).for_plan(kept)))
+            plans.append(validate_plan(make_room(kept, Planning(costs, config))))
             with pytest.raises(ValueError, match="do not fit"):
-                RoomMaker(costs, budget, allows_slices=False).for_plan(kept)
+                make_room(kept, Planning(costs, replace(config, one_micro_batch=True)))
             break
     (plan,) = plans
     long, *others = plan.micro_batches[0].groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
@@ -13,6 +14,9 @@ from hf_longctx.plan.core.types import Chunk, Method, MicroBatch, Parameters, Ra
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.policies.fit import Trial
+from hf_longctx.plan.predict.pipeline_run import run_pipeline
+from hf_longctx.plan.room.room import PipelineRoom
 
 
 def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Ranges:
@@ -86,3 +90,11 @@ SLICED = [
 
 
 WHOLE = [[(0, 0, 40)], [(1, 0, 23)], [(2, 0, 9), (3, 0, 7), (4, 0, 5)], [(5, 0, 30)]]
+
+
+def run_trial(room: PipelineRoom, group: SequenceGroup, **counted: Any) -> Trial:
+    """`Room.trial` of a pipeline from its predicted run alone, which is predicted even where it does not fit."""
+    runs = run_pipeline(room.plan, group, room.costs, [0.0] * len(group.stages))
+    over_bytes = tuple(float(run.peak_bytes - room.limit_bytes) for run in runs)
+    over_host_bytes = float(max(run.host_bytes for run in runs) - room.budget.host_bytes)
+    return Trial(group, max(run.times[-1][1] for run in runs), over_bytes, over_host_bytes, **counted)

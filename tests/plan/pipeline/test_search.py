@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.cost_models import COST_KINDS, MODEL, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
-from helpers.plans.pipeline_plans import stage_parts
+from helpers.plans.pipeline_plans import run_trial, stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,12 +23,12 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline import search as pipeline_planner
-from hf_longctx.plan.pipeline.activations.fit_pipeline import PipelineRoom
 from hf_longctx.plan.pipeline.search import PipelineSearch, SearchConstants
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import PipelineRoom
 
 GPU = HardwareSpec("gpu", 2e14, 1.5e14, 80 << 30, 2e11, 2.5e10, 3e-5)
 MIXTURE = lognormal_lengths(1, 40, 6000, median=300.0)
@@ -283,7 +283,7 @@ def test_what_a_bound_refuses_makes_no_difference_to_plans(
         assert planned() == quick
         # and nothing is refused before its run is predicted
         patch.setattr(PipelineRoom, "_is_over", lambda *_: False)
-        patch.setattr(PipelineRoom, "_short_trial", lambda self, group, counted_s=0.0: self.trial(group, counted_s))
+        patch.setattr(PipelineRoom, "trial", run_trial)
         assert planned() == quick
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -40,14 +41,15 @@ def test_lean_groups_are_predicted_only_after_all_programs() -> None:
         asked.append("lean")
         return trial(lean, over_bytes=-1.0 if lean.positions == (1,) else 2.0)
 
-    lean = [[group], [group_of(0, position=1), group], [group]]
-    found = first_fitting([lambda: program("first", 1.0), lambda: program("second", 0.0)], lean, predict)
+    ways = [[group], [group_of(0, position=1), group], [group]]
+    lean = [partial(map, predict, groups) for groups in ways]
+    found = first_fitting([lambda: program("first", 1.0), lambda: program("second", 0.0), *lean])
     assert (asked, len(found)) == (["first", "second"], 1)
     asked.clear()
-    (found,) = first_fitting([lambda: program("first", 1.0)], lean, predict)
+    (found,) = first_fitting([lambda: program("first", 1.0), *lean])
     # the entry that fits is predicted as a whole, the one after it is not
     assert (asked, found.group.positions) == (["first", "lean", "lean", "lean"], (1,))
-    assert not first_fitting([lambda: program("first", 1.0)], lean[2:], predict)
+    assert not first_fitting([lambda: program("first", 1.0), *lean[2:]])
 
 
 def test_room_is_offered_until_more_of_it_makes_nothing_faster() -> None:

@@ -78,15 +78,3 @@ def test_equal_layers_need_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.solver == "greedy" and choice.outcome.recompute_s > 0
     # equal layers share one object, so that whoever counts them counts few
     assert len({id(of_slot) for of_slot in choice.shares}) <= 8
-
-
-def test_copies_come_back_only_where_nothing_is_recomputed() -> None:
-    slots = [Slot(2.0, 4.0, (SavedClass("mlp", 30.0, 10.0),))] * 8
-    numbers = 120.0, 1e9, 20.0
-    hidden, back = (fill_memory(SlotTable(slots), *numbers, back_bytes) for back_bytes in (0.0, 120.0))
-    assert hidden is not None and back is not None
-    assert not hidden[:, 0].any() and not back[:, 0].any()
-    assert 0 < back[:, 1].sum() < hidden[:, 1].sum()
-    limits = MemoryLimits(120.0, 1e9, 20.0)
-    assert outcome_of(slots, back, limits).device_bytes <= 120 + 1e-9
-    assert outcome_of(slots, back, limits).cost_s == outcome_of(slots, hidden, limits).cost_s == 0

@@ -21,10 +21,10 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.pipeline.activations.fit_group import make_room
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.bounds import MemoryLimitedStep
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import make_room
 
 
 def costs_of(num_ranks: int, parameters: Parameters, copy_bytes_per_s: float = 1e9) -> CostModel:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.room.test_fit_pipeline import LARGE, costs_of, plan_of
+from plan.room.test_pipeline_room import LARGE, costs_of, plan_of
 
 from hf_longctx.plan.core.orders import Schedule
 from hf_longctx.plan.core.types import SequenceGroup

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from helpers.plans.pipeline_plans import run_trial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.activations.fit_pipeline import FitConstants, PipelineRoom, make_room
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import in_tiles
 from hf_longctx.plan.policies.joint_program import Moments
@@ -26,6 +26,7 @@ from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
 from hf_longctx.plan.predict.pipeline_run import PredictionCache
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.cells import GroupCells
+from hf_longctx.plan.room.room import PipelineRoom, RoomConstants, make_room
 
 MODEL = ModelSpec(8, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(16, 4096, 14336, 32, 8, 128, 32000, 1 << 20, bytes_per_element=2)
@@ -250,7 +251,7 @@ def test_plans_of_one_step_share_what_was_solved(
     def never(*_: object) -> None:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr("hf_longctx.plan.pipeline.activations.fit_pipeline.choose_jointly", never)
+    monkeypatch.setattr("hf_longctx.plan.room.room.choose_jointly", never)
     again = make_room(plan, planning)
     assert again == first and any(map(recomputed, policies_of(again)))
     with pytest.raises(AssertionError, match="solved again"):
@@ -299,10 +300,10 @@ def test_no_policy_fits_a_group_that_is_called_hopeless(
     room = PipelineRoom(plan, costs, budget)
     is_hopeless = room.is_hopeless(group)
     # all stages are counted here, in every way
-    assert is_hopeless == (max(room.least_over_bytes(group)) > FitConstants().hopeless * room.limit_bytes)
+    assert is_hopeless == (max(room.least_over_bytes(group)) > RoomConstants().hopeless * room.limit_bytes)
     with pytest.MonkeyPatch.context() as patch:
         # and every run is predicted
-        patch.setattr(PipelineRoom, "_short_trial", PipelineRoom.trial)
+        patch.setattr(PipelineRoom, "trial", run_trial)
         patch.setattr(PipelineRoom, "is_hopeless", lambda *_: False)
         try:
             slow = PipelineRoom(plan, costs, budget).for_group(group)

@@ -21,11 +21,12 @@ from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.model.config import ExpertSpec
 from hf_longctx.plan.model.layers import NO_INDEX, IndexSpec
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.activations.fit_group import RoomMaker
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.policies.fill import MemoryLimits, choose_policy
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.pipeline_run import run_alone
+from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.room.room import make_room
 
 MODEL = ModelSpec(4, 256, 704, 8, 2, 32, 4096, 1 << 20, bytes_per_element=2)
 LARGE = ModelSpec(32, 4096, 14336, 32, 8, 128, 128256, 1 << 20, bytes_per_element=2)
@@ -44,6 +45,11 @@ def config_of(costs: CostModel, device_bytes: int, host_bytes: int = 0, tile_tok
     most = max(1, budget.kept_tokens, most_tokens(model, device_bytes, host_bytes, tile_tokens, is_shared=num_ranks > 1))
     degrees = tuple(d for d in (1, 2, 4, 8) if d <= num_ranks)
     return PlannerConfig(most, degrees, activations=budget, **settings)
+
+
+def made_to_fit(plan: StepPlan, costs: CostModel, budget: ActivationBudget, allows_slices: bool = True) -> StepPlan:
+    """The plan with room; steps in one micro-batch have no slices."""
+    return make_room(plan, Planning(costs, PlannerConfig(1, (1,), activations=budget, one_micro_batch=not allows_slices)))
 
 
 def check_memory(plan: StepPlan, costs: CostModel, budget: ActivationBudget) -> None:
@@ -254,7 +260,7 @@ def test_slices_come_where_a_layer_does_not_fit_as_a_whole() -> None:
     kept = plan_step(0, [length], costs, replace(config, tokens_per_rank=length, activations=None))
     assert config.activations is not None
     with pytest.raises(ValueError, match="do not fit"):
-        RoomMaker(costs, config.activations, allows_slices=False).for_plan(kept)
+        made_to_fit(kept, costs, config.activations, allows_slices=False)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +276,8 @@ def test_a_group_is_cut_alone_or_in_step_with_those_that_share_its_weights(
     layout = [[PlacedGroup(0, 2, (0,)), PlacedGroup(2, 1, (1,)), PlacedGroup(3, 1, (2,))]]
     kept = build_plan(0, [length, 500, 500], layout, {1: GroupShape(1), 2: GroupShape(2, 2)}, costs)
     with pytest.raises(ValueError, match="do not fit"):
-        RoomMaker(costs, config.activations, allows_slices=False).for_plan(kept)
-    plan = validate_plan(RoomMaker(costs, config.activations).for_plan(kept))
+        made_to_fit(kept, costs, config.activations, allows_slices=False)
+    plan = validate_plan(made_to_fit(kept, costs, config.activations))
     assert plan.layout == "<2,1,1>"
     long, *short = plan.micro_batches[0].groups
     assert len(long.chunks) > 1 and all(chunk.spans for chunk in long.chunks)
@@ -315,11 +321,11 @@ def crowded_plans(draw: st.DrawFn) -> tuple[StepPlan, CostModel, ActivationBudge
 def test_ranks_of_a_block_gather_weights_in_one_order(drawn: tuple[StepPlan, CostModel, ActivationBudget]) -> None:
     kept, costs, budget = drawn
     try:
-        plan = RoomMaker(costs, budget).for_plan(kept)
+        plan = made_to_fit(kept, costs, budget)
     except ValueError:
         # without slices there is no more room
         with pytest.raises(ValueError, match="do not fit"):
-            RoomMaker(costs, budget, allows_slices=False).for_plan(kept)
+            made_to_fit(kept, costs, budget, allows_slices=False)
         return
     run = evaluate_plan(plan, costs)
     plan = validate_plan(replace(plan, estimate=replace(plan.estimate, peak_bytes=max(run.peak_bytes))))
@@ -379,6 +385,6 @@ def test_a_program_that_takes_too_much_of_the_host_is_not_used(monkeypatch: pyte
     def generous(slots, limits: MemoryLimits, **settings):
         return choose_policy(slots, replace(limits, host_bytes=1e12), **settings)
 
-    monkeypatch.setattr("hf_longctx.plan.pipeline.activations.fit_group.choose_policy", generous)
+    monkeypatch.setattr("hf_longctx.plan.room.room.choose_policy", generous)
     plan = plan_step(0, [12_000], costs, config)
     assert 0 < plan.estimate.host_bytes <= 1 << 22

@@ -1,1 +1,0 @@
-"""Activation policies per stage and chunk of a pipeline (InfiniPipe)."""
