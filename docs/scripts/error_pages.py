@@ -91,7 +91,7 @@ SUBJECTS = {
         {
             "Memory and plans that do not fit": (
                 "hf/start/setup hf/start/budget plan/policies plan/groups plan/pipeline/search "
-                "plan/pipeline/activations plan/core/validate:validate_plan plan/planner "
+                "plan/room plan/core/validate:validate_plan plan/planner "
                 "runtime/activations/host_tier runtime/core/host_copies runtime/execution/round"
             ),
             "While it runs": (

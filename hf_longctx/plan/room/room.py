@@ -222,7 +222,7 @@ class Room:
         raise NotImplementedError
 
     def _variant(self, group: SequenceGroup) -> Any:
-        """What the answer for a group depends on besides its chunks, shape and actions."""
+        """Key of what the answer for a group depends on besides its chunks, shape and actions."""
         return None
 
 
