@@ -82,7 +82,7 @@ ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
         scenarios.slab_timed,
     ),
     "no rank runs ahead of the one that keeps gathered weights": (
-        Removal("hf.checkpoints.sharded", "torch.cuda.current_stream(whole.device).synchronize()"),
+        Removal("hf.checkpoints.weights", "torch.cuda.current_stream(whole.device).synchronize()"),
         scenarios.runs_ahead_of_a_gathered_weight,
     ),
 }

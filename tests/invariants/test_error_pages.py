@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig, NeedleTask, extend_positions, load_pipeline_stage, pack_sequences
 from hf_longctx.cli.main import main as hf_longctx
-from hf_longctx.hf.checkpoints.sharded import checkpoint_files
+from hf_longctx.hf.checkpoints.weights import checkpoint_files
 from hf_longctx.hf.data.chat import read_messages
 from hf_longctx.hf.data.scan import scan_dataset, too_long
 from hf_longctx.hf.models.adapters import kind_problems

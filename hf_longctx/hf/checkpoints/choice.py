@@ -16,7 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import PartialState
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerState
+from transformers.trainer_pt_utils import safe_globals
 
 from hf_longctx.hf.checkpoints.manifest import (
     DATA_FILE,
@@ -31,11 +33,13 @@ from hf_longctx.hf.checkpoints.manifest import (
     read_manifest,
     read_record,
 )
-from hf_longctx.hf.checkpoints.sharded import INDEX_FILE, SHARDS_FOLDER, WEIGHTS_FILE, WHOLE_FOLDER
+from hf_longctx.hf.checkpoints.old_shards import METADATA_FILE, SHARDS_FOLDER, WHOLE_FOLDER, metadata_fault, named_foreign
+from hf_longctx.hf.checkpoints.optimizer_states import OPTIMIZER_FOLDER, STATES_INDEX, has_states, saved_states
 from hf_longctx.hf.checkpoints.staging import is_whole, recover, step_of
-from hf_longctx.hf.checkpoints.unpickling import METADATA_FILE, archive_fault, metadata_fault
+from hf_longctx.hf.checkpoints.weights import INDEX_FILE, WEIGHTS_FILE
 from hf_longctx.hf.models.adapters import ADAPTER_FILE
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.runtime.parameters.low_bit import why_no_torchao
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,10 @@ _ANEW = {
 }
 # endings of the files that `torch.save` writes
 _ARCHIVES = (".pt", ".pth", ".bin")
+# most bytes of the list of objects in such a file
+_MOST_BYTES = 2**30
+# start of the names of states that have few bits
+_OF_TORCHAO = "torchao.optim."
 # files that transformers and PEFT parse where they read weights
 _CONFIGS = ("config.json", "adapter_config.json", "generation_config.json")
 _OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
@@ -284,7 +292,9 @@ def _plain_findings(folder: Path) -> list[Finding]:
     """Files that are missing or cut short in a checkpoint without a manifest."""
     found = _config_findings(folder) + _weight_findings(folder)
     shards = folder / SHARDS_FOLDER
-    if shards.is_dir():
+    if has_states(folder):
+        found += _state_file_findings(folder)
+    elif shards.is_dir():
         if not (shards / METADATA_FILE).is_file():
             found.append(
                 Finding("optimizer", f"{SHARDS_FOLDER}/{METADATA_FILE} is missing, so not all ranks have written their shards")
@@ -298,6 +308,23 @@ def _plain_findings(folder: Path) -> list[Finding]:
     for name in names:
         found += _torch_findings(folder, name, "rng")
     return found + _state_findings(folder, None)
+
+
+def _state_file_findings(folder: Path) -> list[Finding]:
+    """Files of the optimizer's states that are missing or cut short."""
+    if not (folder / OPTIMIZER_FOLDER / STATES_INDEX).is_file():
+        return [Finding("optimizer", f"{OPTIMIZER_FOLDER}/{STATES_INDEX} is missing, so not all ranks have written their shards")]
+    try:
+        names = saved_states(folder).files
+    except ValueError as error:
+        return [Finding("optimizer", str(error))]
+    found = []
+    for name in sorted(names):
+        if not (folder / OPTIMIZER_FOLDER / name).is_file():
+            found.append(Finding("optimizer", f"{OPTIMIZER_FOLDER}/{name} is missing"))
+        elif not _is_safetensors(folder / OPTIMIZER_FOLDER / name):
+            found.append(Finding("optimizer", f"{OPTIMIZER_FOLDER}/{name} is cut short"))
+    return found
 
 
 def _config_findings(folder: Path) -> list[Finding]:
@@ -372,6 +399,24 @@ def _unsafe_findings(folder: Path) -> list[Finding]:
     if fault := metadata_fault(folder / SHARDS_FOLDER / METADATA_FILE):
         found.append(Finding("optimizer", f"{SHARDS_FOLDER}/{METADATA_FILE} is not read: {fault}"))
     return found
+
+
+def archive_fault(file: Path) -> str:
+    """Why torch's restricted reader would refuse a file of `torch.save` as unsafe; empty if it would not."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if any(each.file_size > _MOST_BYTES for each in archive.infolist() if each.filename.endswith("data.pkl")):
+                return f"its list of objects has more than {_MOST_BYTES} bytes"
+        with safe_globals():
+            foreign = get_unsafe_globals_in_checkpoint(str(file))
+            # the package, if it is installed, tells torch which of its classes are safe
+            if any(name.startswith(_OF_TORCHAO) for name in foreign) and not why_no_torchao():
+                foreign = get_unsafe_globals_in_checkpoint(str(file))
+    except OSError:
+        return ""
+    except Exception as error:
+        return f"it is no file of torch.save ({type(error).__name__})"
+    return named_foreign(foreign)
 
 
 def _anew(found: list[Finding]) -> frozenset[str]:

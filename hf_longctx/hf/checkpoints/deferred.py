@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from hf_longctx.hf.checkpoints.sharded import checkpoint_files, read_own, send_from_first
+from hf_longctx.hf.checkpoints.weights import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
 
 # attribute of a model whose weights are still to be read

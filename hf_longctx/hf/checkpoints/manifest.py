@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -29,12 +29,16 @@ _BLOCK_BYTES = 2**23
 _PARTS = {
     "weights": r"(pytorch_)?model(-new)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|"
     r"([^/]+/)?adapter_model\.(safetensors|bin)",
-    "optimizer": r"optimizer\.(pt|bin)|optimizer_(shards|whole)/.*|scaler\.pt|longctx_trained\.json",
+    "optimizer": r"optimizer\.(pt|bin)|optimizer(_shards|_whole)?/.*|scaler\.pt|longctx_trained\.json",
     "scheduler": r"scheduler\.pt",
     "rng": r"rng_state(_\d+)?\.pth",
     "state": re.escape(STATE_FILE),
     "data": re.escape(DATA_FILE),
 }
+
+
+# of a file, or of a tensor and its first row
+Name = TypeVar("Name", str, tuple[str, int])
 
 
 class DamagedManifest(ValueError):
@@ -164,10 +168,10 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def dealt(sizes: Mapping[str, int], seen_by: Mapping[str, Iterable[int]]) -> dict[int, list[str]]:
+def dealt(sizes: Mapping[Name, int], seen_by: Mapping[Name, Iterable[int]]) -> dict[int, list[Name]]:
     """Deals files out to the ranks that see them, so that every rank reads about as many bytes."""
     loads: dict[int, int] = {}
-    shares: dict[int, list[str]] = {}
+    shares: dict[int, list[Name]] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = min(seen_by[name], key=lambda rank: (loads.get(rank, 0), rank))
         loads[rank] = loads.get(rank, 0) + sizes[name]

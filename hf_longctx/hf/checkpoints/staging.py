@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from hf_longctx.hf.checkpoints.background import MemoryCopy
@@ -125,8 +124,7 @@ class StagedCheckpoint:
         """Context that keeps an error of this rank until `finish`, so that ranks go through the same collectives until then."""
         try:
             yield
-        except (Exception, CheckpointException) as error:
-            # torch's error about shards is no Exception, and comes on every rank
+        except Exception as error:
             where = f" (in host memory, {self.root})" if self._copy is not None and self.root.exists() else ""
             self._error = self._error or _described(self._ranks.rank, error) + where
             logger.debug("held until all ranks have finished", exc_info=True)
@@ -368,6 +366,4 @@ def _is_torn(folder: Path) -> bool:
 
 
 def _described(rank: int, error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        return "; ".join(_described(number, failure[0]) for number, failure in error.failures.items())
     return f"rank {rank}: {type(error).__name__}: {error}"

@@ -17,28 +17,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from hf_longctx.hf.checkpoints.adapters import load_adapters
 from hf_longctx.hf.checkpoints.deferred import read_deferred, source_of, without_placeholders
-from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
 from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
-from hf_longctx.hf.checkpoints.sharded import (
-    gather_weights,
-    has_optimizer_shards,
-    has_whole_states,
-    load_optimizer,
-    load_weights,
+from hf_longctx.hf.checkpoints.old_shards import has_old_states, old_states
+from hf_longctx.hf.checkpoints.optimizer_states import (
+    SavedStates,
+    has_states,
+    load_states,
     load_whole_optimizer,
-    load_whole_states,
-    renamed_weights,
-    save_optimizer,
-    save_whole_states,
+    save_states,
+    saved_states,
 )
-from hf_longctx.hf.checkpoints.staged import (
+from hf_longctx.hf.checkpoints.weights import (
+    gather_weights,
     join_stages,
-    load_stage_optimizer,
+    load_adapters,
     load_stage_weights,
-    save_stage_optimizer,
+    load_weights,
+    planned_files,
+    renamed_weights,
+    save_files,
     save_stages,
+    stage_names,
 )
 from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
 from hf_longctx.hf.models.experts import spread_experts_of
@@ -49,7 +49,6 @@ from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
 from hf_longctx.runtime.parameters.sharded import block_mesh, free_gathered, is_sharded, shard_model
-from hf_longctx.runtime.parameters.whole_weights import has_whole_steps
 from hf_longctx.runtime.process_groups import GroupPool
 
 
@@ -97,8 +96,8 @@ class ReplicatedPlacement:
 
     writes_weights = False
 
-    def __init__(self, num_stages: int = 1) -> None:
-        self.num_stages = num_stages
+    def __init__(self, control: dist.ProcessGroup | None, num_stages: int = 1) -> None:
+        self.control, self.num_stages = control, num_stages
 
     def prepare(self, model: Any) -> None: ...
 
@@ -121,12 +120,9 @@ class ReplicatedPlacement:
 
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         """Reads the states of a run with sharded parameters, at any number of ranks."""
-        if has_whole_states(folder):
-            load_whole_states(model, optimizer, folder)
-            return True
-        if not has_optimizer_shards(folder):
+        if (saved := _states_in(folder)) is None:
             return False
-        load_optimizer(model, optimizer, folder)
+        load_states(model, optimizer, saved, self.control)
         return True
 
 
@@ -201,16 +197,14 @@ class ShardedPlacement:
 
     def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         self.prepare(model)
-        (save_whole_states if has_whole_steps(optimizer) else save_optimizer)(model, optimizer, folder)
+        save_states(model, optimizer, folder, self.control)
         return True
 
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         """Reads the states of a run with sharded or with replicated parameters, at any number of ranks."""
         self.prepare(model)
-        if has_whole_states(folder):
-            load_whole_states(model, optimizer, folder)
-        elif has_optimizer_shards(folder):
-            load_optimizer(model, optimizer, folder)
+        if (saved := _states_in(folder)) is not None:
+            load_states(model, optimizer, saved, self.control)
         elif (Path(folder) / OPTIMIZER_FILE).exists():
             load_whole_optimizer(optimizer, str(Path(folder) / OPTIMIZER_FILE))
         else:
@@ -257,7 +251,7 @@ class StagedPlacement:
 
     def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
         self.prepare(model)
-        save_stage_optimizer(self.stage, optimizer, folder)
+        save_states(model, optimizer, folder, self.pool.control, stage_names(self.stage, is_saved=True))
         return True
 
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
@@ -265,14 +259,14 @@ class StagedPlacement:
 
         Raises ValueError for the states of a run with replicated parameters, since they carry no names.
         """
-        if has_whole_states(folder):
+        if (saved := _states_in(folder)) is not None and saved.kind == "whole":
             raise ValueError(
                 f"{folder} holds the states of an optimizer that updates whole weights of a run without stages; resume with "
                 f"stages=1, or start from its weights with a fresh optimizer"
             )
-        if has_optimizer_shards(folder):
+        if saved is not None:
             self.prepare(model)
-            load_stage_optimizer(self.stage, optimizer, folder)
+            load_states(model, optimizer, saved, self.pool.control, stage_names(self.stage, is_saved=False))
             return True
         if (Path(folder) / OPTIMIZER_FILE).exists():
             raise ValueError(
@@ -280,6 +274,13 @@ class StagedPlacement:
                 f"names; resume with stages=1, or start from its weights with a fresh optimizer"
             )
         return False
+
+
+def _states_in(folder: str) -> SavedStates | None:
+    """The states of sharded or staged weights in a checkpoint; None if it has none."""
+    if has_states(folder):
+        return saved_states(folder)
+    return old_states(folder) if has_old_states(folder) else None
 
 
 def needs_own_reader(model: Any) -> bool:

@@ -384,7 +384,7 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
     routers = RouterRuntime(args.device)
     undo.callback(activations.close)
     undo.callback(routers.close)
-    lends = ReplicatedPlacement(setup.num_stages) if all_stages else None
+    lends = ReplicatedPlacement(control, setup.num_stages) if all_stages else None
     run = Run(
         config=config,
         args=args,
@@ -566,4 +566,4 @@ def _placement(
     shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool)
-    return ReplicatedPlacement() if shards is None else ShardedPlacement(shards, pool.control)
+    return ReplicatedPlacement(pool.control) if shards is None else ShardedPlacement(shards, pool.control)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.checkpoints.sharded import checkpoint_files
+from hf_longctx.hf.checkpoints.weights import checkpoint_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.cutting import RANGES, check_ties, cut_model, drop_embedding, find_pieces

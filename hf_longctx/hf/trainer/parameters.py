@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
-from hf_longctx.hf.checkpoints.sharded import load_whole_optimizer
+from hf_longctx.hf.checkpoints.optimizer_states import load_whole_optimizer
 from hf_longctx.hf.checkpoints.trained_weights import explained
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.agreement import joint_call

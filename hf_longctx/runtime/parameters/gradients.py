@@ -527,6 +527,14 @@ def local_shard(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
+def first_row(value: Tensor) -> int:
+    """The row of the whole tensor at which this rank's shard begins; rows are dealt out as by torch.chunk."""
+    if not isinstance(value, DTensor) or not value.placements[0].is_shard(0):
+        return 0
+    mesh = value.device_mesh
+    return min(mesh.get_local_rank() * -(-value.shape[0] // mesh.size()), value.shape[0])
+
+
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
     """Groups consecutive gradients of one dtype into buckets of at most 64 MiB, unless one gradient is larger."""
     buckets: list[list[Tensor]] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import MethodType
 from typing import Any
@@ -26,7 +27,7 @@ from hf_longctx.runtime.parameters.gradients import local_shard
 # elements of a block, as set by transformers, and fewest elements of a tensor with quantised moments
 BLOCK_ELEMENTS, _LEAST_ELEMENTS = 256, 4096
 # state -> whether it is signed
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 
 
 def why_no_torchao() -> str:
@@ -111,7 +112,7 @@ def settle_moments(optimizer: Any) -> None:
     """Converts moments from another optimizer's checkpoint to the format of `optimizer`: low-bit or plain."""
     is_wanted = has_low_bit_moments(optimizer)
     for parameter, state in optimizer.state.items():
-        for name in _MOMENTS.keys() & state.keys():
+        for name in MOMENTS.keys() & state.keys():
             value: Any = local_shard(state[name])
             if not is_wanted:
                 # shards of another optimizer are read as plain tensors
@@ -131,29 +132,81 @@ def settle_moments(optimizer: Any) -> None:
             group["lr"] = float(group["lr"])
 
 
-@torch.no_grad()
-def own_moment(optimizer: Any, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
-    """Returns this rank's shard, like that of `parameter`, of a whole low-bit moment, for any optimizer.
+@dataclass(frozen=True, slots=True)
+class PackedMoment:
+    """A moment of few bits as files hold it. qmap: what each code stands for; None if codes are floating-point numbers."""
 
-    A shard of whole blocks keeps codes and scales; others are rounded again.
+    codes: Tensor
+    scale: Tensor
+    qmap: Tensor | None
+    shape: Sequence[int]
+
+    @classmethod
+    def of(cls, value: Any) -> PackedMoment:
+        """The parts of a state that `is_low_bit`, without copying them."""
+        return cls(value.codes, value.scale, getattr(value, "qmap", None), value.shape)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element; codes of 4 bits are packed in pairs."""
+        return 8 * self.codes.numel() // math.prod(self.shape)
+
+    @property
+    def block_size(self) -> int:
+        """Elements that share one scale."""
+        return math.prod(self.shape) // len(self.scale)
+
+    def plain(self) -> Tensor:
+        """The moment in fp32, as torchao computes it."""
+        codes = torch.stack([self.codes >> 4, self.codes & 0b1111], dim=-1) if self.bits == 4 else self.codes
+        values = codes.float() if self.qmap is None else self.qmap[codes.int()]
+        return (values.view(len(self.scale), -1) * self.scale.view(-1, 1)).view(tuple(self.shape))
+
+
+# some rows of a state: the first one, and the values of all
+Part = tuple[int, Tensor | PackedMoment]
+
+
+@torch.no_grad()
+def own_moment(optimizer: Any, name: str, parts: Sequence[Part], parameter: Tensor, first: int) -> Tensor:
+    """A moment as `optimizer` stores it for `parameter`, or for this rank's shard of it, whose rows begin at `first`.
+
+    parts: together they hold at least these rows, in order. Codes and scales are kept if all parts are cut between blocks;
+    otherwise the moment is rounded anew.
     """
-    value: Any = whole
-    if not isinstance(parameter, DTensor):
-        return whole
     shard = torch.empty_like(parameter, dtype=torch.float32)
     stored = _stored_like(optimizer, name, shard) if has_low_bit_moments(optimizer) else shard
-    own = local_shard(stored)
-    first = parameter.device_mesh.get_local_rank() * -(-len(whole) // parameter.device_mesh.size())
-    rows = slice(min(first, len(whole)), min(first, len(whole)) + len(own))
-    row = math.prod(whole.shape[1:])
-    is_aligned = not rows.start * row % value.block_size and not rows.stop * row % value.block_size
-    own.copy_(value[rows] if is_aligned and type(own) is type(value) else value.dequantize()[rows])
+    own: Any = local_shard(stored)
+    row = math.prod(own.shape[1:])
+    cuts = [(max(first, start), min(first + len(own), start + value.shape[0]), start, value) for start, value in parts]
+    if is_low_bit(own) and all(_is_cut_between_blocks(own, row, first, cut) for cut in cuts):
+        for low, high, start, value in cuts:
+            assert isinstance(value, PackedMoment)
+            for into, source in ((own.codes, value.codes), (own.scale, value.scale)):
+                each = math.prod(value.shape) // source.numel()
+                wanted = source.view(-1)[(low - start) * row // each : (high - start) * row // each]
+                into.view(-1)[(low - first) * row // each : (high - first) * row // each].copy_(wanted)
+    elif cuts:
+        plain = [
+            (value.plain() if isinstance(value, PackedMoment) else value)[low - start : high - start]
+            for low, high, start, value in cuts
+        ]
+        own.copy_(torch.cat(plain).to(own.device))
     return stored
+
+
+def _is_cut_between_blocks(own: Any, row: int, first: int, cut: tuple[int, int, int, Tensor | PackedMoment]) -> bool:
+    """Whether a part has the bits and blocks of `own`, and is cut between blocks of both."""
+    low, high, start, value = cut
+    kind = PackedMoment.of(own)
+    if not isinstance(value, PackedMoment) or (value.bits, value.block_size) != (kind.bits, kind.block_size):
+        return False
+    return not any(end * row % kind.block_size for end in (low - first, low - start, high - low))
 
 
 def _stored_like(optimizer: Any, name: str, value: Tensor) -> Tensor:
     """Makes a moment of zeros with the shape, dtype and shards of `value`, in the format of `optimizer`."""
-    stored: Tensor = optimizer._new_buffer(value, _MOMENTS[name])
+    stored: Tensor = optimizer._new_buffer(value, MOMENTS[name])
     return stored
 
 

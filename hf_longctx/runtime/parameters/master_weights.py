@@ -177,7 +177,7 @@ class _MasterWeights:
                 optimizer.param_groups[:] = [group for group in groups if group["params"]]
                 self._put_in(optimizer, lambda parameter: True, part.arrived)
                 for master, parameter in self._replaced.items():
-                    master.grad = _placed_like(parameter, _in_fp32(part.gradient(parameter)))
+                    master.grad = placed_like(parameter, _in_fp32(part.gradient(parameter)))
                 run()
                 for master, parameter in self._replaced.items():
                     part.give_back(parameter, local_shard(master))
@@ -261,7 +261,7 @@ class _MasterWeights:
         """Returns the parameter in fp32: its master weight, unless the parameter was changed elsewhere."""
         master: Tensor | None = optimizer.state.get(parameter, {}).get(MASTER_WEIGHT)
         if master is None:
-            return self.wide(parameter.detach() if arrived is None else _placed_like(parameter, arrived))
+            return self.wide(parameter.detach() if arrived is None else placed_like(parameter, arrived))
         kept = local_shard(master)
         own = local_shard(parameter.detach()).to(kept.device) if arrived is None else arrived
         is_kept = kept.to(own.dtype) == own
@@ -274,7 +274,7 @@ class _MasterWeights:
         """Copies a tensor in at least fp32, to the host if master weights are there; a shard stays a shard."""
         if not self.on_host:
             return _in_fp32(value, copy=True)
-        return _placed_like(value, _in_fp32(local_shard(value).to("cpu", copy=True)))
+        return placed_like(value, _in_fp32(local_shard(value).to("cpu", copy=True)))
 
     def _wide_state(self, value: Any) -> Any:
         is_narrow = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
@@ -287,7 +287,7 @@ def _in_fp32(value: Tensor, copy: bool = False) -> Tensor:
     return value.to(torch.float32 if value.dtype in HALF_DTYPES else value.dtype, copy=copy)
 
 
-def _placed_like(value: Tensor, own: Tensor) -> Tensor:
+def placed_like(value: Tensor, own: Tensor) -> Tensor:
     """Returns `own` as this rank's part of a tensor with the placement of `value`; `own` itself if `value` is whole."""
     if not isinstance(value, DTensor):
         return own

@@ -15,7 +15,7 @@ from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.machine.steps import group_pool, unwaited
 from torch import Tensor
 
-from hf_longctx.hf.checkpoints.sharded import to_host
+from hf_longctx.hf.checkpoints.weights import to_host
 from hf_longctx.hf.models.activations import slab_rate
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
 from hf_longctx.runtime import measure

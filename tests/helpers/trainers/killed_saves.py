@@ -19,7 +19,7 @@ from helpers.trainers.trainer_runs import LossRecorder, make_trainer
 from transformers import TrainerState
 
 from hf_longctx import LongContextCallback, LongContextTrainer
-from hf_longctx.hf.checkpoints import file_by_file, staging
+from hf_longctx.hf.checkpoints import staging, weights
 from hf_longctx.hf.checkpoints.background import MemoryCopy
 from hf_longctx.hf.trainer import checkpoint_mixin
 
@@ -122,8 +122,8 @@ def plant(trainer: Any, place: str, step: int) -> None:
             before(trainer, "_save", 0, half_written)
         case "second file":
             # sharded weights are written file by file
-            file_by_file.FILE_BYTES = 20_000
-            write = file_by_file._write
+            weights.FILE_BYTES = 20_000
+            write = weights._write
 
             def dying_in_second(tensors: Any, file: Path) -> None:
                 write(tensors, file)
@@ -131,7 +131,7 @@ def plant(trainer: Any, place: str, step: int) -> None:
                     file.write_bytes(file.read_bytes()[:-100])
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            file_by_file._write = dying_in_second
+            weights._write = dying_in_second
         case "optimizer":
             before(trainer, "_save_optimizer_and_scheduler", 0)
         case "rng of rank 1":

@@ -27,7 +27,7 @@ from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER, MemoryCopy, remo
 from hf_longctx.hf.checkpoints.manifest import read_manifest
 
 # written with the name of the folder, with times or with random names
-OWN_FILES = {"training_args.bin", "trainer_state.json", "optimizer_shards/.metadata"}
+OWN_FILES = {"training_args.bin", "trainer_state.json", "optimizer/index.json"}
 # plans that follow measured times may differ between runs
 SAME_PLANS = {"calibration_steps": 0}
 STEPS = range(SAVE_STEPS, NUM_STEPS + 1, SAVE_STEPS)
@@ -91,7 +91,7 @@ def test_files_written_behind_training_are_those_of_the_save_step(ranks, tmp_pat
 
 
 # kind -> (rank, file that finds the disk full)
-FULL = {"replicated": (0, "optimizer.pt"), "sharded": (1, "optimizer_shards/__1_0.distcp")}
+FULL = {"replicated": (0, "optimizer.pt"), "sharded": (1, "optimizer/rank-1.safetensors")}
 
 
 def fail_behind(kind: str, folder: str, victim: int, name: str) -> tuple[str, int, list[str]]:

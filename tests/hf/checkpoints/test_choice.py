@@ -196,8 +196,8 @@ def test_a_run_takes_a_part_where_asked(ranks, saved, copied, name: str, first: 
 @pytest.mark.parametrize(
     "kind,act,words",
     [
-        ("sharded", removed("optimizer_shards/__1_0.distcp"), "optimizer_shards/__1_0.distcp is missing"),
-        ("sharded", flipped("optimizer_shards/__0_0.distcp"), "optimizer_shards/__0_0.distcp is damaged"),
+        ("sharded", removed("optimizer/rank-1.safetensors"), "optimizer/rank-1.safetensors is missing"),
+        ("sharded", flipped("optimizer/rank-0.safetensors"), "optimizer/rank-0.safetensors is damaged"),
         ("staged", flipped("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors is damaged"),
         ("stream", flipped("longctx_data.json"), "longctx_data.json "),
     ],

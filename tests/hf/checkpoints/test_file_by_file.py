@@ -22,9 +22,8 @@ from helpers.ranks.rank_pool import RankFailure
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from safetensors.torch import load_file
 
-from hf_longctx.hf.checkpoints import file_by_file
-from hf_longctx.hf.checkpoints.file_by_file import planned_files, save_files
-from hf_longctx.hf.checkpoints.sharded import gather_weights
+from hf_longctx.hf.checkpoints import weights as weights_module
+from hf_longctx.hf.checkpoints.weights import gather_weights, planned_files, save_files
 from hf_longctx.hf.ranks.agreement import control_group
 from hf_longctx.hf.run.placement import ShardedPlacement, Shards
 from hf_longctx.runtime.parameters.sharded import shard_mesh
@@ -56,7 +55,7 @@ def saved(folder: str, family: str, file_bytes: int) -> tuple[int, int]:
     shard(model)
     control, is_writer = control_group(60.0), dist.get_rank() == 0
     whole = gather_weights(model, is_writer)
-    with patch.object(file_by_file, "FILE_BYTES", file_bytes):
+    with patch.object(weights_module, "FILE_BYTES", file_bytes):
         files = planned_files(model)
     assert files
     peak, _, _ = measure(lambda: save_files(model, files, Path(folder), is_writer, control))
@@ -109,7 +108,7 @@ def failed_save(folder: str) -> str:
         if len(written) == 3:
             raise OSError(28, "No space left on device")
 
-    with patch.object(file_by_file, "FILE_BYTES", 30_000), patch.object(file_by_file, "_write", full_disk):
+    with patch.object(weights_module, "FILE_BYTES", 30_000), patch.object(weights_module, "_write", full_disk):
         try:
             save_files(model, planned_files(model), Path(folder), dist.get_rank() == 0, control)
         except RuntimeError as error:
@@ -133,7 +132,7 @@ def killed_save(folder: str, place: str, num_done: int) -> None:
     shard(model)
     torch.nn.init.ones_(model.model.norm.weight.data)
     control, calls = control_group(60.0), itertools.count()
-    owner, name = {"write": (file_by_file, "_write"), "replace": (Path, "replace")}[place]
+    owner, name = {"write": (weights_module, "_write"), "replace": (Path, "replace")}[place]
     original = getattr(owner, name)
 
     def dying(*arguments: Any) -> Any:
@@ -141,7 +140,7 @@ def killed_save(folder: str, place: str, num_done: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments)
 
-    with patch.object(file_by_file, "FILE_BYTES", 30_000), patch.object(owner, name, dying):
+    with patch.object(weights_module, "FILE_BYTES", 30_000), patch.object(owner, name, dying):
         save_files(model, planned_files(model), Path(folder), dist.get_rank() == 0, control)
 
 
@@ -152,7 +151,7 @@ def two_writers(folder: str) -> list[str]:
     mesh = shard_mesh("cpu", dist.get_world_size(), 60.0)
     placement = ShardedPlacement(Shards(mesh, torch.device("cpu"), True), control_group(60.0))
     placement.prepare(model)
-    with patch.object(file_by_file, "FILE_BYTES", 30_000):
+    with patch.object(weights_module, "FILE_BYTES", 30_000):
         weights = placement.save(model, folder, is_writer=True)
     assert not placement.writes_weights
     return sorted(weights or ())
@@ -174,7 +173,7 @@ def resumed(folder: str, file_bytes: int) -> dict[str, torch.Tensor]:
     """Weights after four steps, the last two resumed from a checkpoint."""
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     config = {"parameters": "sharded", "tokens_per_rank": 64}
-    with patch.object(file_by_file, "FILE_BYTES", file_bytes):
+    with patch.object(weights_module, "FILE_BYTES", file_bytes):
         for start in (None, f"{folder}/checkpoint-2"):
             trainer = make_trainer(ModelCase(), random_rows([9, 20, 31, 12] * 4), folder, config, arguments)
             trainer.train(resume_from_checkpoint=start)
@@ -195,7 +194,7 @@ def test_a_trainer_saves_and_resumes_from_such_files(ranks, tmp_path: Path) -> N
 
 
 def test_models_that_save_in_their_own_way_are_left_to_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_by_file, "FILE_BYTES", 1000)
+    monkeypatch.setattr(weights_module, "FILE_BYTES", 1000)
     model = build_model(ModelCase())
     assert planned_files(model)
     kind = type(model)
@@ -203,12 +202,12 @@ def test_models_that_save_in_their_own_way_are_left_to_trainer(monkeypatch: pyte
     model.__class__ = own
     assert not planned_files(model)
     model.__class__ = kind
-    monkeypatch.setattr(file_by_file, "FILE_BYTES", 10**9)
+    monkeypatch.setattr(weights_module, "FILE_BYTES", 10**9)
     assert not planned_files(model)
 
 
 def test_weights_whose_names_come_from_all_or_from_values_are_left_to_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_by_file, "FILE_BYTES", 1000)
+    monkeypatch.setattr(weights_module, "FILE_BYTES", 1000)
     model = build_model(ModelCase())
 
     def of_values(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -218,7 +217,7 @@ def test_weights_whose_names_come_from_all_or_from_values_are_left_to_trainer(mo
         return {f"sum of {str(tuple(value.shape)).replace('.', '')}": value for value in weights.values()}
 
     for conversion in (of_values, summed):
-        monkeypatch.setattr(file_by_file, "revert_weight_conversion", conversion)
+        monkeypatch.setattr(weights_module, "revert_weight_conversion", conversion)
         assert not planned_files(model)
 
 

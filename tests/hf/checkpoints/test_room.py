@@ -95,12 +95,12 @@ BEHIND = ", behind training"
 # kind -> (rank, file that cannot be written in the save of step 4)
 OBSTACLES = {
     "replicated": [(0, "optimizer.pt"), (1, "rng_state_1.pth"), (0, "trainer_state.json")],
-    "sharded": [(0, "model.safetensors"), (1, "optimizer_shards/__1_0.distcp"), (0, "scheduler.pt")],
+    "sharded": [(0, "model.safetensors"), (1, "optimizer/rank-1.safetensors"), (0, "scheduler.pt")],
     "staged": [(1, "stage-1.partial"), (0, "longctx_data.json")],
     "stream": [(0, "longctx_checkpoint.json.tmp")],
     "callback": [(0, "optimizer.pt")],
     # in host memory
-    f"sharded{BEHIND}": [(1, "optimizer_shards/__1_0.distcp")],
+    f"sharded{BEHIND}": [(1, "optimizer/rank-1.safetensors")],
 }
 
 

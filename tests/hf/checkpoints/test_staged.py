@@ -25,9 +25,9 @@ from helpers.trainers.stage_training import RankStage, new_optimizer, rank_stage
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_longctx.hf.checkpoints import staged as staged_module
-from hf_longctx.hf.checkpoints.sharded import gather_weights, load_optimizer, load_weights, save_optimizer
-from hf_longctx.hf.checkpoints.staged import load_stage_optimizer, load_stage_weights, save_stage_optimizer, save_stages
+from hf_longctx.hf.checkpoints import weights as weights_module
+from hf_longctx.hf.checkpoints.optimizer_states import load_states, save_states, saved_states
+from hf_longctx.hf.checkpoints.weights import gather_weights, load_stage_weights, load_weights, save_stages, stage_names
 from hf_longctx.hf.models.cutting import cut_model
 from hf_longctx.hf.ranks.agreement import control_group
 from hf_longctx.runtime.parameters.sharded import shard_model
@@ -46,7 +46,7 @@ def train_and_save(folder: str, num_stages: int, tied: bool, is_sharded: bool) -
     optimizer = new_optimizer(own.parameters)
     train_stage(own, optimizer, range(2), NORM)
     save(own, folder, max_shard_size="20KB")
-    save_stage_optimizer(own.stage, optimizer, folder)
+    save_states(own.stage.model, optimizer, folder, own.control, stage_names(own.stage, is_saved=True))
 
 
 def resume(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> dict[str, Tensor]:
@@ -54,7 +54,8 @@ def resume(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> dict[s
     own = rank_stage(num_stages, tied, is_sharded, build=zero_model)
     optimizer = new_optimizer(own.parameters)
     load_stage_weights(own.stage, folder)
-    load_stage_optimizer(own.stage, optimizer, folder)
+    names = stage_names(own.stage, is_saved=False)
+    load_states(own.stage.model, optimizer, saved_states(folder), own.control, names)
     train_stage(own, optimizer, range(2, 4), NORM)
     return own.weights()
 
@@ -102,7 +103,7 @@ def resume_whole(folder: str, tied: bool) -> dict[str, Tensor]:
     model = zero_model("llama", tied)
     optimizer = new_optimizer(model.parameters())
     load_weights(model, folder)
-    load_optimizer(model, optimizer, folder)
+    load_states(model, optimizer, saved_states(folder), None)
     for step in range(2, 4):
         set_whole_gradients(model, step, tied)
         torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
@@ -122,7 +123,7 @@ def save_whole(folder: str, tied: bool) -> None:
     weights = gather_weights(model, dist.get_rank() == 0)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=weights)
-    save_optimizer(model, optimizer, folder)
+    save_states(model, optimizer, folder, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -216,7 +217,7 @@ def die_while_saving(folder: str, when: str) -> str:
     """The error on this rank."""
     own = rank_stage(2, False, False)
     train_stage(own, new_optimizer(own.parameters), range(2), NORM)
-    write, measure = staged_module._save_own, staged_module._tensor_bytes
+    write, measure = weights_module._save_own, weights_module._tensor_bytes
 
     def dying(model: Any, partial: Path, *args: Any) -> None:
         write(model, partial, *args)
@@ -233,15 +234,15 @@ def die_while_saving(folder: str, when: str) -> str:
         return measure(file)
 
     if when == "joining":
-        staged_module._tensor_bytes = full
+        weights_module._tensor_bytes = full
     else:
-        staged_module._save_own = dying
+        weights_module._save_own = dying
     try:
         save(own, folder)
     except RuntimeError as error:
         return str(error)
     finally:
-        staged_module._save_own, staged_module._tensor_bytes = write, measure
+        weights_module._save_own, weights_module._tensor_bytes = write, measure
 
 
 def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_checkpoint(ranks, tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def write_stages(folder: Path, model: Any) -> None:
         cut_model(own, parts, stage)
         partial = folder / f"stage-{stage}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        staged_module._save_own(own, partial, own.state_dict(), "5GB")
+        weights_module._save_own(own, partial, own.state_dict(), "5GB")
 
 
 def number_of_model(folder: Path, models: list[Any]) -> int:
@@ -305,7 +306,7 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
         models[0].save_pretrained(tmp_path)
     else:
         write_stages(tmp_path, models[0])
-        staged_module.join_stages(tmp_path, 2)
+        weights_module.join_stages(tmp_path, 2)
     current, following, num_stopped = 0, 1, 0
     # late ones first, so that others follow on what they leave behind
     for stop in range(10, -1, -1):
@@ -313,7 +314,7 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
         with monkeypatch.context() as patch:
             stop_at(stop, patch)
             try:
-                staged_module.join_stages(tmp_path, 2)
+                weights_module.join_stages(tmp_path, 2)
                 allowed = [following]
             except OSError:
                 allowed = [current, following]
@@ -329,17 +330,17 @@ def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_pa
 def save_slowly(folder: str) -> None:
     """Saves two stages, of which the last one writes for longer than the control group waits."""
     own = rank_stage(2, False, False)
-    write = staged_module._save_own
+    write = weights_module._save_own
 
     def slow(*args: Any) -> None:
         time.sleep(4.0 * own.stage.stage)
         write(*args)
 
-    staged_module._save_own = slow
+    weights_module._save_own = slow
     try:
         save_stages(own.stage, folder, own.pool.ranks_per_stage, control_group(1.0))
     finally:
-        staged_module._save_own = write
+        weights_module._save_own = write
 
 
 def test_writing_may_take_longer_than_collectives_wait(ranks, tmp_path: Path) -> None:

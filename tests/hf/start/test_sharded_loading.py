@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_sharded
 from hf_longctx.hf.checkpoints.deferred import defer_weights
-from hf_longctx.hf.checkpoints.sharded import gather_weights
+from hf_longctx.hf.checkpoints.weights import gather_weights
 from hf_longctx.hf.run.placement import Shards
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from hf_longctx.runtime.parameters.gradients import local_shard
-from hf_longctx.runtime.parameters.low_bit import is_low_bit, moment_bytes, own_moment
+from hf_longctx.runtime.parameters.low_bit import PackedMoment, is_low_bit, moment_bytes, own_moment
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, keep_master_weights
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
 
@@ -105,10 +105,11 @@ def moved_to_shards(bits: int) -> list[tuple[Tensor, Tensor, bool]]:
         torch.manual_seed(0)
         stored: Any = optimizer._new_buffer(torch.empty(shape), True)
         stored.copy_(torch.randn(shape))
-        own: Any = local_shard(own_moment(optimizer, "exp_avg", stored, next(model.parameters())))
-        is_few, own = is_low_bit(own), own.dequantize() if is_low_bit(own) else own
         rows = -(-shape[0] // torch.distributed.get_world_size())
         first = torch.distributed.get_rank() * rows
+        parts = [(0, PackedMoment.of(stored))]
+        own: Any = local_shard(own_moment(optimizer, "exp_avg", parts, next(model.parameters()), first))
+        is_few, own = is_low_bit(own), own.dequantize() if is_low_bit(own) else own
         found.append((stored.dequantize()[first : first + rows], own, is_few))
     return found
 

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_longctx.hf.checkpoints.sharded import WHOLE_FOLDER, load_whole_optimizer, load_whole_states, save_whole_states
+from hf_longctx.hf.checkpoints.optimizer_states import (
+    OPTIMIZER_FOLDER,
+    STATES_INDEX,
+    load_states,
+    load_whole_optimizer,
+    save_states,
+    saved_states,
+)
 from hf_longctx.runtime.parameters.gradients import local_shard
 from hf_longctx.runtime.parameters.master_weights import MASTER_WEIGHT, keep_master_weights
 from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
@@ -88,9 +96,10 @@ def saved_in_copies(folder: str) -> list[str]:
         shard_model(each, ("Layer",), shard_mesh("cpu", 2, 60.0))
     optimizer, fresh = optimizer_of(model), optimizer_of(again)
     stepped(model, optimizer)
-    save_whole_states(model, optimizer, folder)
+    control = torch.distributed.group.WORLD
+    save_states(model, optimizer, folder, control)
     torch.distributed.barrier()
-    load_whole_states(again, fresh, folder)
+    load_states(again, fresh, saved_states(folder), control)
     found = []
     for (name, weight), twin in zip(model.named_parameters(), again.parameters(), strict=True):
         kept, read = optimizer.state[weight], fresh.state[twin]
@@ -102,29 +111,30 @@ def saved_in_copies(folder: str) -> list[str]:
 def test_one_copy_of_the_shards_writes_states(ranks, tmp_path: Path) -> None:
     assert ranks(4).run(saved_in_copies, str(tmp_path)) == [[], [], [], []]
     names = {name for name, _ in model_of().named_parameters()}
-    files = [torch.load(tmp_path / WHOLE_FOLDER / f"rank-{rank}.pt", weights_only=True) for rank in range(4)]
-    assert {*files[0]["states"]} ^ {*files[1]["states"]} == names
-    assert [{*each["masters"]} for each in files] == [names, names, set(), set()]
-    assert [bool(each["states"]) for each in files] == [True, True, False, False]
+    files = {file.name: {*load_file(file)} for file in (tmp_path / OPTIMIZER_FOLDER).glob("*.safetensors")}
+    moments = {name: [file for file, keys in files.items() if f"{name}/exp_avg" in keys] for name in names}
+    assert all(len(writers) == 1 for writers in moments.values())
+    for name in names:
+        masters = [file for file, keys in files.items() if f"{name}/{MASTER_WEIGHT}" in keys]
+        pieces = saved_states(tmp_path).weights[name][MASTER_WEIGHT].pieces
+        # two rows of ranks have equal shards
+        assert len(pieces) == 2 and sorted(masters) == sorted({file for file, *_ in pieces})
 
 
 def test_states_go_to_an_optimizer_of_their_class_and_to_the_host(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model)
     stepped(model, optimizer)
-    save_whole_states(model, optimizer, str(tmp_path))
+    save_states(model, optimizer, str(tmp_path), None)
     with pytest.raises(ValueError, match="holds the states of OwnAdamW, but this run has OtherAdamW"):
-        load_whole_states(model, OtherAdamW(model.parameters(), lr=1e-4), str(tmp_path))
+        load_states(model, OtherAdamW(model.parameters(), lr=1e-4), saved_states(tmp_path), None)
     # states as if saved from a device, into a run whose weights lie on one, and its states on the host
-    file = tmp_path / WHOLE_FOLDER / "rank-0.pt"
-    saved = torch.load(file, weights_only=True)
-    for state in saved["states"].values():
-        state["on_device"] = list(state["values"])
-    torch.save(saved, file)
+    file = tmp_path / OPTIMIZER_FOLDER / STATES_INDEX
+    file.write_text(file.read_text().replace('"on_device": false', '"on_device": true'))
     away = model_of().to("meta")
     hosted = OwnAdamW(away.parameters(), lr=1e-4)
     keep_master_weights(hosted, on_host=True)
-    load_whole_states(away, hosted, str(tmp_path))
+    load_states(away, hosted, saved_states(tmp_path), None)
     for weight, twin in zip(model.parameters(), away.parameters(), strict=True):
         kept, read = optimizer.state[weight], hosted.state[twin]
         assert kept.keys() == read.keys() and all(torch.equal(kept[key], read[key]) for key in kept)
