@@ -280,6 +280,8 @@ def _shards(place: Path) -> SavedStates:
         return _rows(loaded(_STATES + name.replace("/", "."), first), first, low, high)
 
     def settings_of(weight: str) -> dict[str, Any]:
+        if weight not in settings:
+            raise ValueError(f"it has no states of {weight}; resume with the model and the optimizer of its run")
         found = {}
         for setting in settings[weight]:
             try:

@@ -315,6 +315,8 @@ def saved_states(folder: str | Path) -> SavedStates:
         return first, PackedMoment(codes, scale, qmap, (stop - first, *weights[weight][key].shape[1:]))
 
     def settings_of(name: str) -> dict[str, Any]:
+        if name not in group_of:
+            raise ValueError(f"it has no states of {name}; resume with the model and the optimizer of its run")
         return {key: _value(value, key) for key, value in group_of[name].items()}
 
     return SavedStates(place, kind, optimizer, weights, settings_of, groups, read)
