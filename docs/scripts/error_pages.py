@@ -129,7 +129,8 @@ SUBJECTS = {
             ),
             "Why one cannot be resumed": (
                 "hf/checkpoints/choice:_size_findings hf/checkpoints/choice:_state_findings "
-                "hf/checkpoints/choice:_plain_findings hf/checkpoints/choice:_unsafe_findings hf/checkpoints/manifest"
+                "hf/checkpoints/choice:_plain_findings hf/checkpoints/choice:_state_file_findings "
+                "hf/checkpoints/choice:_unsafe_findings hf/checkpoints/manifest"
             ),
         },
     ),
@@ -155,7 +156,8 @@ _LEFT_OUT = (
     "runtime/parameters/master_weights:why_no_master_weights runtime/tiles "
     # torch's own words, files that were damaged on purpose, and what only code meets that makes plans or executors by hand
     "__init__ hf/checkpoints/trained_weights:check_sizes hf/data/resume:from_json "
-    "hf/checkpoints/unpickling plan/chunks plan/policies/fill:_check plan/core plan/model recipes/bench "
+    "hf/checkpoints/choice:archive_fault hf/checkpoints/old_shards "
+    "plan/chunks plan/policies/fill:_check plan/core plan/model recipes/bench "
     "plan/pipeline plan/predict "
     "runtime/activations/adapted_projection runtime/activations/engine "
     "runtime/activations/head_pieces runtime/attention runtime/execution runtime/process_groups "

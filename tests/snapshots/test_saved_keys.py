@@ -29,7 +29,8 @@ from helpers.models.tiny_models import ModelCase
 from helpers.ranks.rank_pool import RankPool
 from helpers.trainers.trainer_runs import SKEWED, make_trainer
 from safetensors import safe_open
-from torch.distributed.checkpoint import FileSystemReader
+
+from hf_longctx.hf.checkpoints.optimizer_states import OPTIMIZER_FOLDER, STATES_INDEX
 
 PINNED = Path(__file__).parent / "saved_keys.json"
 NUM_STEPS, NUM_RANKS = 2, 2
@@ -47,7 +48,6 @@ RUNS: dict[str, tuple[ModelCase, dict[str, Any]]] = {
 }
 # files that transformers writes without our help
 _OTHERS = ("config.json", "generation_config.json", "training_args.bin", "README.md", "adapter_config.json")
-_SHARDS = ".metadata"
 # a busy machine is no failure
 _TIMEOUT_S = 250.0
 _AS = "as in "
@@ -76,12 +76,17 @@ def contents(path: Path) -> Any:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as weights:
             return counted([f"{key} {kind_of(weights.get_tensor(key))}" for key in weights.keys()])  # noqa: SIM118
+    if path.match(f"{OPTIMIZER_FOLDER}/{STATES_INDEX}"):
+        index = json.loads(path.read_text())
+        states = [f"state.{weight}.{state}" for weight, found in index["weights"].items() for state in found]
+        settings = [
+            f"param_groups.{each}.{key}" for group in index["groups"] for each in group["weights"] for key in group["settings"]
+        ]
+        return {**fields_of(states + settings), "keys": sorted(index)}
     if path.suffix == ".json":
         return kind_of(json.loads(path.read_text()))
     if path.suffix in (".pt", ".pth"):
         return kind_of(torch.load(path, weights_only=False))
-    if path.name == _SHARDS:
-        return fields_of([str(key) for key in FileSystemReader(path.parent).read_metadata().state_dict_metadata])
     return ""
 
 

@@ -37,7 +37,7 @@ _PARTS = {
 }
 
 
-# of a file, or of a tensor and its first row
+# name of a file, or of a tensor with its first row
 Name = TypeVar("Name", str, tuple[str, int])
 
 

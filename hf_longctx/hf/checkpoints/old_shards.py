@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 logger.addFilter(on_first_rank)
 
 # shards of states, and states of an optimizer that updates whole weights, one file for each rank
-SHARDS_FOLDER, WHOLE_FOLDER = "optimizer_shards", "optimizer_whole"
+SHARDS_FOLDER = "optimizer_shards"
+WHOLE_FOLDER = "optimizer_whole"
 METADATA_FILE = ".metadata"
 # beginnings of the flat names of states and of settings
 _STATES, _GROUPS = "state.", "param_groups."
@@ -357,7 +358,7 @@ def _rows(value: Any, first: int, low: int, high: int) -> Part:
 
 
 def _loaded(file: Any) -> Any:
-    """What torch's restricted reader finds in a file; raises pickle.UnpicklingError for what could run code."""
+    """Reads a file by torch's restricted reader; raises pickle.UnpicklingError for contents that could run code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

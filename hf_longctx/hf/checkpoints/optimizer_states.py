@@ -51,7 +51,8 @@ from hf_longctx.runtime.parameters.master_weights import (
 )
 from hf_longctx.runtime.parameters.whole_weights import has_whole_steps, owns_weight
 
-OPTIMIZER_FOLDER, STATES_INDEX = "optimizer", "index.json"
+OPTIMIZER_FOLDER = "optimizer"
+STATES_INDEX = "index.json"
 # names of dtypes in safetensors files
 _DTYPES = {
     torch.float64: "F64",
@@ -177,7 +178,7 @@ def _file_of(rank: int) -> str:
 
 @dataclass
 class _OwnStates:
-    """What this rank has of the states, in the form of the index, and its tensors by their name in files.
+    """This rank's states in the form of the index, and its tensors by their name in files.
 
     pieces: first row, last row + 1, bits and bytes of each tensor.
     """
@@ -266,7 +267,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with _naming(path) as named, named.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(memoryview(flat[name].cpu().reshape(-1).view(torch.uint8).numpy()))
+            file.write(flat[name].cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager
@@ -409,24 +410,24 @@ def _like(held: Any, value: Any) -> Any:
 
 def _kind_problem(optimizer: Optimizer, saved: SavedStates) -> str:
     """Why an optimizer cannot go on with the states of another; empty if it can."""
-    folder, name, remedy = saved.place.parent, type(optimizer).__name__, "or start from its weights with a fresh optimizer"
+    folder, name = saved.place.parent, type(optimizer).__name__
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if saved.kind != "whole":
         if not has_whole_steps(optimizer):
             return ""
         return (
             f"{folder} holds shards of an optimizer's states, but {name} updates whole weights; resume with the optimizer of its "
-            f"run, {remedy}"
+            f"run, or start from its weights with a fresh optimizer"
         )
     if not has_whole_steps(optimizer) and any(isinstance(weight, DTensor) for weight in weights):
         return (
             f"{folder} holds the states of an optimizer that updates whole weights, but {name} updates shards; resume with the "
-            f"optimizer of its run, {remedy}"
+            f"optimizer of its run, or start from its weights with a fresh optimizer"
         )
     if saved.optimizer != name:
         return (
             f"{folder} holds the states of {saved.optimizer}, but this run has {name}; resume with the optimizer of its run, "
-            f"{remedy}"
+            f"or start from its weights with a fresh optimizer"
         )
     if len(saved.groups) != len(optimizer.param_groups):
         return (

@@ -113,7 +113,7 @@ def train(kind: str, placed: str, folder: str, resume: str) -> dict[str, Any]:
 
 
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks saw."""
+    """Joins the findings of all ranks."""
     return {
         "losses": found[0]["losses"],
         "groups": found[0]["groups"],
