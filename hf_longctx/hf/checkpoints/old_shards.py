@@ -1,4 +1,4 @@
-"""Reads optimizer states as releases up to 0.2.0 wrote them, as states of `optimizer_states.py`, without running code in them.
+"""Reads optimizer states as releases before 0.2.0 wrote them, as states of `optimizer_states.py`, without running code in them.
 
 Shards of torch.distributed.checkpoint (`optimizer_shards`) have a table that plain pickle would read, calling any function that
 the file names. So the names in it are looked at first, by `choice.py` too, so that all ranks refuse a checkpoint together. The

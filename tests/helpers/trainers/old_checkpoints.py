@@ -1,4 +1,4 @@
-"""Trainings whose checkpoints are kept beside the tests, as releases up to 0.2.0 wrote them.
+"""Trainings whose checkpoints are kept beside the tests, as releases before 0.2.0 wrote them.
 
 `save` made the checkpoints, and `resume` on that release the values that tests compare with.
 """
