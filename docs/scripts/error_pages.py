@@ -90,7 +90,7 @@ SUBJECTS = {
         "Memory, plans that do not fit, and steps that fail",
         {
             "Memory and plans that do not fit": (
-                "hf/start/setup hf/start/budget plan/policies plan/groups plan/pipeline/search "
+                "plan/setup hf/start/setup plan/policies plan/groups plan/pipeline/search "
                 "plan/room plan/core/validate:validate_plan plan/planner "
                 "runtime/activations/host_tier runtime/core/host_copies runtime/execution/round"
             ),

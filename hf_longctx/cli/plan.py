@@ -15,7 +15,7 @@ from hf_longctx.cli.terminal import explain, say_refusal
 
 if TYPE_CHECKING:
     from hf_longctx.plan.cost.cost_model import CostModel
-    from hf_longctx.sim.capacity import DeviceMemory
+    from hf_longctx.plan.setup import DeviceMemory
     from hf_longctx.sim.execution import Price
     from hf_longctx.sim.forecast import Forecast
     from hf_longctx.sim.output.json_records import PlanFile

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from hf_longctx.plan.core.settings import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.planning import WeightSeconds
+from hf_longctx.plan.setup import Remedy, fitting_remedies, remedies, wider_job
 from hf_longctx.sim.ablation import AblationRow, Machine, ablation
-from hf_longctx.sim.capacity import Remedy, fitting_remedies, remedies, wider_job
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
 from hf_longctx.sim.memory_use import MemoryUse, has_policies, memory_use
@@ -142,7 +141,7 @@ class Forecast:
         memory, placement = self.scenario.memory, self.scenario.placement
         if self.fullest is None:
             return memory.kept_bytes(self.peak_tokens, placement.is_shared)
-        return self.fullest.peak_bytes - memory.state_bytes(placement.parameters, placement.shard_ranks)
+        return self.fullest.peak_bytes - memory.state_bytes(*placement.sharing)
 
     def share(self, seconds: str) -> float:
         """Share of the rank-seconds of all steps, as for `Execution.share`."""
@@ -250,7 +249,7 @@ def _reshaped(plan: StepPlan, shapes: dict[int, GroupShape]) -> StepPlan:
 
 
 def _check_longest(scenario: Scenario, workload: Workload) -> None:
-    room, most = scenario.longest_tokens, scenario.placement.most_positions
+    room, most = scenario.longest_tokens, scenario.placement.max_length
     if workload.longest <= room:
         return
     if most and workload.longest > most:
@@ -282,11 +281,10 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
     """
     memory, placement = scenario.memory, scenario.placement
     ways = (memory, replace(memory, state_bytes_per_parameter=0))
-    states = max(way.state_bytes(placement.parameters, placement.shard_ranks) for way in ways)
+    states = max(way.state_bytes(*placement.sharing) for way in ways)
     device_bytes = memory.usable_bytes - states
-    reruns = may_rerun(memory.model, placement.parameters)
     shape = placement.largest_shape(memory.model)
-    budget = Budget(shape.degree, device_bytes, memory.host_bytes, reruns, shape.ulysses)
+    budget = Budget(shape.degree, device_bytes, memory.host_bytes, placement.reruns(memory.model), shape.ulysses)
     rows = longest_rows(scenario.costs, budget)
     # the first one keeps everything
     return rows[:1] if scenario.kept_because else rows

@@ -14,7 +14,7 @@ from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.predict.pipeline_run import run_alone
 from hf_longctx.plan.room.room import policy_reason
-from hf_longctx.sim.capacity import DeviceMemory
+from hf_longctx.plan.setup import DeviceMemory
 from hf_longctx.sim.execution import Execution
 
 

@@ -100,7 +100,7 @@ def settings_of(scenario: Scenario) -> tuple[Setting, ...]:
     if memory.keeps_everything:
         return (Setting(KEPT, CheckpointedCosts.of(scenario.costs, KEPT), scenario.kept_tokens, 0, ""),)
     byte_model = ByteModel(memory.model)
-    left_bytes = memory.left_bytes(placement.parameters, placement.shard_ranks)
+    left_bytes = memory.left_bytes(*placement.sharing)
     like = document_load(memory.model.num_layers, placement.largest_shape(memory.model))
     found = []
     for checkpointing in CHECKPOINTINGS:

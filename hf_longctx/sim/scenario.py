@@ -6,8 +6,9 @@ Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user lef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,24 @@ from hf_longctx.plan.core.settings import (
     check_degrees,
     default_degrees,
 )
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import PARAMETERS
 from hf_longctx.plan.cost.catalog import with_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
-from hf_longctx.plan.memory.lora import lora_adapters
-from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
 from hf_longctx.plan.model.model_spec import ModelSpec, PackedSpec
-from hf_longctx.sim.capacity import DeviceMemory, Placement, can_leave, fitting_remedies
+from hf_longctx.plan.setup import (
+    DeviceMemory,
+    Lengths,
+    Measured,
+    Place,
+    Placement,
+    Setup,
+    Wishes,
+    build_setup,
+    can_leave,
+    fitting_remedies,
+    lora_adapters,
+)
 from hf_longctx.sim.models import kept_because, kernels_of, most_positions, read_model, short_name
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
@@ -43,8 +54,6 @@ def optimizer_of(moment_bytes: float) -> str:
     return next((name for name, num_bytes in MOMENT_BYTES.items() if num_bytes == moment_bytes), "adamw_torch")
 
 
-# parameters are replicated by choice only if a rank still has room for this many tokens
-_LEAST_TOKENS = 512
 # elements of the largest heads that FlashAttention takes
 _MOST_HEAD_DIM = 256
 
@@ -83,8 +92,8 @@ class Request:
     expert_ranks: int = 0
     bf16_updates: bool = False
     optim: str = "adamw_torch"
-    optimizer_states: str = "device"
-    layer_weights: str = "device"
+    optimizer_states: Place = "device"
+    layer_weights: Place = "device"
     network_gbit: float = 0.0
     name: str = ""
     compile_layers: bool | None = None
@@ -99,17 +108,35 @@ class Scenario:
 
     model_name: str
     hardware_name: str
-    costs: CostModel
-    memory: DeviceMemory
-    placement: Placement
-    solver: Solver
+    setup: Setup
     notes: tuple[str, ...] = ()
-    solver_time_limit_s: float = 10.0
     kept_because: str = ""
 
     @property
+    def costs(self) -> CostModel:
+        return self.setup.costs
+
+    @property
+    def memory(self) -> DeviceMemory:
+        return self.setup.memory
+
+    @property
+    def placement(self) -> Placement:
+        return self.setup.placement
+
+    @property
+    def planner_config(self) -> PlannerConfig:
+        """Planner settings of a run on these devices."""
+        return self.setup.planner
+
+    @property
+    def budget(self) -> ActivationBudget | None:
+        """Memory for activation policies besides the states; None if all activations are kept."""
+        return self.setup.planner.activations
+
+    @property
     def tokens_per_rank(self) -> int:
-        """Most tokens that a plan may put on a rank."""
+        """Most tokens that a plan may put on a rank; 0 if there is no room for one."""
         return self.placement.tokens_per_rank(self.memory)
 
     @property
@@ -118,30 +145,19 @@ class Scenario:
         return self.placement.kept_tokens(self.memory)
 
     @property
-    def budget(self) -> ActivationBudget | None:
-        """Memory for activation policies besides the states; None if all activations are kept."""
-        return self.memory.budget(self.placement.parameters, self.placement.shard_ranks, self.placement.is_shared)
-
-    @property
     def longest_tokens(self) -> int:
-        return self.placement.longest_tokens(self.memory)
+        """Tokens of the longest sequence that fits and has positions."""
+        return min(self.setup.room_tokens, self.placement.max_length or self.setup.room_tokens)
 
     @property
     def held_tokens(self) -> int:
         """Tokens of the longest sequence that fits, whatever positions the model has."""
-        return replace(self.placement, most_positions=0).longest_tokens(self.memory)
+        return replace(self.placement, max_length=0).longest_tokens(self.memory)
 
     @property
     def may_recompute(self) -> bool:
         """Whether everything is kept since the user says so, and for no other reason."""
         return self.memory.keeps_everything and not (self.memory.is_measured or self.kept_because)
-
-    @property
-    def planner_config(self) -> PlannerConfig:
-        """Planner settings of a run on these devices."""
-        degrees, limit_s = self.placement.degrees, self.solver_time_limit_s
-        limits: dict[str, Any] = {"activations": self.budget, "longest_tokens": self.longest_tokens}
-        return PlannerConfig(self.tokens_per_rank, degrees, self.solver, solver_time_limit_s=limit_s, **limits)
 
 
 def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
@@ -151,12 +167,6 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"{request.optim} keeps its moments on the device; leave --optimizer-states {request.optimizer_states} out, or use "
             f"--optim adamw_torch"
         )
-    if request.layer_weights != "device" and not request.parameters:
-        request = replace(request, parameters="sharded")
-    if request.layer_weights == "auto":
-        return _with_chosen_layers(request, must_fit)
-    if request.optimizer_states == "auto":
-        return _with_chosen_states(request, must_fit)
     profile = read_profile(request.hardware)
     compiles = _is_gpu(profile.spec.name) if request.compile_layers is None else request.compile_layers
     kernels = kernels_of(request.model) if compiles else {}
@@ -170,7 +180,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
     model, notes = _model(request, profile.spec.name, calibration, kernels)
     if request.expert_ranks:
-        request, model = _spread(request, model)
+        model = _spread(request, model)
         notes.append(
             "tokens travel to experts on other ranks: seconds and bytes are those of experts that are chosen equally often"
         )
@@ -198,84 +208,64 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             "rings were not measured there, so the cost of their extra tiles is unknown and counted as zero; --method ulysses "
             "uses measured costs only"
         )
+    measured = Measured(CostModel(model, cluster, coefficients), memory, is_given=memory.is_measured)
+    setup = build_setup(measured, _wishes(request, model), Lengths(lambda: request.longest_tokens), partial(_check, request))
+    notes += setup.notes
+    scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept)
+    if must_fit:
+        _check_fits(scenario)
+    return scenario
+
+
+def _wishes(request: Request, model: ModelSpec) -> Wishes:
+    """The options that the setup follows; raises ValueError for those that contradict each other."""
     if request.solver not in SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}; choose one of these")
     if min(request.degrees, default=1) < 1:
         raise ValueError(f"degrees {request.degrees} hold a number below 1; give positive numbers of ranks, for example 1,2,4,8")
     degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
     check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
-    placement = _placement(request, memory, degrees, notes)
-    if request.layer_weights == "host":
-        _check_layers_leave(memory, placement)
-    if (host_states := memory.host_states(placement.parameters, placement.shard_ranks)) > memory.host_bytes:
-        raise ValueError(
-            f"{_on_host(request)} {host_states / _GIB:.1f} GiB of host memory on each rank, which has "
-            f"{memory.host_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
-        )
-    memory = replace(memory, host_bytes=memory.host_bytes - host_states)
-    costs = CostModel(
-        model,
-        cluster,
-        coefficients,
+    if request.shard_ranks and request.parameters == "replicated":
+        raise ValueError(f"--shard-ranks {request.shard_ranks} has no effect with --parameters replicated; leave one of them out")
+    shard_ranks = request.shard_ranks or request.num_ranks
+    if not 1 <= shard_ranks <= request.num_ranks or request.num_ranks % shard_ranks:
+        raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
+    is_sharded = request.shard_ranks or request.expert_ranks or request.layer_weights != "device"
+    parameters = request.parameters or ("sharded" if is_sharded else "")
+    if parameters and parameters not in PARAMETERS:
+        raise ValueError(f"parameters {parameters!r} is not one of {', '.join(PARAMETERS)}; choose one of these")
+    return Wishes(
+        PlannerConfig(1, degrees, request.solver, solver_time_limit_s=request.solver_time_limit_s),
         method=request.method,
-        parameters=placement.parameters,
-        shard_ranks=placement.shard_ranks,
+        parameters=parameters,
+        shard_ranks=request.shard_ranks,
+        expert_ranks=request.expert_ranks,
+        tokens_per_rank=request.tokens_per_rank,
+        max_length=most_positions(request.model, model),
+        optimizer_states=request.optimizer_states,
+        layer_weights=request.layer_weights,
     )
-    scenario = Scenario(
-        request.name or request.model,
-        request.hardware,
-        costs,
-        memory,
-        placement,
-        request.solver,
-        tuple(notes),
-        request.solver_time_limit_s,
-        kept,
-    )
-    if must_fit:
-        _check_fits(scenario)
-    return scenario
 
 
-def _tokens_or_problem(request: Request) -> tuple[int, str]:
-    """Tokens of the longest sequence of a scenario; 0 and the reason where it cannot be."""
-    try:
-        return build_scenario(request, must_fit=False).longest_tokens, ""
-    except ValueError as error:
-        return 0, str(error)
-
-
-def _with_chosen_states(request: Request, must_fit: bool) -> Scenario:
-    """The scenario with the optimizer's states on the device or the host, as a run chooses; a note says why.
-
-    Without sequences the longest that is wanted is the model's limit, as in a run.
-    """
-    on_device = build_scenario(replace(request, optimizer_states="device"), must_fit=False)
-    host_tokens, problem = _tokens_or_problem(replace(request, optimizer_states="host"))
-    memory, placement = on_device.memory, on_device.placement
-    on_host = replace(memory, model=replace(memory.model, updates_on_host=True))
-    place = StatesPlace(
-        request.longest_tokens or on_device.costs.model.max_positions,
-        on_device.longest_tokens,
-        host_tokens,
-        memory.state_bytes(placement.parameters, placement.shard_ranks),
-        memory.usable_bytes,
-        on_host.host_states(placement.parameters, placement.shard_ranks),
-        memory.host_bytes,
-        problem,
-    )
-    chosen = build_scenario(replace(request, optimizer_states="host" if place.on_host else "device"), must_fit)
-    return replace(chosen, notes=(*chosen.notes, place.line()))
-
-
-def _with_chosen_layers(request: Request, must_fit: bool) -> Scenario:
-    """The scenario with shards of layers on the device or the host, as a run chooses; a note says why."""
-    on_device = build_scenario(replace(request, layer_weights="device"), must_fit=False)
-    host_tokens, problem = _tokens_or_problem(replace(request, layer_weights="host"))
-    wanted = request.longest_tokens or on_device.costs.model.max_positions
-    place = LayersPlace(wanted, on_device.longest_tokens, host_tokens, problem)
-    chosen = build_scenario(replace(request, layer_weights="host" if place.on_host else "device"), must_fit)
-    return replace(chosen, notes=(*chosen.notes, place.line()))
+def _check(request: Request, setup: Setup, measured: Measured) -> None:
+    """Raise ValueError if states or layers cannot lie on the host."""
+    memory, placement, free_bytes = setup.memory, setup.placement, measured.memory.host_bytes
+    states_away, layers_away = memory.model.updates_on_host, memory.model.layers_on_host
+    if memory.is_measured and states_away:
+        raise ValueError(
+            f"the memory of {request.model} on {request.hardware} was measured with the optimizer's states on the device; leave "
+            f"--optimizer-states out"
+        )
+    if layers_away:
+        _check_layers_leave(memory, placement)
+    if (host_states := memory.host_states(*placement.sharing)) > free_bytes:
+        named = ["--optimizer-states host"] * memory.model.updates_on_host + [
+            "--layer-weights host"
+        ] * memory.model.layers_on_host
+        raise ValueError(
+            f"{' and '.join(named)} {'need' if len(named) > 1 else 'needs'} {host_states / _GIB:.1f} GiB of host memory on each "
+            f"rank, which has {free_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
+        )
 
 
 def _is_gpu(hardware: str) -> bool:
@@ -303,11 +293,6 @@ def _model(
             f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
             f"leave it out"
         )
-    if calibration and request.optimizer_states == "host":
-        raise ValueError(
-            f"the memory of {request.model} on {request.hardware} was measured with the optimizer's states on the device; leave "
-            f"--optimizer-states out"
-        )
     if MOMENT_BYTES[request.optim] and calibration:
         raise ValueError(
             f"the memory of {request.model} on {request.hardware} was measured with plain AdamW; leave --optim {request.optim} "
@@ -317,8 +302,6 @@ def _model(
         read_model(request.model, BYTES_PER_ELEMENT[request.dtype or "bfloat16"]),
         # adapters are fp32 themselves
         has_master_weights=not (request.bf16_updates or request.lora_rank),
-        updates_on_host=request.optimizer_states == "host",
-        layers_on_host=request.layer_weights == "host",
         moment_bytes=MOMENT_BYTES[request.optim],
     )
     is_plain = calibration is not None and normal_name(calibration.model) == normal_name(short_name(request.model))
@@ -379,8 +362,8 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False, cuts_heads=False)
 
 
-def _spread(request: Request, model: ModelSpec) -> tuple[Request, ModelSpec]:
-    """The request and `model` with experts spread over the ranks that share one copy of sharded parameters, as a run would."""
+def _spread(request: Request, model: ModelSpec) -> ModelSpec:
+    """The model with experts spread over the ranks that share one copy of sharded parameters, as a run would."""
     experts, ranks = model.experts, request.expert_ranks
     if not experts.num_experts or ranks < 2 or experts.num_experts % ranks or request.num_ranks % ranks:
         raise ValueError(
@@ -392,7 +375,7 @@ def _spread(request: Request, model: ModelSpec) -> tuple[Request, ModelSpec]:
             f"--expert-ranks {ranks} spreads experts over the ranks that share sharded parameters; use --parameters sharded and "
             f"--shard-ranks {ranks}, or leave both out"
         )
-    return replace(request, parameters="sharded", shard_ranks=ranks), replace(model, experts=replace(experts, num_ranks=ranks))
+    return replace(model, experts=replace(experts, num_ranks=ranks))
 
 
 def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSpec:
@@ -448,39 +431,6 @@ def _measured_or_assumed(
     return with_adapters(calibration.coefficients, model), memory
 
 
-def _placement(request: Request, memory: DeviceMemory, degrees: tuple[int, ...], notes: list[str]) -> Placement:
-    if request.shard_ranks and request.parameters == "replicated":
-        raise ValueError(f"--shard-ranks {request.shard_ranks} has no effect with --parameters replicated; leave one of them out")
-    shard_ranks = request.shard_ranks or request.num_ranks
-    if not 1 <= shard_ranks <= request.num_ranks or request.num_ranks % shard_ranks:
-        raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
-    wanted = request.parameters or ("sharded" if request.shard_ranks else "replicated")
-    parameters = _as_parameters(wanted)
-    per_node = request.ranks_per_node or min(8, request.num_ranks)
-    whole = Placement(request.num_ranks, parameters, 1, degrees, request.method, request.tokens_per_rank, per_node)
-    whole = replace(whole, most_positions=most_positions(request.model, memory.model))
-    if parameters != "replicated":
-        return replace(whole, shard_ranks=shard_ranks)
-    sharded = replace(whole, parameters="sharded", shard_ranks=shard_ranks)
-    if not (request.parameters or request.longest_tokens or request.num_ranks == 1):
-        # nothing is said of lengths, so the longest sequence is asked for
-        longest = {way: way.longest_tokens(memory) for way in (whole, sharded)}
-        if longest[sharded] > longest[whole] or not longest[whole]:
-            notes.append(
-                f"states are sharded over {shard_ranks} ranks, which holds the longest sequence; replicated, "
-                + _replicated_instead(memory, longest[whole])
-            )
-            return sharded
-        return whole
-    # kept activations cost no time, so shard the states before recomputing anything
-    has_tokens = memory.tokens_per_rank("replicated", 1, whole.is_shared) >= _LEAST_TOKENS
-    has_room = has_tokens and degrees[-1] * whole.kept_tokens(memory) >= request.longest_tokens
-    if request.parameters or request.num_ranks == 1 or has_room:
-        return whole
-    notes.append(f"states are sharded over {shard_ranks} ranks: replicated, {_replicated_instead(memory, 0)}")
-    return sharded
-
-
 def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
     """Raise ValueError if shards of layers cannot lie on the host while a step computes."""
     if placement.parameters != "sharded" or placement.shard_ranks == 1:
@@ -498,35 +448,12 @@ def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
         raise ValueError("--layer-weights host moves neither weights in four bits nor experts that are spread; leave it out")
 
 
-def _on_host(request: Request) -> str:
-    """Options that need host memory, with their verb."""
-    named = {"--optimizer-states host": request.optimizer_states, "--layer-weights host": request.layer_weights}
-    found = [option for option, place in named.items() if place == "host"]
-    return f"{' and '.join(found)} {'need' if len(found) > 1 else 'needs'}"
-
-
-def _replicated_instead(memory: DeviceMemory, longest_tokens: int) -> str:
-    """Consequence of replicated states: tokens that they hold, or bytes that are missing."""
-    if longest_tokens:
-        return f"they would hold {longest_tokens:,} tokens"
-    states = memory.state_bytes("replicated", 1)
-    return f"they would need {states / _GIB:.1f} GiB per rank; {memory.usable_bytes / _GIB:.1f} GiB are usable"
-
-
-def _as_parameters(text: str) -> Parameters:
-    names: Sequence[Parameters] = ("replicated", "gathered_per_round", "sharded")
-    for name in names:
-        if name == text:
-            return name
-    raise ValueError(f"parameters {text!r} is not one of {', '.join(names)}; choose one of these")
-
-
 def _check_fits(scenario: Scenario) -> None:
     """Raise ValueError with numbers and remedies if the states leave no room for a single token."""
     if scenario.tokens_per_rank >= 1:
         return
     memory, placement = scenario.memory, scenario.placement
-    states = memory.state_bytes(placement.parameters, placement.shard_ranks)
+    states = memory.state_bytes(*placement.sharing)
     over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
     resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
     if resting > memory.usable_bytes:

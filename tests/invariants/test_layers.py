@@ -26,11 +26,14 @@ plan.model  plan.solver  runtime.activations  runtime.tiles
 plan.chunks  plan.cost  plan.memory  runtime.attention  runtime.parameters
 page  plan.groups  plan.policies  runtime.process_groups  runtime.states  sim.models  sim.workloads
 hf.config
-hf.ranks  plan.predict  runtime.execution  sim.baselines  sim.capacity
-hf.models  plan.room  runtime.measure  sim.execution  sim.longest  sim.scenario
+hf.ranks  plan.predict  runtime.execution  sim.baselines
+hf.models  plan.room  runtime.measure  sim.execution  sim.longest
 hf.checkpoints  plan.pipeline
-plan.planner  sim.memory_use
-plan.stage_count  sim.rivals  sim.run_replay
+plan.planner
+plan.stage_count
+plan.setup
+sim.memory_use  sim.scenario
+sim.rivals  sim.run_replay
 hf.planning  sim.ablation
 hf.data  sim.forecast
 hf.rules  sim.output

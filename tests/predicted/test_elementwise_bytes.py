@@ -22,8 +22,8 @@ from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, Seq
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import default_coefficients, elementwise_bytes, replayed_bytes
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.setup import lora_adapters
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.host_copies import PlainCopies

@@ -25,7 +25,6 @@ from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.memory.layer import LayerBytes, Load
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
     held_bytes,
@@ -33,6 +32,7 @@ from hf_longctx.plan.memory.saved_tensors import (
     saved_token_bytes,
 )
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.setup import lora_adapters
 from hf_longctx.recipes.bench.one_document import checkpointed_layer_bytes
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from helpers.plans.forecasts import LENGTHS, TOKEN_BYTES, cost_model, forecast, scenario
+from helpers.plans.forecasts import LENGTHS, TOKEN_BYTES, changed, cost_model, forecast, scenario
 
 from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.serialize import plan_digest
@@ -42,7 +42,7 @@ def test_the_peak_is_that_of_the_memory_model() -> None:
 
 def test_the_peak_of_a_measured_model_is_the_measured_one() -> None:
     own = scenario()
-    found = forecast(of=replace(own, memory=replace(own.memory, saved_bytes_per_token=1500, state_bytes_per_parameter=18)))
+    found = forecast(of=changed(own, memory=replace(own.memory, saved_bytes_per_token=1500, state_bytes_per_parameter=18)))
     # 1312 parameters of 18 bytes over four ranks
     assert found.steps[0].plan.estimate.peak_bytes == 5_904 + found.peak_tokens * 1500
 
@@ -91,7 +91,7 @@ def test_every_static_degree_has_its_seconds_or_the_reason_against_it() -> None:
 
 def test_the_same_groups_by_another_method_are_priced_as_that_method() -> None:
     own = scenario()
-    free = replace(own, costs=replace(own.costs, method="auto"), placement=replace(own.placement, method="auto"))
+    free = changed(own, costs=replace(own.costs, method="auto"), placement=replace(own.placement, method="auto"))
     found = forecast(of=free)
     choices = {choice.name: choice for choice in found.alternatives if "alone" in choice.name}
     used = {group.method for mb in found.steps[0].plan.micro_batches for group in mb.groups if group.degree > 1}
@@ -154,7 +154,7 @@ def test_one_token_too_many_is_refused() -> None:
 
 def test_a_job_wide_enough_for_the_longest_sequence_is_named() -> None:
     own = scenario()
-    free = replace(own, placement=replace(own.placement, method="auto"))
+    free = changed(own, placement=replace(own.placement, method="auto"))
     # eight ranks hold 8 * ((80,000 - 2,624 - 10,496) // 1516 = 44), sixteen 16 * 44
     with pytest.raises(ValueError, match=r"or --gpus 16 \(holds 704\)"):
         forecast((500, 197, 30), of=free)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.forecasts import LENGTHS, MEMORY, MODEL, cost_model, forecast, scenario
+from helpers.plans.forecasts import LENGTHS, MEMORY, MODEL, changed, cost_model, forecast, scenario
 
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import (
@@ -23,8 +23,8 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import class_bytes
+from hf_longctx.plan.setup import lora_adapters
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
@@ -38,7 +38,7 @@ KEPT = 168
 def engine(**changes: int) -> Scenario:
     """The toy scenario with the activation engine, as a run would plan it."""
     own = scenario()
-    return replace(own, memory=replace(own.memory, keeps_everything=False, **changes))
+    return changed(own, memory=replace(own.memory, keeps_everything=False, **changes))
 
 
 def test_a_sequence_above_what_is_kept_is_planned_and_others_recompute_for_it() -> None:
@@ -79,9 +79,9 @@ def test_host_memory_that_is_used_shows_with_its_reason() -> None:
 
 def test_a_bound_on_tokens_holds_for_the_engine_too() -> None:
     own = engine()
-    bound = replace(own, placement=replace(own.placement, max_tokens_per_rank=50))
+    bound = changed(own, placement=replace(own.placement, max_tokens_per_rank=50))
     assert (bound.tokens_per_rank, bound.kept_tokens, bound.planner_config.tokens_per_rank) == (50, 42, 50)
-    assert replace(own, placement=replace(own.placement, max_tokens_per_rank=20)).kept_tokens == 20
+    assert changed(own, placement=replace(own.placement, max_tokens_per_rank=20)).kept_tokens == 20
 
 
 def test_what_fits_is_planned_as_if_there_were_no_engine() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.plans.forecasts import COEFFICIENTS, LENGTHS, MODEL, scenario
+from helpers.plans.forecasts import COEFFICIENTS, LENGTHS, MODEL, changed, scenario
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ from hf_longctx.sim.scenario import Request, Scenario, build_scenario
 def engine(**changes: int) -> Scenario:
     """The toy scenario, in which everybody may recompute."""
     own = scenario()
-    return replace(own, memory=replace(own.memory, keeps_everything=False, **changes))
+    return changed(own, memory=replace(own.memory, keeps_everything=False, **changes))
 
 
 def test_a_static_run_by_hand() -> None:
@@ -94,7 +94,7 @@ def test_where_everything_fits_checkpointing_only_costs_time(lengths: list[int])
 def test_more_memory_makes_no_static_run_slower(steps: list[list[int]]) -> None:
     """Degrees and checkpointings that fit a device fit a larger one; the best size of micro-batches is searched, hence 5 %."""
     own = engine()
-    larger = replace(own, memory=replace(own.memory, usable_bytes=2 * own.memory.usable_bytes))
+    larger = changed(own, memory=replace(own.memory, usable_bytes=2 * own.memory.usable_bytes))
     limit = max(max(lengths) for lengths in steps)
     few, more = (sum(row[0].step_s for row in Rivals(each, steps, limit).baselines()) for each in (own, larger))
     assert not few or more <= 1.05 * few
@@ -149,7 +149,7 @@ def test_a_run_that_keeps_everything_compares_layouts() -> None:
     assert (only.checkpointing, only.label, only.tokens_per_rank) == (KEPT, "", 42)
     (choices,) = Rivals(scenario(), [LENGTHS], 120).baselines()
     assert all(choice.label in (f"{choice.name} <{choice.degree}>", choice.name) for choice in choices)
-    bound = replace(engine(), placement=replace(engine().placement, max_tokens_per_rank=20))
+    bound = changed(engine(), placement=replace(engine().placement, max_tokens_per_rank=20))
     assert [setting.tokens_per_rank for setting in settings_of(bound)] == [20] * 3
 
 

@@ -16,10 +16,9 @@ from hf_longctx.plan.cost.cost_model import backward_share, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.model.config import kernel_fields
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.sim.capacity import remedies
+from hf_longctx.plan.setup import lora_adapters, remedies
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.models import read_model
 from hf_longctx.sim.output.summary import forecast_summary, run_settings
@@ -282,7 +281,7 @@ def test_no_sequence_is_longer_than_a_position_table(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 600 tokens, but .* has 512 positions, which nothing extends; .* --limit 512"):
         make_forecast(table, lengths, 1, 1, 0)
     # named shapes may be made with more
-    assert build_scenario(GPT).placement.most_positions == 0
+    assert build_scenario(GPT).placement.max_length == 0
 
 
 def test_measured_seconds_are_halved_alike() -> None:

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 
 from hf_longctx.hf.models.states import KERNELS
 from hf_longctx.hf.ranks.launch import host_bytes
-from hf_longctx.hf.start.settings.advice import allocator_advice
+from hf_longctx.hf.start.setup import allocator_advice
 from hf_longctx.runtime.tiles.packages import active_flash
 from hf_longctx.runtime.tiles.tile import attention_backend
 

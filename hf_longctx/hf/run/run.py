@@ -63,12 +63,12 @@ from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
-from hf_longctx.hf.start.budget import Beside
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
-from hf_longctx.hf.start.setup import RunSetup, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
+from hf_longctx.hf.start.setup import Beside, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.setup import Setup
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
@@ -154,7 +154,7 @@ class _Checked:
 class _Basis:
     """The basis of plans."""
 
-    setup: RunSetup
+    setup: Setup
     sets: SequenceSets
     fused: FusedLayers
     # names the kernels of layers; empty if there are none
@@ -167,7 +167,7 @@ class Run:
 
     config: LongContextConfig
     args: TrainingArguments
-    setup: RunSetup
+    setup: Setup
     # the process group for messages between all ranks
     control: dist.ProcessGroup | None
     # the sets that are read under plans; empty if a stock loader reads them
@@ -450,7 +450,7 @@ def _try(checked: _Checked, run: Run, test: SelfTest | None, mesh: DeviceMesh | 
 
 
 def _tested_again(
-    model: nn.Module, setup: RunSetup, args: TrainingArguments, place: RunPlace, control: dist.ProcessGroup | None
+    model: nn.Module, setup: Setup, args: TrainingArguments, place: RunPlace, control: dist.ProcessGroup | None
 ) -> str:
     """Runs the self-test once more, on a model that is whole and at rest. Collective.
 
@@ -533,7 +533,7 @@ def _lone_stage_problems(facts: ModelFacts) -> list[str]:
     ]
 
 
-def _own_stage(setup: RunSetup, model: Any) -> StageModel:
+def _own_stage(setup: Setup, model: Any) -> StageModel:
     """Cuts `model` to this rank's pipeline stage and describes the stage; without a pipeline, all of `model` is one stage."""
     if setup.num_stages == 1:
         return whole_model(model, num_attention_layers(model))
@@ -545,7 +545,7 @@ def _own_stage(setup: RunSetup, model: Any) -> StageModel:
     return described
 
 
-def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArguments) -> DeviceMesh | None:
+def _new_mesh(config: LongContextConfig, setup: Setup, args: TrainingArguments) -> DeviceMesh | None:
     """Makes the mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
         return shard_mesh(args.device.type, setup.costs.shard_ranks, args.ddp_timeout, setup.num_stages)
@@ -556,7 +556,7 @@ def _new_mesh(config: LongContextConfig, setup: RunSetup, args: TrainingArgument
 
 def _placement(
     config: LongContextConfig,
-    setup: RunSetup,
+    setup: Setup,
     args: TrainingArguments,
     stage: StageModel,
     mesh: DeviceMesh | None,

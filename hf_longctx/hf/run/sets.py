@@ -27,8 +27,9 @@ from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_
 from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
-from hf_longctx.hf.start.setup import RunSetup, settings_for
+from hf_longctx.hf.start.setup import settings_for
 from hf_longctx.hf.start.stages import own_stage
+from hf_longctx.plan.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class SequenceSets:
         self,
         config: LongContextConfig,
         args: TrainingArguments,
-        setup: RunSetup,
+        setup: Setup,
         control: dist.ProcessGroup | None,
         task: HeadTask = NEXT_TOKEN,
         collation: Collation | None = None,
@@ -259,7 +260,7 @@ class SequenceSets:
         setup = self.setup
         if not setup.room_tokens < num_tokens <= setup.max_length or setup.num_stages > 1:
             return ""
-        found = settings_for(self.config, setup.costs, setup.planner.degrees, setup.planner.activations, num_tokens)
+        found = settings_for(self.config, setup, num_tokens)
         return f"; memory would hold it, by formula, with {found}" if found else ""
 
     def _cut(self, scan: DatasetScan) -> SequenceIndex:

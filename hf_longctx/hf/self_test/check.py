@@ -56,8 +56,8 @@ from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_l
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, HiddenTrace, Rows, RunPlace, Specimen, agreed_errors, differences, largest
 from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
-from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.plan.core.types import Span, StepPlan
+from hf_longctx.plan.setup import Setup
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, SquaredError, TokenLoss, ValueLoss
 from hf_longctx.runtime.process_groups import GroupPool
 
@@ -86,7 +86,7 @@ class SelfTest:
     exact: ReducedCopy
     # copy in the run's own precision, if that differs
     working: ReducedCopy | None
-    setup: RunSetup
+    setup: Setup
     lengths: tuple[int, ...]
     dtype: torch.dtype
     is_autocast: bool
@@ -98,7 +98,7 @@ class SelfTest:
 
     @classmethod
     def of(
-        cls, facts: ModelFacts, setup: RunSetup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
+        cls, facts: ModelFacts, setup: Setup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
     ) -> SelfTest | None:
         """Copies a model, which will run under plans of `setup`; returns None, and logs why, if the test cannot run.
 
@@ -352,7 +352,7 @@ def _only_last(rows: Rows, document: int) -> Rows:
     ]
 
 
-def _free_bytes(model: Any, device: torch.device, setup: RunSetup) -> int:
+def _free_bytes(model: Any, device: torch.device, setup: Setup) -> int:
     """Returns the bytes that are free for the copies on this rank."""
     free = host_bytes()[0] // setup.costs.cluster.ranks_per_node
     if device.type != "cuda":

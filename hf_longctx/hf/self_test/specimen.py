@@ -38,9 +38,9 @@ from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy
-from hf_longctx.hf.start.setup import RunSetup
 from hf_longctx.plan.core.sharding import Piece, head_shares, is_lent, lent_order, lent_pieces, rank_pieces, running_stages
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPlan
+from hf_longctx.plan.setup import Setup
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.dropout import keys_of
@@ -252,7 +252,7 @@ class RunPlace:
 class Specimen:
     """A reduced copy, placed like the model (replicated, sharded, in stages), that runs plainly and under plans."""
 
-    def __init__(self, reduced: ReducedCopy, is_autocast: bool, setup: RunSetup, place: RunPlace) -> None:
+    def __init__(self, reduced: ReducedCopy, is_autocast: bool, setup: Setup, place: RunPlace) -> None:
         self.reduced, self.setup, self.place = reduced, setup, place
         self.pool, self.device, mesh, device = place.pool, place.device, place.mesh, place.device
         self.model, self.layers = reduced.model, reduced.layers

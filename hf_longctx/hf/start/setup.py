@@ -1,4 +1,4 @@
-"""Sets up a run before its first step: checks on every rank, then the limits and costs with which planning starts."""
+"""Set up a run before its first step: checks on every rank, then what `plan/setup.py` needs to know of model and machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,36 +31,40 @@ from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, host_bytes
 from hf_longctx.hf.rules.arguments import launch_problems, low_bits, setup_problems, stage_ranks
-from hf_longctx.hf.start.budget import Beside, activation_budget, describe_states, rank_memory
-from hf_longctx.hf.start.settings.advice import allocator_advice, fitting_settings, run_memory, slow_tiles, threads_advice
 from hf_longctx.hf.start.stages import sampled_lengths
-from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, GroupMethod, PlannerConfig, all_degrees, default_degrees
+from hf_longctx.plan.core.settings import ClusterSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
-from hf_longctx.plan.core.types import Parameters, Ranges
+from hf_longctx.plan.core.types import Ranges
 from hf_longctx.plan.cost.catalog import spec_name, without_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
-from hf_longctx.plan.memory.states_place import LayersPlace, StatesPlace
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.pipeline.stages import balanced_ranges
-from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.policies.fit import longest_alone
-from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
+from hf_longctx.plan.setup import (
+    Agree,
+    DeviceMemory,
+    Lengths,
+    Measured,
+    Setup,
+    Wishes,
+    build_setup,
+    fitting_remedies,
+    shared_parameters,
+)
 from hf_longctx.runtime.measure import copy_rate
 from hf_longctx.runtime.parameters.low_bit import moment_bytes
 from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.packages import active_flash
 from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
 from hf_longctx.runtime.tiles.tile import attention_backend
-from hf_longctx.sim.capacity import Placement
 
 logger = logging.getLogger(__name__)
 
-# stop bisecting for the longest sequence of a pipeline at a hundredth of its length
-_ROOM_PRECISION = 100
+# share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
+# plans need of it is pinned, at some tenths of a second per GiB
+_HOST_SHARE, _MOST_HOST_BYTES = 0.5, 64 * 2**30
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -71,30 +76,14 @@ class TrainingRows:
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """Basis of a run's plans: the cost model before anything is measured, the planner's limits, the longest sequence.
+class Beside:
+    """Parts of a run beside its model.
 
-    ranges: layer ranges of every pipeline stage; without a pipeline there is one stage. max_length: the most tokens of a
-    sequence by the settings. room_tokens: the most tokens of a sequence that memory holds. placeholders: token ids that stand
-    for padding, images, sound or video, which no row may have. states_line: where optimizer states lie and why, if the run chose.
+    reference_bytes: bytes of a reference model. kernels: fields of `ModelSpec` that say of what its layers have kernels.
     """
 
-    costs: CostModel
-    planner: PlannerConfig
-    max_length: int
-    ranges: Ranges
-    room_tokens: int
-    placeholders: tuple[int, ...] = ()
-    states_line: str = ""
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.ranges)
-
-    def in_one_micro_batch(self) -> RunSetup:
-        """The setup of a run whose steps are one micro-batch, in which nothing is cut into slices."""
-        planner = replace(self.planner, one_micro_batch=True)
-        return replace(self, planner=planner, room_tokens=self.room_tokens if self.num_stages > 1 else planner.room_tokens)
+    reference_bytes: int = 0
+    kernels: Mapping[str, bool] = field(default_factory=dict)
 
 
 def checked_degrees(
@@ -136,7 +125,7 @@ def choose_setup(
     control: dist.ProcessGroup | None,
     rows: TrainingRows | None = None,
     beside: Beside | None = None,
-) -> RunSetup:
+) -> Setup:
     """Chooses cost model, limits, stages and place of optimizer states for `model` on `control`; collective over its ranks.
 
     rows: their lengths decide on pipeline stages, and the longest on the place. Raises ValueError if the model's states leave no
@@ -175,57 +164,166 @@ def choose_setup(
     spec = replace(spec, **agreed)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
-    max_length, rows = config.max_length or spec.max_positions, rows or TrainingRows()
-    basis = _SetupBasis(config, model, args, degrees, control, costs, max_length, rows, beside.reference_bytes)
-    return _setup_with_states(basis) if config.layer_weights != "auto" else _setup_with_layers(basis)
+    measured = _measured(config, model, args, costs, beside.reference_bytes, control)
+    wishes = _wishes(config, degrees, loaded_ranges(model) or (), config.max_length or spec.max_positions)
+    placeholders = absent_token_ids(base_of(model))
+    lengths = _lengths(rows or TrainingRows(), args, wishes.max_length, costs.model.vocab_size, placeholders, control)
+    agree = Agree(partial(gather_objects, group=control))
+    setup = replace(build_setup(measured, wishes, lengths, partial(_check, config), agree), placeholders=placeholders)
+    tokens = setup.planner.tokens_per_rank
+    is_first = control is None or dist.get_rank() == 0
+    if is_first and setup.planner.activations is not None and tokens < (config.tokens_per_rank or 0):
+        logger.warning(
+            "tokens_per_rank %d is more than the %d that fit into memory even if everything is recomputed; plans use %d "
+            "(activations='keep' trusts the setting)",
+            config.tokens_per_rank,
+            tokens,
+            tokens,
+        )
+    return setup
 
 
-def _setup_with_layers(basis: _SetupBasis) -> RunSetup:
-    """The setup with shards of layers on the device, or on the host if that makes room for the longest sequence. Collective.
-
-    Raises ValueError, with both reasons, if neither place leaves room for a token.
-    """
-    setups, rooms, problems = _rooms(basis, lambda free, on_host: _setup_with_states(free.with_layers(on_host)))
-    if not setups:
-        raise ValueError(f"layer_weights='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
-    place = LayersPlace(_wanted_tokens(basis, setups[0]), rooms[0], rooms[1], problems[1])
-    chosen = _setup_with_states(basis.with_layers(place.on_host))
-    return replace(chosen, states_line="\n".join(filter(None, (chosen.states_line, place.line()))))
-
-
-def _setup_with_states(basis: _SetupBasis) -> RunSetup:
-    """The setup with the optimizer's states where the settings say, or where the run chooses. Collective."""
-    if basis.config.optimizer_states != "auto":
-        return _staged_setup(basis)
-    place = _states_place(basis)
-    return replace(_staged_setup(basis.with_states(place.on_host)), states_line=place.line())
-
-
-def _rooms(basis: _SetupBasis, setup_of: Callable[[_SetupBasis, bool], RunSetup]) -> tuple[list[RunSetup], list[int], list[str]]:
-    """Setups with something on the device and on the host, where possible; longest sequences and problems of both. Collective."""
-    # a limit that the user sets is trusted elsewhere, so look at what memory alone holds
-    free = replace(basis, config=replace(basis.config, tokens_per_rank=None))
-    setups: list[RunSetup] = []
-    rooms: list[int] = []
-    problems: list[str] = []
-    for on_host in (False, True):
-        room, problem = 0, ""
-        try:
-            setups.append(setup_of(free, on_host))
-            room = setups[-1].room_tokens
-        except ValueError as error:
-            problem = str(error)
-        rooms.append(min(gather_objects(room, basis.control)))
-        problems.append(problem)
-    return setups, rooms, problems
+def _measured(
+    config: LongContextConfig,
+    model: PreTrainedModel,
+    args: TrainingArguments,
+    costs: CostModel,
+    reference_bytes: int,
+    control: dist.ProcessGroup | None,
+) -> Measured:
+    """What is known of a rank: the least of all ranks. Collective."""
+    own = [costs.cluster.hardware.device_bytes, *(num_bytes // costs.cluster.ranks_per_node for num_bytes in host_bytes())]
+    device, available, total = map(min, zip(*gather_objects(own, control), strict=True))
+    if config.host_gib is not None:
+        most_offloaded = int(config.host_gib * _GIB)
+    else:
+        # a share of all memory, not of what is free, so that a resumed run gets the same budget
+        most_offloaded = min(int(total * _HOST_SHARE), _MOST_HOST_BYTES) if args.device.type == "cuda" else 0
+    problem = activation_problem(model) if config.activations == "auto" else ""
+    if problem and (control is None or dist.get_rank() == 0):
+        logger.warning("activations='auto' keeps everything: %s", problem)
+    memory = DeviceMemory.by_formula(costs.model, device)
+    memory = replace(
+        memory,
+        usable_bytes=int(config.device_gib * _GIB) if config.device_gib else memory.usable_bytes,
+        lora_rank=int(not costs.model.adapters.is_empty),
+        host_bytes=available,
+        keeps_everything=config.activations == "keep" or bool(problem),
+        most_offloaded=most_offloaded,
+    )
+    return Measured(costs, memory, bool(config.device_gib), has_communicators(args.device), reference_bytes)
 
 
-def _wanted_tokens(basis: _SetupBasis, setup: RunSetup) -> int:
-    """Tokens of the longest sequence of the training set that the settings let a run train; collective."""
-    wanted = min(basis.max_length, _longest_row(basis, setup.placeholders))
-    if basis.config.tokens_per_rank is not None:
-        wanted = min(wanted, basis.config.tokens_per_rank * setup.planner.degrees[-1] * setup.num_stages)
-    return wanted
+def has_communicators(device: torch.device) -> bool:
+    """Whether process groups take memory of the device."""
+    return device.type == "cuda" and dist.is_initialized() and dist.get_backend() != "gloo"
+
+
+def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges, max_length: int) -> Wishes:
+    """The settings that the setup follows. ranges: of the stages, if this rank loaded only its own."""
+    planner = PlannerConfig(
+        tokens_per_rank=1,
+        degrees=degrees,
+        solver=config.solver,
+        static_degree=config.static_degree,
+        micro_batch_trials=config.micro_batch_trials,
+        time_aware=config.time_aware,
+        nested=config.nested,
+        node_aligned=config.node_aligned,
+        solver_time_limit_s=config.solver_time_limit_s,
+    )
+    return Wishes(
+        planner,
+        method=config.method,
+        parameters=config.parameters,
+        shard_ranks=config.shard_ranks or 0,
+        expert_ranks=config.expert_ranks or 0,
+        tokens_per_rank=config.tokens_per_rank or 0,
+        trusts_limit=True,
+        max_length=max_length,
+        tile_tokens=config.tile_tokens,
+        optimizer_states=config.optimizer_states,
+        layer_weights=config.layer_weights,
+        ranges=ranges,
+        stages=config.stages,
+        interleave=config.interleave,
+        lend_stages=config.lend_stages,
+    )
+
+
+def _lengths(
+    rows: TrainingRows,
+    args: TrainingArguments,
+    max_length: int,
+    vocab_size: int,
+    placeholders: tuple[int, ...],
+    control: dist.ProcessGroup | None,
+) -> Lengths:
+    """Lengths of the training set on all ranks; for a stream, or without a set, the limit."""
+    dataset = rows.dataset
+
+    def longest() -> int:
+        found = max_length
+        # ranks with and without a set differ, which is refused later; but scanning is collective
+        if all(gather_objects(dataset is not None and not is_stream(dataset), control)):
+            sets, show_progress = {"train_dataset": dataset}, not args.disable_tqdm
+            scan = scan_on_every_rank(sets, vocab_size, show_progress, placeholders, rows.task)["train_dataset"]
+            found = max(map(int, scan.sequence_lengths), default=found)
+        return max(gather_objects(found, control))
+
+    def step(sample: Sequence[int]) -> list[int]:
+        per_step = max(1, args.per_device_train_batch_size * args.world_size)
+        return list(itertools.islice(itertools.cycle(sample), per_step))
+
+    return Lengths(longest, partial(sampled_lengths, dataset, max_length, control), step)
+
+
+def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
+    """Raise ValueError if the setup leaves no room on a device or on its host."""
+    memory, placement, spec = setup.memory, setup.placement, setup.costs.model
+    available, host_states = measured.memory.host_bytes, memory.host_states(*placement.sharing)
+    ranks_per_node = placement.ranks_per_node
+    resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
+    if resting > memory.usable_bytes:
+        raise ValueError(
+            f"layer_weights='host': between steps, weights of layers come back, and states then take {resting / _GIB:.1f} GiB, "
+            f"of which a rank has {memory.usable_bytes / _GIB:.1f} GiB; use more ranks"
+        )
+    if host_states > available:
+        named = ["optimizer_states='host'"] * spec.updates_on_host + ["layer_weights='host'"] * spec.layers_on_host
+        raise ValueError(
+            f"{' and '.join(named)} {'need' if len(named) > 1 else 'needs'} {host_states / _GIB:.1f} GiB of host memory on every "
+            f"rank, and a node has {available / _GIB:.1f} GiB available for each of its {ranks_per_node} ranks; use more ranks "
+            f"with parameters='sharded', or leave it out"
+        )
+    if config.host_gib is not None and memory.most_offloaded > memory.host_bytes:
+        raise ValueError(
+            f"host_gib is {config.host_gib} for each of {ranks_per_node} ranks of a node, which has "
+            f"{memory.host_bytes / _GIB:.1f} GiB available for each of them; lower it, or leave it out"
+        )
+    if placement.tokens_per_rank(memory) < 1:
+        gib = config.device_gib or memory.device_bytes / _GIB
+        missing = f"{_describe_states(spec)} ({placement.parameters}) leave no room for a token in {gib:.3g} GiB"
+        # settings of pipelines are not tried
+        found = "" if config.stages != 1 else settings_for(config, setup, 1)
+        if found:
+            raise ValueError(f"{missing}; what would fit, by formula: {found}")
+        raise ValueError(f"{missing}; use more ranks, a smaller model or a larger device")
+
+
+def settings_for(config: LongContextConfig, setup: Setup, num_tokens: int) -> str:
+    """Settings with which a run of one stage would hold a sequence of `num_tokens`, each tried; empty if there are none."""
+    placement = replace(setup.placement, max_length=0, trusts_limit=False)
+    found = fitting_remedies(setup.memory, placement, num_tokens, may_recompute=config.activations == "keep")
+    return "; ".join(f"{one.setting} ({one.longest_tokens:,} tokens)" for one in found if one.setting)
+
+
+def _describe_states(spec: ModelSpec) -> str:
+    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{'' if spec.packed.is_empty else ' in four bits'}"
+    if spec.adapters.is_empty:
+        return f"weights, gradients and Adam states {total}"
+    trained, _ = spec.adapters.sizes(spec.num_layers, True, True)
+    return f"weights {total}, and gradients and Adam states of {trained / 1e6:.2f} million trained ones"
 
 
 def _moment_bytes(config: LongContextConfig, model: PreTrainedModel, args: TrainingArguments) -> float:
@@ -235,236 +333,6 @@ def _moment_bytes(config: LongContextConfig, model: PreTrainedModel, args: Train
     trained = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
     # with stages, fewer ranks share a copy, and larger shards have fewer plain moments
     return moment_bytes(trained, bits, shared_parameters(config, args.world_size)[1])
-
-
-def _states_place(basis: _SetupBasis) -> StatesPlace:
-    """Rooms with the optimizer's states on the device and on the host, agreed on all ranks; collective.
-
-    Raises ValueError, with both reasons, if neither place leaves room for a token.
-    """
-    setups, rooms, problems = _rooms(basis, lambda free, on_host: _staged_setup(free.with_states(on_host)))
-    if not setups:
-        raise ValueError(f"optimizer_states='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
-    setup = setups[0]
-    like = replace(setup.costs, model=replace(setup.costs.model, updates_on_host=False))
-    states, host_states = (
-        ByteModel(replace(like.model, updates_on_host=on_host)).most_states(
-            setup.ranges, like.parameters, like.shard_ranks, on_host=on_host
-        )
-        for on_host in (False, True)
-    )
-    ranks = setup.ranges, setup.planner.degrees, basis.args.device, basis.control
-    usable, free_on_host, _ = rank_memory(basis.config, like, *ranks)
-    wanted = _wanted_tokens(basis, setup)
-    return StatesPlace(wanted, rooms[0], rooms[1], states, usable, host_states, free_on_host, problems[1])
-
-
-def _longest_row(basis: _SetupBasis, placeholders: tuple[int, ...]) -> int:
-    """Tokens of the longest row of the training set on any rank; for a stream, or without a set, the limit; collective."""
-    longest, dataset, task = basis.max_length, basis.rows.dataset, basis.rows.task
-    is_read = dataset is not None and not is_stream(dataset)
-    # ranks with and without a set differ, which is refused later; but scanning is collective
-    if all(gather_objects(is_read, basis.control)):
-        sets, show_progress = {"train_dataset": dataset}, not basis.args.disable_tqdm
-        scan = scan_on_every_rank(sets, basis.costs.model.vocab_size, show_progress, placeholders, task)["train_dataset"]
-        longest = max(map(int, scan.sequence_lengths), default=longest)
-    return max(gather_objects(longest, basis.control))
-
-
-def _staged_setup(basis: _SetupBasis) -> RunSetup:
-    """The setup with the pipeline stages that the settings ask for, or that a sample of rows decides on. Collective."""
-    config, args, control, costs = basis.config, basis.args, basis.control, basis.costs
-    if (loaded := loaded_ranges(basis.model)) is not None or config.stages == 1:
-        return basis.with_stages(loaded or balanced_ranges(costs, 1, ()))
-    lengths = sampled_lengths(basis.rows.dataset, basis.max_length, control)
-    setups: dict[tuple[int, int], RunSetup] = {}
-
-    def setup_of(num_stages: int, num_parts: int) -> StageSetup:
-        # ranks may have different devices and so different costs, so rank 0's ranges hold for all
-        ranges = gather_objects(balanced_ranges(costs, num_stages, lengths, num_parts), control)[0]
-        setups[num_stages, num_parts] = setup = basis.with_stages(ranges)
-        return StageSetup(setup.costs, setup.planner, setup.room_tokens)
-
-    if config.stages != "auto" and config.interleave == 1:
-        setup_of(int(config.stages), 1)
-        return setups[int(config.stages), 1]
-    per_step = max(1, args.per_device_train_batch_size * args.world_size)
-    batch = list(itertools.islice(itertools.cycle(lengths), per_step))
-    is_auto = config.stages == "auto"
-    counts = stage_counts(args.world_size, costs.model.num_layers, basis.degrees) if is_auto else [int(config.stages)]
-    best = stage_options(batch, counts, setup_of, interleave=config.interleave)[0]
-    # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
-    return setups[gather_objects((best.num_stages, best.num_parts), control)[0]]
-
-
-@dataclass(frozen=True)
-class _SetupBasis:
-    """The part of a run's setup that does not depend on pipeline stages; `costs` leave open how parameters live on the ranks."""
-
-    config: LongContextConfig
-    model: PreTrainedModel
-    args: TrainingArguments
-    degrees: tuple[int, ...]
-    control: dist.ProcessGroup | None
-    costs: CostModel
-    max_length: int
-    rows: TrainingRows
-    reference_bytes: int
-
-    def with_states(self, on_host: bool) -> _SetupBasis:
-        """Basis of the same run with the optimizer's states on the host, or on the device."""
-        return replace(self, costs=replace(self.costs, model=replace(self.costs.model, updates_on_host=on_host)))
-
-    def with_layers(self, on_host: bool) -> _SetupBasis:
-        """Basis of the same run with shards of layers on the host while a step computes, or on the device."""
-        return replace(self, costs=replace(self.costs, model=replace(self.costs.model, layers_on_host=on_host)))
-
-    def with_stages(self, ranges: Ranges) -> RunSetup:
-        """The setup with these layer ranges on the stages. Collective."""
-        config, is_pipeline = self.config, len(ranges) > 1
-        ranks_per_stage = self.args.world_size // len(ranges)
-        degrees = tuple(degree for degree in self.degrees if degree <= ranks_per_stage)
-        parameters, shard_ranks = shared_parameters(config, ranks_per_stage)
-        lend_stages = config.lend_stages and is_pipeline
-        costs = replace(
-            self.costs,
-            model=replace(
-                self.costs.model,
-                keeps_all_stages=lend_stages,
-                experts=replace(self.costs.model.experts, num_ranks=config.expert_ranks or 1),
-            ),
-            method=self._stage_method(ranks_per_stage, degrees) if is_pipeline else config.method,
-            parameters=parameters,
-            shard_ranks=shard_ranks,
-        )
-        budget = activation_budget(config, costs, ranges, degrees, self.args.device, self.control, self.reference_bytes)
-        activations = budget if config.activations == "auto" and not _has_activation_problem(self.model, self.control) else None
-        reruns = len(ranges) == 1 and may_rerun(costs.model, costs.parameters)
-        shape = plainest_shape(degrees[-1], costs.method, costs.model, costs.cluster)
-        # pipelines run slices, which are not cut
-        pieces = costs.model.head_pieces(shape.ulysses) if len(ranges) == 1 else 1
-        ways: dict[str, Any] = {"reruns": reruns, "head_pieces": pieces, "is_shared": shape.degree > 1}
-        ways |= {"num_blocks": shape.num_blocks, "block_ranks": shape.ulysses}
-        tokens_per_rank = self._tokens_per_rank(costs, budget, activations, ways)
-        planner = PlannerConfig(
-            tokens_per_rank=tokens_per_rank,
-            activations=activations,
-            degrees=degrees,
-            solver=config.solver,
-            static_degree=config.static_degree,
-            micro_batch_trials=config.micro_batch_trials,
-            time_aware=config.time_aware,
-            nested=config.nested,
-            node_aligned=config.node_aligned,
-            solver_time_limit_s=config.solver_time_limit_s,
-            stages=ranges if is_pipeline else (),
-            lend_stages=lend_stages,
-        )
-        room_tokens = tokens_per_rank * degrees[-1]
-        if is_pipeline:
-            room_tokens = _longest_planned(min(self.max_length, room_tokens * len(ranges)), costs, planner)
-        elif activations is not None and config.tokens_per_rank is None and room_tokens < self.max_length:
-            sharing = costs.parameters, costs.shard_ranks
-            room_tokens = longest_alone(costs.model, activations, shape, *sharing, known=room_tokens, most=self.max_length)
-            planner = replace(planner, longest_tokens=room_tokens)
-        if activations is not None and not is_pipeline:
-            # formulas may count less than the plan of a shape needs
-            most = min(self.max_length, room_tokens)
-            planned = _longest_planned(most, costs, planner)
-            room_tokens = planned if planned < most else room_tokens
-        placeholders = absent_token_ids(base_of(self.model))
-        return RunSetup(costs, planner, self.max_length, ranges, room_tokens, placeholders)
-
-    def _stage_method(self, ranks_per_stage: int, degrees: Sequence[int]) -> GroupMethod:
-        """How groups inside a stage share attention.
-
-        Around a ring every slice sends earlier ones again, so "auto" means Ulysses wherever that can run groups of all degrees.
-        """
-        if self.config.method != "auto":
-            return self.config.method
-        cluster = replace(self.costs.cluster, num_ranks=ranks_per_stage)
-        return "ulysses" if all(group_shapes(d, "ulysses", self.costs.model, cluster) for d in degrees) else "auto"
-
-    def _tokens_per_rank(
-        self,
-        costs: CostModel,
-        budget: ActivationBudget,
-        activations: ActivationBudget | None,
-        ways: Mapping[str, Any],
-    ) -> int:
-        """Most tokens of a micro-batch on a rank: the setting, or what memory holds if that is less or nothing is set.
-
-        With activations="keep" the setting is trusted. ways: further arguments of `most_tokens`.
-        """
-        config, fitting = self.config, budget.kept_tokens
-        if activations is not None:
-            room = activations.device_bytes, activations.host_bytes, activations.tile_tokens
-            fitting = max(fitting, most_tokens(costs.model, *room, **ways))
-        if fitting < 1 and (config.tokens_per_rank is None or activations is not None):
-            gib = config.device_gib or costs.cluster.hardware.device_bytes / 2**30
-            missing = f"{describe_states(costs.model)} ({costs.parameters}) leave no room for a token in {gib:.3g} GiB"
-            # settings of pipelines are not tried
-            found = "" if config.stages != 1 else settings_for(config, costs, self.degrees, activations, 1)
-            if found:
-                raise ValueError(f"{missing}; what would fit, by formula: {found}")
-            raise ValueError(f"{missing}; use more ranks, a smaller model or a larger device")
-        if activations is None or not fitting < (config.tokens_per_rank or fitting):
-            return config.tokens_per_rank or fitting
-        if self.control is None or dist.get_rank() == 0:
-            logger.warning(
-                "tokens_per_rank %d is more than the %d that fit into memory even if everything is recomputed; plans use %d "
-                "(activations='keep' trusts the setting)",
-                config.tokens_per_rank,
-                fitting,
-                fitting,
-            )
-        return fitting
-
-
-def settings_for(
-    config: LongContextConfig,
-    costs: CostModel,
-    degrees: tuple[int, ...],
-    activations: ActivationBudget | None,
-    num_tokens: int,
-) -> str:
-    """Settings with which a run of one stage would hold a sequence of `num_tokens`, each tried; empty if there are none."""
-    most_offloaded = 0 if activations is None else activations.host_bytes
-    available_bytes = host_bytes()[0] // costs.cluster.ranks_per_node
-    free_bytes = max(0, available_bytes - ByteModel(costs.model).host_states(costs.parameters, costs.shard_ranks))
-    memory = run_memory(costs, config.device_gib or 0, free_bytes, most_offloaded, activations is None)
-    placement = Placement(
-        *(costs.cluster.num_ranks, costs.parameters, costs.shard_ranks, degrees, config.method, config.tokens_per_rank or 0),
-        ranks_per_node=costs.cluster.ranks_per_node,
-    )
-    return fitting_settings(memory, placement, num_tokens, may_recompute=config.activations == "keep")
-
-
-def _longest_planned(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
-    """Tokens of the longest sequence that can be planned, at most `most_tokens`; found by planning sequences, to 1 %.
-
-    Raises ValueError if there is no room for a single token.
-    """
-    fits, too_long = 0, most_tokens + 1
-    tried = most_tokens
-    while too_long - fits > max(1, fits // _ROOM_PRECISION):
-        try:
-            plan_step(0, [tried], costs, planner)
-            fits = tried
-        except ValueError:
-            if tried == 1:
-                raise
-            too_long = tried
-        tried = (fits + too_long) // 2
-    return fits
-
-
-def _has_activation_problem(model: PreTrainedModel, control: dist.ProcessGroup | None) -> bool:
-    """Whether nothing in `model` can be recomputed or offloaded; if so, rank 0 logs a warning."""
-    problem = activation_problem(model)
-    if problem and (control is None or dist.get_rank() == 0):
-        logger.warning("activations='auto' keeps everything: %s", problem)
-    return bool(problem)
 
 
 def starting_costs(
@@ -504,15 +372,8 @@ def _hardware_problems(hardware: str) -> list[str]:
     return []
 
 
-def shared_parameters(config: LongContextConfig, num_ranks: int) -> tuple[Parameters, int]:
-    """How parameters live on `num_ranks` ranks, and how many ranks share one copy; a single rank has the whole model."""
-    if config.parameters == "replicated" or num_ranks == 1:
-        return "replicated", 1
-    return config.parameters, config.shard_ranks or config.expert_ranks or num_ranks
-
-
 def open_plan_source(
-    config: LongContextConfig, setup: RunSetup, control: dist.ProcessGroup | None, args: TrainingArguments
+    config: LongContextConfig, setup: Setup, control: dist.ProcessGroup | None, args: TrainingArguments
 ) -> PlanSource:
     """Makes the group pool of a run and the source of its plans. Collective: every rank calls it at the same point."""
     # plans may follow seconds that are measured in the run
@@ -532,7 +393,7 @@ def open_plan_source(
     return source
 
 
-def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
+def opening_line(setup: Setup, args: TrainingArguments, model: Any) -> str:
     """The text that a run prints once: ranks, kinds of plans, memory, and operators for attention and scans."""
     dtype = _attention_dtype(args, model)
     scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
@@ -542,7 +403,7 @@ def opening_line(setup: RunSetup, args: TrainingArguments, model: Any) -> str:
         allocator_advice(args.device.type, dict(os.environ)),
         threads_advice(setup.costs, args.device.type, torch.get_num_threads(), len(os.sched_getaffinity(0))),
     ]
-    return "\n".join(filter(None, (_opening_line(setup, args, dtype), setup.states_line, *advice)))
+    return "\n".join(filter(None, (_opening_line(setup, args, dtype), *setup.notes, *advice)))
 
 
 def _attention_dtype(args: TrainingArguments, model: PreTrainedModel) -> torch.dtype:
@@ -555,11 +416,11 @@ def _shares_calls(spec: ModelSpec, args: TrainingArguments, model: PreTrainedMod
     return not is_masked and takes_packs(args.device, _attention_dtype(args, model), spec.largest_head_dim, spec.caps_scores)
 
 
-def _opening_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
+def _opening_line(setup: Setup, args: TrainingArguments, dtype: torch.dtype) -> str:
     return "\n".join((_plans_line(setup, args), _memory_line(setup), _attention_line(setup, args, dtype)))
 
 
-def _plans_line(setup: RunSetup, args: TrainingArguments) -> str:
+def _plans_line(setup: Setup, args: TrainingArguments) -> str:
     """Ranks, and the kinds of plans that they may get."""
     costs, planner = setup.costs, setup.planner
     if (num_ranks := costs.cluster.num_ranks) == 1:
@@ -576,7 +437,7 @@ def _plans_line(setup: RunSetup, args: TrainingArguments) -> str:
     return f"{line}; parameters {costs.parameters.replace('_', ' ')}{shared}"
 
 
-def _memory_line(setup: RunSetup) -> str:
+def _memory_line(setup: Setup) -> str:
     """Bytes of a rank, and the most tokens that it may hold."""
     planner = setup.planner
     most = planner.tokens_per_rank
@@ -594,7 +455,7 @@ def _memory_line(setup: RunSetup) -> str:
     )
 
 
-def _attention_line(setup: RunSetup, args: TrainingArguments, dtype: torch.dtype) -> str:
+def _attention_line(setup: Setup, args: TrainingArguments, dtype: torch.dtype) -> str:
     spec = setup.costs.model
     is_masked = spec.drops_weights or not spec.index.is_empty
     name = attention_backend(args.device, dtype, spec.largest_head_dim, spec.caps_scores, is_masked)
@@ -617,3 +478,58 @@ _OWN_ARGUMENTS = re.compile(
 def _shared_arguments(args: TrainingArguments) -> dict[str, str]:
     """Every training argument that shapes the run, as text."""
     return {name: str(value) for name, value in args.to_dict().items() if not _OWN_ARGUMENTS.fullmatch(name)}
+
+
+def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """Says that tiles of attention run without a fast operator, and what to change; empty if they do not, or on a CPU."""
+    head_dim = spec.largest_head_dim
+    if device.type == "cuda" and spec.drops_weights:
+        return (
+            "attention: dropout of its weights makes all tiles plain matrices, many times slower than FlashAttention; set "
+            "attention dropout to 0 in the model's config to go without, or measure what it costs with hf-longctx calibrate"
+            f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
+        )
+    if device.type != "cuda" or attention_backend(device, dtype, head_dim, spec.caps_scores) != "plain":
+        return ""
+    wanted = ["bf16=True", "head sizes of at most 256 that 8 divides"]
+    wanted += ["the package flash-attn or flash-attn-4"] if spec.caps_scores else []
+    return (
+        f"attention: its tiles are plain matrices, many times slower than FlashAttention, which needs {', '.join(wanted)}; here "
+        f"heads have {head_dim} elements in {str(dtype).removeprefix('torch.')}"
+        f"{tf32_offer(device_capability(device), dtype, torch.backends.cuda.matmul.fp32_precision)}"
+    )
+
+
+def tf32_offer(capability: tuple[int, int], dtype: torch.dtype, precision: str) -> str:
+    """Says what TF32 gives to products of fp32 matrices and what it costs; empty where no product would change.
+
+    precision: of such products now, as `torch.backends` names it.
+    """
+    if dtype != torch.float32 or capability < (8, 0) or precision == "tf32":
+        return ""
+    return (
+        "; to keep weights and activations in fp32, TrainingArguments(tf32=True) lets tensor cores multiply, at up to eight "
+        "times the rate, but rounds the factors of every product to 11 bits: results are right to about 1e-3 instead of 1e-6"
+    )
+
+
+def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
+    """A setting of torch's allocator that is missing; empty if none is, or on a CPU."""
+    settings = [environment.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if device_type != "cuda" or any("expandable_segments" in each for each in settings):
+        return ""
+    return (
+        "memory: sizes of tensors change in every step, which leaves gaps between them; set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+    )
+
+
+def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cores: int) -> str:
+    """More threads for updates on the host, if cores would be idle; empty on a CPU, whose threads do everything."""
+    own_cores = num_cores // costs.cluster.ranks_per_node
+    if device_type != "cuda" or not costs.model.updates_on_host or 2 * num_threads > own_cores:
+        return ""
+    return (
+        f"optimizer states: the CPU updates weights with {num_threads} thread(s) a rank (torchrun sets one); set "
+        f"OMP_NUM_THREADS={own_cores} in the environment for all of the {num_cores} cores"
+    )

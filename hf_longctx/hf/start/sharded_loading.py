@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_longctx.hf.checkpoints.deferred import defer_weights, deferred_problems, source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.start.setup import RunSetup, shared_parameters
+from hf_longctx.plan.setup import Setup, shared_parameters
 
 
 def load_sharded(
@@ -44,7 +44,7 @@ def load_sharded(
     return defer_weights(name_or_path, dtype=dtype, **settings)
 
 
-def unread_problems(model: Any, setup: RunSetup) -> list[str]:
+def unread_problems(model: Any, setup: Setup) -> list[str]:
     """Why the weights of a model of `load_sharded` could not be read in a run of this setup; empty if they can."""
     if source_of(model) is None:
         return []

@@ -32,9 +32,9 @@ from hf_longctx.hf.rules.trl import is_scored
 from hf_longctx.hf.rules.user_code import changes_before_updates
 from hf_longctx.hf.run.placement import Placement
 from hf_longctx.hf.run.run import Run
-from hf_longctx.hf.start.setup import shared_parameters
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
+from hf_longctx.plan.setup import shared_parameters
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
 from hf_longctx.runtime.parameters.master_weights import (

@@ -19,7 +19,7 @@ from hf_longctx.plan.model.config import ExpertSpec, HeadSizes
 from hf_longctx.plan.model.layers import IndexSpec
 from hf_longctx.plan.model.mixers import StateSpec
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
-from hf_longctx.sim.capacity import DeviceMemory, rooms
+from hf_longctx.plan.setup import DeviceMemory, Remedy, rooms
 from hf_longctx.sim.execution import Execution, Price
 from hf_longctx.sim.forecast import Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
@@ -54,7 +54,7 @@ def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str,
         "longest_context": [dataclasses.asdict(row) for row in forecast.longest],
         "host_bytes": scenario.memory.host_bytes,
         "max_positions": scenario.costs.model.max_positions,
-        "longer_context": [dataclasses.asdict(remedy) for remedy in forecast.remedies],
+        "longer_context": [_remedy_record(remedy) for remedy in forecast.remedies],
         "memory": _memory_record(forecast),
         "memory_use": dataclasses.asdict(first.memory_use) if first else None,
         "placements": [dataclasses.asdict(room) for room in rooms(scenario.memory, scenario.placement)],
@@ -99,7 +99,7 @@ def _weights_record(of: Execution | Forecast) -> dict[str, float]:
 
 def _memory_record(forecast: Forecast) -> dict[str, Any]:
     memory, placement = forecast.scenario.memory, forecast.scenario.placement
-    states = memory.state_bytes(placement.parameters, placement.shard_ranks)
+    states = memory.state_bytes(*placement.sharing)
     activations = forecast.activation_bytes
     return {
         "device_bytes": memory.device_bytes,
@@ -110,6 +110,10 @@ def _memory_record(forecast: Forecast) -> dict[str, Any]:
         "activation_peak_bytes": activations,
         "free_bytes": memory.usable_bytes - states - activations,
     }
+
+
+def _remedy_record(remedy: Remedy) -> dict[str, Any]:
+    return {"change": remedy.change, "tokens_per_rank": remedy.tokens_per_rank, "longest_tokens": remedy.longest_tokens}
 
 
 def _workload_record(forecast: Forecast) -> dict[str, Any] | None:

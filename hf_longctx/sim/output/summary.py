@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.core.settings import default_degrees
-from hf_longctx.sim.capacity import DeviceMemory
+from hf_longctx.plan.setup import DeviceMemory
 from hf_longctx.sim.execution import Price
 from hf_longctx.sim.forecast import Forecast
 from hf_longctx.sim.scenario import Scenario, optimizer_of
@@ -111,7 +111,7 @@ def _money(forecast: Forecast, price: Price | None) -> Iterator[tuple[str, str]]
 
 def _memory(forecast: Forecast) -> str:
     memory, placement = forecast.scenario.memory, forecast.scenario.placement
-    states = memory.state_bytes(placement.parameters, placement.shard_ranks)
+    states = memory.state_bytes(*placement.sharing)
     is_used = memory.host_bytes and not memory.keeps_everything
     host = f", and {memory.host_bytes / _GIB:.0f} GiB of its host for activations" if is_used else ""
     return (
@@ -221,7 +221,7 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "method": "" if placement.method == "auto" else placement.method,
         "degrees": "" if placement.degrees == defaults else str(list(placement.degrees)),
         "tokens_per_rank": str(placement.max_tokens_per_rank or ""),
-        "solver": "" if scenario.solver == "auto" else scenario.solver,
+        "solver": "" if scenario.planner_config.solver == "auto" else scenario.planner_config.solver,
     }
     return {name: line for name, line in lines.items() if line}
 

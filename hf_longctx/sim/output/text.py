@@ -17,9 +17,8 @@ from hf_longctx.plan.core.messages import counted, duration
 from hf_longctx.plan.core.settings import GENERIC_CPU
 from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
-from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators
 from hf_longctx.plan.predict.planning import WeightSeconds
-from hf_longctx.sim.capacity import DeviceMemory, rooms
+from hf_longctx.plan.setup import COMMUNICATOR_BYTES, DeviceMemory, num_communicators, rooms
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
@@ -283,7 +282,7 @@ def _reserved(scenario: Scenario) -> list[tuple[str, str, str]]:
 
 def _memory(forecast: Forecast) -> list[str]:
     memory, placement = forecast.scenario.memory, forecast.scenario.placement
-    states, tokens = memory.state_bytes(placement.parameters, placement.shard_ranks), forecast.peak_tokens
+    states, tokens = memory.state_bytes(*placement.sharing), forecast.peak_tokens
     saved, use = forecast.activation_bytes, forecast.fullest
     source = "measured" if memory.is_measured else "by formula"
     if memory.is_measured:

@@ -20,9 +20,9 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import longest_alone
+from hf_longctx.plan.setup import lora_adapters
 
 MODELS = ("gpt-oss-20b", "gemma-4-26b-a4b", "qwen3-8b")
 # GiB of the device beside the model, and of the host

@@ -67,11 +67,11 @@ from hf_longctx.plan.groups.greedy import group_micro_batch
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.groups.problem import GroupingProblem, fluid_bounds_s
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.room import make_room
+from hf_longctx.plan.setup import lora_adapters
 from hf_longctx.recipes.bench.cpu.step_bound import step_bound_s
 from hf_longctx.recipes.bench.papers.flexsp import FITS, Setup, build_setup, fitted_lengths, integer_degrees
 from hf_longctx.sim.scenario import Request, build_scenario

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.sim.capacity import DeviceMemory, Placement
+from hf_longctx.plan.setup import DeviceMemory, Placement, Setup
 from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.scenario import Scenario
 from hf_longctx.sim.workloads import Workload
@@ -48,7 +50,15 @@ def scenario(num_ranks: int = 4, tokens_per_rank: int = 0) -> Scenario:
     """A scenario with the cost model above and degrees 1, 2 and 4."""
     degrees = tuple(degree for degree in (1, 2, 4) if degree <= num_ranks)
     placement = Placement(num_ranks, "sharded", num_ranks, degrees, "ulysses", tokens_per_rank)
-    return Scenario("toy", "test", cost_model(num_ranks), MEMORY, placement, "auto")
+    return Scenario("toy", "test", Setup.of(cost_model(num_ranks), MEMORY, placement, PlannerConfig(1, degrees)))
+
+
+def changed(
+    own: Scenario, costs: CostModel | None = None, memory: DeviceMemory | None = None, placement: Placement | None = None
+) -> Scenario:
+    """The scenario with other costs, another memory, or another placement."""
+    setup = Setup.of(costs or own.costs, memory or own.memory, placement or own.placement, own.setup.planner)
+    return replace(own, setup=setup)
 
 
 LENGTHS = (120, 60, 40, 33, 20, 16, 15, 9, 8, 4, 3, 2, 2, 1)

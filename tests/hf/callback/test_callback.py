@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTraine
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.models.attention import attention_name
 from hf_longctx.hf.run import run
-from hf_longctx.hf.start.setup import RunSetup
+from hf_longctx.plan.setup import Setup
 
 SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)
@@ -428,7 +428,7 @@ def train_with_ddp_arguments(rows: list[dict[str, list[int]]]) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             lines: list[str] = []
             patch.setattr("hf_longctx.hf.callback.callback.logger.warning", lambda text, *values: lines.append(text % values))
-            setups: list[RunSetup] = []
+            setups: list[Setup] = []
             patch.setattr(
                 run, "choose_setup", lambda *given, choose=run.choose_setup: setups.append(choose(*given)) or setups[-1]
             )

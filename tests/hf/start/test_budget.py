@@ -9,20 +9,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.plans.cost_models import MODEL, cost_model
+from helpers.plans.cost_models import cost_model
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start import budget
+from hf_longctx.hf.start import setup as start_setup
 from hf_longctx.hf.start.setup import TrainingRows, choose_setup, threads_advice
 from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import most_tokens
 from hf_longctx.plan.planner import plan_step
-
-RANGES = ((LayerRange(0, MODEL.num_layers),),)
+from hf_longctx.plan.setup import DeviceMemory, Measured, Placement
 
 
 def test_room_counts_the_exchanges_of_groups() -> None:
@@ -70,15 +68,19 @@ def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activ
     assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is more than" in caplog.text)
 
 
-def test_communicators_take_a_part_of_the_memory_that_the_user_gave(monkeypatch) -> None:
+def test_communicators_and_a_reference_model_take_a_part_of_the_memory_that_the_user_gave() -> None:
     # the default group, all four ranks for sums at the end and early ones, and pairs: four communicators of half a GiB
     costs = cost_model("exchange", 4)
-    states = ByteModel(costs.model).most_states(RANGES, "replicated", 1)
-    config = LongContextConfig(device_gib=(states + 4 * 2**30) / 2**30)
+    states = ByteModel(costs.model).states()
+    memory = replace(DeviceMemory.by_formula(costs.model, 2**40), usable_bytes=states + 4 * 2**30, host_bytes=2**30)
+    placement = Placement(4, "replicated", 1, (1, 2), costs.method)
     for takes_memory, expected in ((False, 4 * 2**30), (True, 4 * 2**29)):
-        monkeypatch.setattr(budget, "has_communicators", lambda _, found=takes_memory: found)
-        found = budget.activation_budget(config, costs, RANGES, (1, 2), torch.device("cpu"), None)
-        assert found.device_bytes == expected
+        found = Measured(costs, memory, is_given=True, has_communicators=takes_memory).memory_on(placement, costs)
+        assert (found.left_bytes(*placement.sharing), found.host_bytes) == (expected, 2**30)
+    # half of the states: the reference has no gradients, and is shared as the model is
+    sharded = replace(placement, parameters="sharded", shard_ranks=4)
+    beside = Measured(costs, memory, reference_bytes=states // 2).memory_on(sharded, costs)
+    assert memory.usable_bytes - beside.usable_bytes == states // 2 * memory.state_bytes("sharded", 4) // states
 
 
 BF16 = ModelCase(dtype=torch.bfloat16)
@@ -94,6 +96,7 @@ def auto_setup(gib: float, lengths: list[int], case: ModelCase = BF16, num_ranks
 
 
 def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
+    monkeypatch.setattr(start_setup, "host_bytes", lambda: (2**33, 2**34))
     spec = replace(model_spec(build_model(ModelCase(dtype=torch.bfloat16))), has_master_weights=True)
     gib = (ByteModel(spec).states() + ByteModel(spec).kept_bytes(20)) / 2**30
     room = auto_setup(gib, [20], optimizer_states="device").room_tokens
@@ -101,20 +104,21 @@ def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) 
     for longest, on_host in ((room, False), (room + 1, True)):
         setup = auto_setup(gib, [5, longest, 7])
         assert setup.costs.model.updates_on_host == on_host
-        assert setup.states_line.startswith(f"optimizer states: on the {'host' if on_host else 'device'}; ")
-        assert f"the longest sequence has {longest} tokens, and {room} fit " in setup.states_line
-        assert ("of host memory now free" in setup.states_line) == on_host
+        (line,) = setup.notes
+        assert line.startswith(f"optimizer states: on the {'host' if on_host else 'device'}; ")
+        assert f"the longest sequence has {longest} tokens, and {room} fit " in line
+        assert ("of host memory now free" in line) == on_host
         assert setup == replace(
-            auto_setup(gib, [5, longest, 7], optimizer_states="host" if on_host else "device"), states_line=setup.states_line
+            auto_setup(gib, [5, longest, 7], optimizer_states="host" if on_host else "device"), notes=setup.notes
         )
     # a stream, or no set, may be as long as the settings allow
     assert auto_setup(gib, []).costs.model.updates_on_host
     assert not auto_setup(gib, [], max_length=room).costs.model.updates_on_host
     assert not auto_setup(gib, [room + 1], tokens_per_rank=room).costs.model.updates_on_host
     # without host memory they stay where they are, and the line says why
-    monkeypatch.setattr(budget, "bytes_of_host", lambda: (2**10, 2**30))
+    monkeypatch.setattr(start_setup, "host_bytes", lambda: (2**10, 2**30))
     setup = auto_setup(gib, [room + 1])
-    assert not setup.costs.model.updates_on_host and "of the 0.00 GiB of host memory now free" in setup.states_line
+    assert not setup.costs.model.updates_on_host and "of the 0.00 GiB of host memory now free" in setup.notes[0]
     with pytest.raises(
         ValueError, match=r"'auto' finds no room\. On the device: weights.*On the host: optimizer_states='host' n"
     ):
@@ -122,6 +126,8 @@ def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) 
 
 
 def test_layers_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
+    # what is free on a machine changes from one look to the next
+    monkeypatch.setattr(start_setup, "host_bytes", lambda: (2**33, 2**34))
     case = replace(BF16, num_layers=6)
     spec = replace(model_spec(build_model(case)), has_master_weights=True)
     gib = (ByteModel(spec).states("sharded", 2) + ByteModel(spec).kept_bytes(20)) / 2**30
@@ -131,17 +137,17 @@ def test_layers_move_to_the_host_from_the_first_token_without_room(monkeypatch) 
         place = "host" if on_host else "device"
         setup, given = (auto_setup(gib, [5, longest, 7], **run, layer_weights=kind) for kind in ("auto", place))
         assert setup.costs.model.layers_on_host == on_host and setup.room_tokens >= longest
-        assert setup.states_line.startswith(f"weights of layers: on the {place}; the longest sequence has {longest} tokens")
-        assert setup == replace(given, states_line=setup.states_line)
+        assert setup.notes[0].startswith(f"weights of layers: on the {place}; the longest sequence has {longest} tokens")
+        assert setup == replace(given, notes=setup.notes)
     # beside the choice for optimizer states, which go to the host first
     both = auto_setup(gib, [room + 1], **{**run, "optimizer_states": "auto"}, layer_weights="auto")
     assert both.costs.model.updates_on_host and not both.costs.model.layers_on_host
-    assert both.states_line.count("\n") == 1
+    assert len(both.notes) == 2
     # weights that do not fit when nothing computes are refused, and so is host memory that is not there
     away = ByteModel(replace(spec, layers_on_host=True))
     with pytest.raises(ValueError, match="layer_weights='host': between steps, weights of layers come back"):
         auto_setup((away.resting("sharded", 2) - 1) / 2**30, [20], **run, layer_weights="host")
-    monkeypatch.setattr(budget, "bytes_of_host", lambda: (2**10, 2**30))
+    monkeypatch.setattr(start_setup, "host_bytes", lambda: (2**10, 2**30))
     with pytest.raises(ValueError, match=r"^layer_weights='host' needs 0\.0 GiB of host memory on every rank"):
         auto_setup(gib, [20], **run, layer_weights="host")
 

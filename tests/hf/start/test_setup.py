@@ -19,13 +19,14 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.setup import RunSetup, checked_degrees, choose_setup
+from hf_longctx.hf.start.setup import checked_degrees, choose_setup
 from hf_longctx.plan.core.settings import HardwareSpec
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.setup import Setup
 
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -97,7 +98,7 @@ def test_the_longest_row_that_is_accepted_can_be_planned() -> None:
         assert plan_step(0, [longest], setup.costs, setup.planner).lengths == (longest,)
 
 
-def lone_setup(hardware: str) -> RunSetup:
+def lone_setup(hardware: str) -> Setup:
     arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
     return choose_setup(LongContextConfig(hardware=hardware), build_model(ModelCase()), arguments, (1,), None)
 

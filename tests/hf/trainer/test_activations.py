@@ -24,8 +24,8 @@ from hf_longctx.hf.models.activations import ActivationRuntime, slab_rate
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.start.settings import advice
-from hf_longctx.hf.start.settings.advice import allocator_advice, slow_tiles, tf32_offer
+from hf_longctx.hf.start import setup as advice
+from hf_longctx.hf.start.setup import allocator_advice, slow_tiles, tf32_offer
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.cost.catalog import named_model

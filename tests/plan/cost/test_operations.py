@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.cost.cost_model import training_operations
-from hf_longctx.plan.memory.lora import lora_adapters
+from hf_longctx.plan.setup import lora_adapters
 
 
 @pytest.mark.parametrize("length", [16, 48])

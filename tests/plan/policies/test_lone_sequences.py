@@ -18,9 +18,9 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import WAYS, _LoneSequences, longest_alone
+from hf_longctx.plan.setup import lora_adapters
 
 GIB = 2**30
 

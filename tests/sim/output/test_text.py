@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from helpers.plans.forecasts import MEMORY, cost_model, forecast, scenario
+from helpers.plans.forecasts import MEMORY, changed, cost_model, forecast, scenario
 
 from hf_longctx.plan.predict.planning import WeightSeconds
 from hf_longctx.sim.execution import execute_plan
@@ -54,7 +54,7 @@ def test_communicators_are_a_row_of_the_memory_of_gpus() -> None:
         hardware = replace(costs.cluster.hardware, name=name)
         cluster = replace(costs.cluster, hardware=hardware)
         memory = replace(MEMORY, device_bytes=80 * 2**30, usable_bytes=64 * 2**30)
-        of = replace(scenario(), costs=replace(costs, cluster=cluster), memory=memory)
+        of = changed(scenario(), costs=replace(costs, cluster=cluster), memory=memory)
         text = forecast_text(make_forecast(of, None, 1, 1, 0))
         assert bool(re.search(row, text)) == has_row, text
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hf_longctx.plan.memory.communicators import COMMUNICATOR_BYTES, num_communicators, usable_bytes
+from hf_longctx.plan.setup import COMMUNICATOR_BYTES, num_communicators, usable_bytes
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 from hf_longctx.runtime.process_groups import GroupPool
 

@@ -11,10 +11,9 @@ from helpers.plans.forecasts import MEMORY, MODEL, TOKEN_BYTES
 
 from hf_longctx.cli.main import build_parser
 from hf_longctx.cli.plan import request_of
-from hf_longctx.plan.memory.lora import lora_adapters
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec, PackedSpec
-from hf_longctx.sim.capacity import DeviceMemory, Placement, fitting_remedies, remedies, rooms, wider_job
+from hf_longctx.plan.setup import DeviceMemory, Placement, fitting_remedies, lora_adapters, remedies, rooms, wider_job
 from hf_longctx.sim.scenario import Request, build_scenario
 
 # weights and gradients of 4 bytes, two moments of 4 bytes

@@ -1,1 +1,0 @@
-"""Every field of `TrainingArguments`: what becomes of it under plans, and settings of other systems as ours."""

@@ -1,0 +1,941 @@
+"""The setup of a run or a forecast: the numbers with which planning starts.
+
+A run measures what its ranks have (`hf/start/setup.py`), a forecast assumes it (`sim/scenario.py`). Both state what the user asks
+for as `Wishes`. From there on every number is decided here, once: where states and layers lie, how many pipeline stages there
+are, how ranks share parameters, how many tokens a rank holds, and how long a sequence may be. The same formula answers which
+changes would allow a longer one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
+
+from hf_longctx.plan.core.settings import (
+    GENERIC_GPU,
+    USABLE_SHARE,
+    ActivationBudget,
+    ClusterSpec,
+    GroupMethod,
+    PlannerConfig,
+    default_degrees,
+)
+from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges
+from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
+from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
+from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.pipeline.stages import balanced_ranges
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.policies.fit import longest_alone
+from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
+
+Place = Literal["device", "host", "auto"]
+
+_GIB = 2**30
+# slices are tried for sequences of up to so many times the tokens of one chunk, unless their length has a limit
+_MOST_MORE = 4
+# stop bisecting for the longest sequence that can be planned at a hundredth of its length
+_ROOM_PRECISION = 100
+# parameters are replicated by choice only if a rank still has room for this many tokens
+_LEAST_TOKENS = 512
+# bytes of a communicator of NCCL: 544 to 688 MB were measured on four A100 (NVIDIA/nccl issue 964), and a single allocation of
+# 512 MiB (issue 2363)
+COMMUNICATOR_BYTES = 2**29
+# hidden states and gradients, within the pipeline and from its one end to the other
+_LANES_EACH_WAY = 2
+# a remedy holds so many times the tokens at least
+_LEAST_GAIN = 1.05
+# rank of the adapters that refusals propose
+_LORA_RANK = 16
+_MAX_DOUBLINGS = 10
+# most pairs of settings that a refusal offers
+_MOST_PAIRS = 3
+# bytes of an element in fp32, and in bf16
+_WIDE, _HALF = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one kind of device for one model; `ByteModel` counts whatever was not measured on it.
+
+    usable_bytes: bytes for states, saved tensors and workspace. saved_bytes_per_token: bytes that a token saves for backward;
+    they decide how many tokens fit only where they were measured. state_bytes_per_parameter: measured bytes of weights,
+    gradients and optimizer states (0: nothing was measured). lora_rank: rank of the model's adapters, for reports (0: all weights
+    are trained). host_bytes: host memory of each rank for saved tensors (0: none is counted), of which they take at most
+    `most_offloaded`. keeps_everything: plans recompute, offload and tile nothing, for example because the measured bytes per
+    token already include recomputation.
+    """
+
+    model: ModelSpec
+    device_bytes: int
+    usable_bytes: int
+    saved_bytes_per_token: int
+    state_bytes_per_parameter: int = 0
+    lora_rank: int = 0
+    host_bytes: int = 0
+    keeps_everything: bool = True
+    most_offloaded: int = 2**62
+
+    @classmethod
+    def by_formula(cls, model: ModelSpec, device_bytes: int) -> DeviceMemory:
+        """Memory without measurements: everything by formula, and four fifths of the device usable."""
+        return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), saved_token_bytes(model))
+
+    @property
+    def is_measured(self) -> bool:
+        return self.state_bytes_per_parameter > 0
+
+    @property
+    def byte_model(self) -> ByteModel:
+        return ByteModel(self.model)
+
+    def state_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
+        """Bytes that weights, gradients and optimizer states take on a rank, including weights gathered next to their shards.
+
+        ranges: layers of every stage, of which the one with the most bytes counts (empty: there is one stage).
+        """
+        if self.lora_rank or not self.is_measured:
+            if len(ranges) > 1:
+                return self.byte_model.most_states(ranges, parameters, shard_ranks)
+            return self.byte_model.states(parameters, shard_ranks)
+        whole = self.model.num_parameters * self.state_bytes_per_parameter
+        if parameters == "replicated":
+            return whole
+        # weights that "sharded" gathers layer by layer are part of the measured bytes
+        gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
+        return -(-whole // shard_ranks) + gathered
+
+    def host_states(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
+        """Bytes that optimizer states, and shards of layers, take in the host memory of a rank."""
+        if len(ranges) > 1:
+            return self.byte_model.most_states(ranges, parameters, shard_ranks, on_host=True)
+        return self.byte_model.host_states(parameters, shard_ranks)
+
+    def resting_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+        """Bytes of the states on a rank when nothing computes, if shards of layers lie on the host otherwise; else 0."""
+        return self.byte_model.resting(parameters, shard_ranks)
+
+    def left_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
+        """Bytes that the states leave on a rank; 0 if they do not fit when nothing computes."""
+        if self.resting_bytes(parameters, shard_ranks) > self.usable_bytes:
+            return 0
+        return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks, ranges))
+
+    def tokens_per_rank(self, parameters: Parameters, shard_ranks: int, is_shared: bool, ranges: Ranges = ()) -> int:
+        """Most tokens that a rank can hold besides the states if everything is kept; 0 if the states alone do not fit.
+
+        is_shared: ranks may share sequences.
+        """
+        left_bytes = self.left_bytes(parameters, shard_ranks, ranges)
+        if self.is_measured:
+            return left_bytes // self.saved_bytes_per_token
+        return self.byte_model.kept_tokens(left_bytes, is_shared)
+
+    def kept_bytes(self, num_tokens: int, is_shared: bool) -> int:
+        """Bytes besides the states on a rank that holds `num_tokens` tokens with everything kept."""
+        if self.is_measured:
+            return num_tokens * self.saved_bytes_per_token
+        return self.byte_model.kept_bytes(num_tokens, is_shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a job uses its ranks; together with the memory of a rank it decides how long a sequence may be.
+
+    max_tokens_per_rank: a limit set by the user, below what memory allows (0: none). ranks_per_node: as in `ClusterSpec`.
+    max_length: most tokens of a sequence by settings, or by positions that nothing extends (0: no limit). tile_tokens: tokens of
+    a tile (None: as the memory says). trusts_limit: plans that keep everything follow `max_tokens_per_rank`, even beyond memory.
+    ranges: layers of every pipeline stage (empty: one stage).
+    """
+
+    num_ranks: int
+    parameters: Parameters
+    shard_ranks: int
+    degrees: tuple[int, ...]
+    method: GroupMethod
+    max_tokens_per_rank: int = 0
+    ranks_per_node: int = 8
+    max_length: int = 0
+    tile_tokens: int | None = None
+    trusts_limit: bool = False
+    ranges: Ranges = ()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks may share sequences."""
+        return self.degrees[-1] > 1
+
+    @property
+    def is_pipeline(self) -> bool:
+        return len(self.ranges) > 1
+
+    @property
+    def sharing(self) -> tuple[Parameters, int, Ranges]:
+        """How states lie on the ranks, as methods of `DeviceMemory` take it."""
+        return self.parameters, self.shard_ranks, self.ranges
+
+    def largest_shape(self, model: ModelSpec) -> GroupShape:
+        """The shape of the largest group, in which the longest sequence is counted."""
+        cluster = ClusterSpec(self.num_ranks, self.ranks_per_node, GENERIC_GPU)
+        return plainest_shape(self.degrees[-1], self.method, model, cluster)
+
+    def reruns(self, model: ModelSpec) -> bool:
+        """Whether layers may run once more to make the next layer's input."""
+        return not self.is_pipeline and may_rerun(model, self.parameters)
+
+    def budget(self, memory: DeviceMemory) -> ActivationBudget | None:
+        """Bytes that policies may use besides the states; None if everything is kept."""
+        if memory.keeps_everything:
+            return None
+        host_bytes = min(memory.host_bytes, memory.most_offloaded)
+        return memory.byte_model.budget(memory.left_bytes(*self.sharing), host_bytes, self.tile_tokens, self.is_shared)
+
+    def kept_tokens(self, memory: DeviceMemory) -> int:
+        """Most tokens on a rank with everything kept."""
+        return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks, self.is_shared, self.ranges))
+
+    def tokens_per_rank(self, memory: DeviceMemory) -> int:
+        """Most tokens on a rank that a plan may use; 0 if there is no room for one."""
+        if self.trusts_limit and self.max_tokens_per_rank and memory.keeps_everything:
+            return self.max_tokens_per_rank
+        budget, model = self.budget(memory), memory.model
+        if budget is None:
+            return self.kept_tokens(memory)
+        shape = self.largest_shape(model)
+        most = most_tokens(
+            model,
+            budget.device_bytes,
+            budget.host_bytes,
+            budget.tile_tokens,
+            reruns=self.reruns(model),
+            # pipelines run slices, which are not cut
+            head_pieces=1 if self.is_pipeline else model.head_pieces(shape.ulysses),
+            is_shared=self.is_shared,
+            num_blocks=shape.num_blocks,
+            block_ranks=shape.ulysses,
+        )
+        return self._bounded(max(budget.kept_tokens, most))
+
+    def _bounded(self, fitting: int) -> int:
+        return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
+
+    def room_tokens(self, memory: DeviceMemory) -> int:
+        """Tokens of the longest sequence that memory holds, alone in a group of the largest degree.
+
+        Beyond `max_length` nothing is tried but a single chunk.
+        """
+        room, budget = self.degrees[-1] * self.tokens_per_rank(memory), self.budget(memory)
+        # a limit set by the user holds for sequences that are alone, too
+        if budget is None or not room or self.is_pipeline or self.max_tokens_per_rank or room >= self.max_length > 0:
+            return room
+        most, shape = self.max_length or _MOST_MORE * room, self.largest_shape(memory.model)
+        return longest_alone(memory.model, budget, shape, self.parameters, self.shard_ranks, room, most)
+
+    def longest_tokens(self, memory: DeviceMemory) -> int:
+        """Tokens of the longest sequence that fits and is allowed."""
+        room = self.room_tokens(memory)
+        return min(room, self.max_length) if self.max_length else room
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of a model and its ranks before any choice: a run measures it, a forecast assumes it.
+
+    costs: seconds, whatever the user wishes. memory: bytes of a rank that holds nothing yet, the least of all ranks. is_given:
+    its usable bytes were given or measured, and are no share of the device. has_communicators: process groups take device memory.
+    reference_bytes: weights of a reference model, which ranks share as they share the model.
+    """
+
+    costs: CostModel
+    memory: DeviceMemory
+    is_given: bool = False
+    has_communicators: bool = False
+    reference_bytes: int = 0
+
+    def memory_on(self, placement: Placement, costs: CostModel, lends: bool = False) -> DeviceMemory:
+        """Memory beside communicators, a reference model, and whatever of the model lies on the host."""
+        usable, memory = self.memory.usable_bytes, replace(self.memory, model=costs.model)
+        if self.has_communicators:
+            blocks, num_stages = block_sizes(placement.degrees, costs), max(1, len(placement.ranges))
+            number = num_communicators(placement.num_ranks, blocks, placement.shard_ranks, num_stages, lends)
+            given = max(0, usable - number * COMMUNICATOR_BYTES)
+            usable = given if self.is_given else min(usable, usable_bytes(memory.device_bytes, number))
+        if self.reference_bytes:
+            # it stays on the device
+            whole = replace(memory, model=replace(costs.model, layers_on_host=False)).state_bytes(*placement.sharing)
+            usable -= self.reference_bytes * whole // max(1, memory.byte_model.states())
+        host_bytes = memory.host_bytes - memory.host_states(*placement.sharing)
+        return replace(memory, usable_bytes=usable, host_bytes=max(0, host_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asks for, in settings of a run or options of a forecast.
+
+    planner: settings of the planner, with all degrees that groups may have; memory, stages and tokens are filled in here.
+    parameters: empty if the forecast chooses. shard_ranks: 0 for all ranks of a stage. tokens_per_rank, max_length: 0 for no
+    limit. trusts_limit, tile_tokens: see `Placement`. optimizer_states, layer_weights: their place; "auto" for the host if the
+    longest sequence needs that. ranges: layers of every stage, if stages were loaded. stages: "auto" for the fastest number.
+    interleave: layer ranges to try besides a single one.
+    """
+
+    planner: PlannerConfig
+    method: GroupMethod = "auto"
+    parameters: str = "replicated"
+    shard_ranks: int = 0
+    expert_ranks: int = 0
+    tokens_per_rank: int = 0
+    trusts_limit: bool = False
+    max_length: int = 0
+    tile_tokens: int | None = None
+    optimizer_states: Place = "device"
+    layer_weights: Place = "device"
+    ranges: Ranges = ()
+    stages: int | Literal["auto"] = 1
+    interleave: int = 1
+    lend_stages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of the sequences to train, read only if a choice needs them; reading may be collective.
+
+    longest: tokens of the longest one (0: unknown). sample: lengths of some, spread over all of them. step: lengths of one step,
+    given a sample.
+    """
+
+    longest: Callable[[], int]
+    sample: Callable[[], Sequence[int]] = tuple
+    step: Callable[[Sequence[int]], Sequence[int]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """How ranks agree. gather: returns the values of all ranks, in their order; collective."""
+
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    def least(self, number: int) -> int:
+        return int(min(self.gather(number)))
+
+    def first(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+ALONE = Agree()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The numbers with which planning starts.
+
+    costs: before anything is measured in the run. planner: limits of plans. memory: of a rank, beside all that lies on its host.
+    room_tokens: the most tokens of a sequence that memory holds. notes: sentences about choices made here. placeholders: token
+    ids that stand for padding, images, sound or video, which no row may have.
+    """
+
+    costs: CostModel
+    planner: PlannerConfig
+    memory: DeviceMemory
+    placement: Placement
+    room_tokens: int
+    notes: tuple[str, ...] = ()
+    placeholders: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, costs: CostModel, memory: DeviceMemory, placement: Placement, planner: PlannerConfig, lends: bool = False
+    ) -> Setup:
+        """The setup by formula; without room its planner has limits for one token. lends: stages lend their ranks."""
+        tokens, room = placement.tokens_per_rank(memory), placement.room_tokens(memory)
+        planner = replace(
+            planner,
+            tokens_per_rank=max(1, tokens),
+            activations=placement.budget(memory),
+            degrees=placement.degrees,
+            stages=placement.ranges if placement.is_pipeline else (),
+            lend_stages=lends,
+            longest_tokens=room if room > tokens * placement.degrees[-1] else 0,
+        )
+        return cls(costs, planner, memory, placement, room)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence by the settings; 0: no limit."""
+        return self.placement.max_length
+
+    @property
+    def ranges(self) -> Ranges:
+        """Layer ranges of every pipeline stage; without a pipeline there is one stage."""
+        return self.placement.ranges
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranges)
+
+    def in_one_micro_batch(self) -> Setup:
+        """The setup of a run whose steps are one micro-batch, in which nothing is cut into slices."""
+        planner = replace(self.planner, one_micro_batch=True)
+        return replace(self, planner=planner, room_tokens=self.room_tokens if self.num_stages > 1 else planner.room_tokens)
+
+
+def build_setup(
+    measured: Measured, wishes: Wishes, lengths: Lengths, check: Callable[[Setup, Measured], None], agree: Agree = ALONE
+) -> Setup:
+    """Choose degrees, stages, places of states and layers, and room. Collective over the ranks of `agree`.
+
+    check: raises ValueError, in the words of a run or a forecast, for a setup that cannot be. Raises ValueError, too, if neither
+    place of "auto" passes it.
+    """
+    choices = _Choices(measured, wishes, lengths, check, agree)
+    return choices.in_place("layer_weights", lambda each: each.in_place("optimizer_states", _Choices.in_stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """The choices that are still open; each method makes one, and leaves the others to the next."""
+
+    measured: Measured
+    wishes: Wishes
+    lengths: Lengths
+    check: Callable[[Setup, Measured], None]
+    agree: Agree
+
+    def in_place(self, setting: str, then: Callable[[_Choices], Setup]) -> Setup:
+        """The setup with optimizer states, or shards of layers, on the device or in host memory. Collective."""
+        if getattr(self.wishes, setting) != "auto":
+            return then(self)
+        found: list[Setup] = []
+        rooms: list[int] = []
+        problems: list[str] = []
+        for place in ("device", "host"):
+            problem = ""
+            try:
+                # a limit that the user sets is trusted elsewhere, so look at what memory alone holds
+                found.append(then(self._with(**{setting: place}, tokens_per_rank=0)))
+            except ValueError as error:
+                problem = str(error)
+            rooms.append(self.agree.least(0 if problem else found[-1].room_tokens))
+            problems.append(problem)
+        if not found:
+            raise ValueError(f"{setting}='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
+        chosen = _HostPlace(self._wanted_tokens(found[0]), rooms[0], rooms[1], problems[1])
+        setup = then(self._with(**{setting: "host" if chosen.on_host else "device"}))
+        free_bytes = self.measured.memory.host_bytes
+        line = chosen.layers_line() if setting == "layer_weights" else chosen.states_line(found[0], free_bytes)
+        return replace(setup, notes=(*setup.notes, line))
+
+    def _with(self, **wishes: Any) -> _Choices:
+        return replace(self, wishes=replace(self.wishes, **wishes))
+
+    def _wanted_tokens(self, setup: Setup) -> int:
+        """Tokens of the longest sequence that the settings let a run train; collective."""
+        wanted, limit = self.lengths.longest() or setup.costs.model.max_positions, self.wishes.tokens_per_rank
+        if self.wishes.max_length:
+            wanted = min(wanted, self.wishes.max_length)
+        return min(wanted, limit * setup.planner.degrees[-1] * setup.num_stages) if limit else wanted
+
+    def in_stages(self) -> Setup:
+        """The setup with the stages that the user asks for, or the number that is fastest for a step. Collective."""
+        wishes, costs = self.wishes, self.measured.costs
+        if wishes.ranges or wishes.stages == 1:
+            return self._on_stages(wishes.ranges or balanced_ranges(costs, 1, ()))
+        lengths = self.lengths.sample()
+        setups: dict[tuple[int, int], Setup] = {}
+
+        def setup_of(num_stages: int, num_parts: int) -> StageSetup:
+            # ranks may have different devices and so different costs, so rank 0's ranges hold for all
+            ranges = self.agree.first(balanced_ranges(costs, num_stages, lengths, num_parts))
+            setups[num_stages, num_parts] = setup = self._on_stages(ranges)
+            return StageSetup(setup.costs, setup.planner, setup.room_tokens)
+
+        if wishes.stages != "auto" and wishes.interleave == 1:
+            setup_of(wishes.stages, 1)
+            return setups[wishes.stages, 1]
+        if wishes.stages == "auto":
+            counts = stage_counts(costs.cluster.num_ranks, costs.model.num_layers, wishes.planner.degrees)
+        else:
+            counts = [wishes.stages]
+        best = stage_options(self.lengths.step(lengths), counts, setup_of, interleave=wishes.interleave)[0]
+        # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
+        return setups[self.agree.first((best.num_stages, best.num_parts))]
+
+    def _on_stages(self, ranges: Ranges) -> Setup:
+        """The setup with these layer ranges on the stages."""
+        wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
+        model, cluster = measured.costs.model, measured.costs.cluster
+        num_ranks, lends = cluster.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
+        degrees = tuple(degree for degree in wishes.planner.degrees if degree <= num_ranks)
+        model = replace(
+            model,
+            updates_on_host=wishes.optimizer_states == "host",
+            layers_on_host=wishes.layer_weights == "host",
+            keeps_all_stages=lends,
+            experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
+        )
+        method = _stage_method(measured.costs, num_ranks, degrees, wishes.method) if num_stages > 1 else wishes.method
+        parameters, shard_ranks = shared_parameters(wishes, num_ranks)
+        placement = Placement(
+            cluster.num_ranks,
+            parameters,
+            shard_ranks,
+            degrees,
+            method,
+            wishes.tokens_per_rank,
+            cluster.ranks_per_node,
+            wishes.max_length,
+            wishes.tile_tokens,
+            wishes.trusts_limit,
+            ranges,
+        )
+
+        def setup_on(placement: Placement) -> Setup:
+            parameters, shard_ranks, _ = placement.sharing
+            costs = replace(measured.costs, model=model, method=method, parameters=parameters, shard_ranks=shard_ranks)
+            return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
+
+        setup = setup_on(placement)
+        if not wishes.parameters and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
+            setup = replace(setup_on(_sharded(placement, num_ranks)), notes=(why,))
+        self.check(setup, measured)
+        return _with_planned_room(setup)
+
+
+def _sharded(placement: Placement, shard_ranks: int) -> Placement:
+    return replace(placement, parameters="sharded", shard_ranks=shard_ranks)
+
+
+def _why_sharded(whole: Setup, num_ranks: int, longest: int, setup_on: Callable[[Placement], Setup]) -> str:
+    """Why parameters are sharded if the user leaves that open; empty if they are replicated.
+
+    longest: tokens of the longest sequence; 0 if it is unknown, so that as many as possible should fit.
+    """
+    memory, placement = whole.memory, whole.placement
+    needed, usable = memory.state_bytes("replicated", 1) / _GIB, memory.usable_bytes / _GIB
+    missing = f"they would need {needed:.1f} GiB per rank; {usable:.1f} GiB are usable"
+    if longest:
+        # kept activations cost no time, so shard the states before recomputing anything
+        has_tokens = memory.tokens_per_rank("replicated", 1, placement.is_shared) >= _LEAST_TOKENS
+        has_room = has_tokens and placement.degrees[-1] * placement.kept_tokens(memory) >= longest
+        return "" if has_room else f"states are sharded over {num_ranks} ranks: replicated, {missing}"
+    fits = placement.longest_tokens(memory)
+    other = setup_on(_sharded(placement, num_ranks))
+    if fits and other.placement.longest_tokens(other.memory) <= fits:
+        return ""
+    instead = f"they would hold {fits:,} tokens" if fits else missing
+    return f"states are sharded over {num_ranks} ranks, which holds the longest sequence; replicated, {instead}"
+
+
+def _with_planned_room(setup: Setup) -> Setup:
+    """The setup with no more room than a plan of one sequence has, of which formulas may count less."""
+    placement, costs, planner, room = setup.placement, setup.costs, setup.planner, setup.room_tokens
+    if placement.is_pipeline:
+        return replace(setup, room_tokens=_longest_planned(min(setup.max_length, room * setup.num_stages), costs, planner))
+    most = min(setup.max_length or room, room)
+    if planner.activations is None or not most:
+        return setup
+    planned = _longest_planned(most, costs, planner)
+    return replace(setup, room_tokens=planned) if planned < most else setup
+
+
+def _longest_planned(most_tokens: int, costs: CostModel, planner: PlannerConfig) -> int:
+    """Tokens of the longest sequence that can be planned, at most `most_tokens`; found by planning sequences, to 1 %.
+
+    Raises ValueError if there is no room for a single token.
+    """
+    fits, too_long = 0, most_tokens + 1
+    tried = most_tokens
+    while too_long - fits > max(1, fits // _ROOM_PRECISION):
+        try:
+            plan_step(0, [tried], costs, planner)
+            fits = tried
+        except ValueError:
+            if tried == 1:
+                raise
+            too_long = tried
+        tried = (fits + too_long) // 2
+    return fits
+
+
+def _stage_method(costs: CostModel, num_ranks: int, degrees: Sequence[int], method: GroupMethod) -> GroupMethod:
+    """How groups inside a stage of so many ranks share attention.
+
+    Around a ring every slice sends earlier ones again, so "auto" means Ulysses wherever that can run groups of all degrees.
+    """
+    if method != "auto":
+        return method
+    cluster = replace(costs.cluster, num_ranks=num_ranks)
+    return "ulysses" if all(group_shapes(degree, "ulysses", costs.model, cluster) for degree in degrees) else "auto"
+
+
+class Sharing(Protocol):
+    """The settings that say how ranks share parameters."""
+
+    @property
+    def parameters(self) -> str: ...
+    @property
+    def shard_ranks(self) -> int | None: ...
+    @property
+    def expert_ranks(self) -> int | None: ...
+
+
+def shared_parameters(wishes: Sharing, num_ranks: int) -> tuple[Parameters, int]:
+    """How parameters live on `num_ranks` ranks, and how many ranks share one copy; a single rank has the whole model."""
+    if wishes.parameters in ("", "replicated") or num_ranks == 1:
+        return "replicated", 1
+    parameters: Parameters = "sharded" if wishes.parameters == "sharded" else "gathered_per_round"
+    return parameters, wishes.shard_ranks or wishes.expert_ranks or num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _HostPlace:
+    """Tokens of the longest sequence with something on the device or in host memory.
+
+    wanted_tokens: tokens of the longest sequence that is asked for. device_tokens, host_tokens: tokens that fit with it on the
+    device, or in host memory (0: that place cannot hold it). host_problem: why it cannot lie on the host; empty if it can.
+    """
+
+    wanted_tokens: int
+    device_tokens: int
+    host_tokens: int
+    host_problem: str
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it goes to the host: the wanted sequence does not fit beside it, and more tokens fit without it."""
+        return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
+
+    def _head(self, what: str, on_device: str) -> str:
+        place = "host" if self.on_host else "device"
+        wanted = f"the longest sequence has {self.wanted_tokens:,} tokens"
+        return f"{what}: on the {place}; {wanted}, and {self.device_tokens:,} fit with all {on_device} on the device"
+
+    def layers_line(self) -> str:
+        """The choice for shards of layers and the numbers behind it, in one line."""
+        line = self._head("weights of layers", "weights")
+        if self.device_tokens >= self.wanted_tokens:
+            return line
+        if self.host_problem:
+            return f"{line}; layers cannot lie on the host: {self.host_problem}"
+        return f"{line}; {self.host_tokens:,} fit with layers on the host"
+
+    def states_line(self, setup: Setup, free_bytes: int) -> str:
+        """The choice for optimizer states and the bytes behind it, in one line.
+
+        setup: with the states in either place. free_bytes: host memory of a rank that is free for them.
+        """
+        memory, sharing = setup.memory, setup.placement.sharing
+        device, host = (replace(memory, model=replace(memory.model, updates_on_host=on_host)) for on_host in (False, True))
+        state_bytes, host_bytes = device.state_bytes(*sharing), host.host_states(*sharing)
+        line = (
+            f"{self._head('optimizer states', 'states')} ({state_bytes / _GIB:.2f} of its {memory.usable_bytes / _GIB:.2f} GiB)"
+        )
+        if self.device_tokens >= self.wanted_tokens:
+            return line
+        taken = f"{host_bytes / _GIB:.2f} of the {free_bytes / _GIB:.2f} GiB of host memory now free for each rank"
+        if host_bytes > free_bytes:
+            return f"{line}; on the host they would need {taken}"
+        if self.host_problem:
+            return f"{line}; on the host they would take {taken}, but {self.host_problem}"
+        return f"{line}; {self.host_tokens:,} fit with states on the host ({taken})"
+
+
+def num_communicators(
+    num_ranks: int, degrees: Sequence[int], shard_ranks: int = 1, num_stages: int = 1, lends: bool = False
+) -> int:
+    """Number of groups that the rank with the most of them is in, the default group included; 0 for a single rank.
+
+    degrees: those of groups that exchange heads (`cost_model.block_sizes`). shard_ranks: ranks that share one copy of the
+    parameters; with 1, gradients are summed early in a group of their own, unless stages lend ranks. lends: stages may lend
+    ranks to each other.
+    """
+    if num_ranks == 1:
+        return 0
+    per_stage = num_ranks // num_stages
+    most = max(
+        len(_sequence_groups(stage, position, num_ranks, num_stages, degrees, lends)) + _num_links(stage, num_stages)
+        for stage in range(num_stages)
+        for position in range(per_stage)
+    )
+    # shards, and ranks with equal shards
+    sharding = (1 + (shard_ranks < per_stage)) if shard_ranks > 1 else 0
+    early_sums = shard_ranks == 1 and per_stage > 1 and not lends
+    return 1 + most + sharding + early_sums
+
+
+def usable_bytes(device_bytes: int, num_communicators: int) -> int:
+    """Bytes of a device that predicted bytes may fill.
+
+    Communicators may take half of the rest; of more than these, every one lowers the result.
+    """
+    share = (1 + USABLE_SHARE) / 2
+    return int(min(device_bytes * USABLE_SHARE, device_bytes * share - num_communicators * COMMUNICATOR_BYTES))
+
+
+def _sequence_groups(
+    stage: int, position: int, num_ranks: int, num_stages: int, degrees: Sequence[int], lends: bool
+) -> set[tuple[int, ...]]:
+    """Ranks of the groups of all ranks, of sequences and of lent slices that one rank is in; equal ranks share a group."""
+    per_stage = num_ranks // num_stages
+    found = {tuple(range(num_ranks))}
+    for degree in (*degrees, per_stage):
+        start = position // degree * degree
+        if degree > 1 and start + degree <= per_stage:
+            found.add(tuple(range(stage * per_stage + start, stage * per_stage + start + degree)))
+    if lends:
+        for first, last in [(first, num_stages - 1) for first in range(num_stages)] + [(0, last) for last in range(num_stages)]:
+            if first < last and first <= stage <= last:
+                found.add(tuple(each * per_stage + position for each in range(first, last + 1)))
+    return found
+
+
+def _num_links(stage: int, num_stages: int) -> int:
+    """Groups of a rank for messages between stages, for sums over all of them, and for sums over the first and the last."""
+    if num_stages == 1:
+        return 0
+    is_end = stage in (0, num_stages - 1)
+    neighbours = (stage > 0) + (stage < num_stages - 1)
+    return _LANES_EACH_WAY * (neighbours + is_end) + 1 + is_end
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that would lengthen the longest sequence, and the tokens that would then fit.
+
+    change: in options of `hf-longctx plan`. setting: in settings of a run; empty if a run cannot make the change.
+    """
+
+    change: str
+    tokens_per_rank: int
+    longest_tokens: int
+    setting: str = ""
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether the same machine does."""
+        return not re.search("--gpus|^devices of", self.change)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change, named as in `Remedy`, and what it leads to."""
+
+    name: str
+    setting: str
+    memory: DeviceMemory
+    placement: Placement
+
+    def remedy(self) -> Remedy:
+        tokens, longest = self.placement.tokens_per_rank(self.memory), self.placement.longest_tokens(self.memory)
+        return Remedy(self.name, tokens, longest, self.setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room for tokens on a rank, given one way of keeping weights, gradients and optimizer states; 0 tokens: it does not fit."""
+
+    parameters: Parameters
+    state_bytes: int
+    tokens_per_rank: int
+    longest_tokens: int
+
+
+def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
+    """Rooms for all ways of keeping the states, with equal groups; shards span all ranks unless the placement says otherwise."""
+    names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_round")
+    ways = []
+    for parameters in names if placement.num_ranks > 1 else names[:1]:
+        shard_ranks = placement.shard_ranks if placement.parameters != "replicated" else placement.num_ranks
+        other = replace(placement, parameters=parameters, shard_ranks=1 if parameters == "replicated" else shard_ranks)
+        tokens, longest = other.tokens_per_rank(memory), other.longest_tokens(memory)
+        ways.append(Room(parameters, memory.state_bytes(*other.sharing), tokens, longest))
+    return tuple(ways)
+
+
+def remedies(memory: DeviceMemory, placement: Placement, may_recompute: bool = False) -> tuple[Remedy, ...]:
+    """Single changes that let a longer sequence fit, the most effective first; each is computed with the change made.
+
+    may_recompute: everything is kept by choice, so that recomputing is a change, too.
+    """
+    now = placement.longest_tokens(memory)
+    options = (change.remedy() for change in _changes(memory, placement, may_recompute))
+    longer = [option for option in options if option.longest_tokens > now * _LEAST_GAIN]
+    return tuple(sorted(longer, key=lambda option: -option.longest_tokens))
+
+
+def fitting_remedies(
+    memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool = False
+) -> tuple[Remedy, ...]:
+    """Changes with which a sequence of `num_tokens` fits: single ones, or else pairs of settings; larger machines come last."""
+    singles = remedies(memory, placement, may_recompute)
+    enough = [one for one in singles if one.longest_tokens >= num_tokens]
+    if not any(one.is_setting for one in enough):
+        enough = [*_fitting_pairs(memory, placement, num_tokens, may_recompute), *enough]
+    return tuple(sorted(enough, key=lambda one: not one.is_setting))
+
+
+def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
+    """Pairs of settings with which a sequence of `num_tokens` fits; none that is a pair in another order."""
+    pairs: dict[frozenset[str], Remedy] = {}
+    for first in _settings(memory, placement, may_recompute):
+        for second in _settings(first.memory, first.placement, may_recompute):
+            if (names := frozenset((first.name, second.name))) in pairs or len(names) < 2:
+                continue
+            setting = f"{first.setting} and {second.setting}" if first.setting and second.setting else ""
+            tried = replace(second, name=f"{first.name} and {second.name}", setting=setting).remedy()
+            if tried.longest_tokens >= num_tokens:
+                pairs[names] = tried
+    return sorted(pairs.values(), key=lambda one: -one.longest_tokens)[:_MOST_PAIRS]
+
+
+def _changes(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
+    """Settings, more ranks and larger devices."""
+    changes = _settings(memory, placement, may_recompute)
+    more = wider_job(memory, placement, 2 * placement.num_ranks, placement.longest_tokens(memory) + 1)
+    name = f"{more.num_ranks // placement.num_ranks} times the ranks: --gpus {more.num_ranks}"
+    changes.append(_Change(name, f"parameters='sharded' on {more.num_ranks} ranks", memory, more))
+    device_bytes, usable = 2 * memory.device_bytes, 2 * memory.usable_bytes
+    larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable)
+    # a run cannot buy larger devices
+    changes.append(_Change(f"devices of {device_bytes / _GIB:.0f} GiB", "", larger, placement))
+    return changes
+
+
+def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
+    num_ranks, model = placement.num_ranks, memory.model
+    changes: list[_Change] = []
+
+    def add(name: str, setting: str, memory: DeviceMemory = memory, placement: Placement = placement) -> None:
+        changes.append(_Change(name, setting, memory, placement))
+
+    if placement.max_tokens_per_rank:
+        add("leave --tokens-per-rank out", "no tokens_per_rank", placement=replace(placement, max_tokens_per_rank=0))
+    if may_recompute and memory.keeps_everything:
+        name = "activations recomputed and offloaded: --activations auto"
+        add(name, "activations='auto'", replace(memory, keeps_everything=False))
+    allowed = default_degrees(num_ranks, model.num_heads, placement.method)
+    if allowed[-1] > placement.degrees[-1]:
+        name = f"groups of up to {allowed[-1]} ranks: --degrees"
+        add(name, "no degrees", placement=replace(placement, degrees=allowed))
+    elif placement.degrees[-1] < num_ranks:
+        wider = replace(placement, degrees=default_degrees(num_ranks, model.num_heads), method="auto")
+        add(f"groups of up to {num_ranks} ranks: --method auto", "method='auto'", placement=wider)
+    if placement.parameters != "sharded" and num_ranks > 1:
+        name = f"states sharded over {num_ranks} ranks: --parameters sharded"
+        add(name, "parameters='sharded'", placement=_sharded(placement, num_ranks))
+    elif 1 < placement.shard_ranks < num_ranks and model.experts.num_ranks == 1:
+        name = f"states sharded over all ranks: --shard-ranks {num_ranks}"
+        add(name, f"shard_ranks={num_ranks}", placement=replace(placement, shard_ranks=num_ranks))
+    if model.bytes_per_element > 2 and not memory.is_measured:
+        half = replace(model, bytes_per_element=2)
+        if memory.lora_rank:
+            half = replace(half, adapters=lora_adapters(half, memory.lora_rank))
+        halved = replace(memory, model=half, saved_bytes_per_token=saved_token_bytes(half))
+        add("weights and activations in bf16: --dtype bfloat16", "weights loaded in bfloat16", halved)
+    if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
+        away = replace(model, updates_on_host=True)
+        name = "optimizer states in host memory: --optimizer-states host"
+        changes.append(_on_host(name, "optimizer_states='host'", memory, away, placement))
+    can_move = placement.parameters == "sharded" and not (model.layers_on_host or memory.is_measured) and can_leave(model)
+    if can_move:
+        away = replace(model, layers_on_host=True)
+        name = "weights of layers in host memory: --layer-weights host"
+        changes.append(_on_host(name, "layer_weights='host'", memory, away, placement))
+    if model.has_master_weights and model.bytes_per_element == 2 and not memory.is_measured:
+        name = "weights updated in bf16, which loses small updates: --bf16-updates"
+        setting = "fp32_master_weights=False, which loses small updates"
+        add(name, setting, replace(memory, model=replace(model, has_master_weights=False)))
+    return changes + list(_adapters(memory, placement))
+
+
+def _on_host(name: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:
+    """The change to `model`, of which more lies in host memory; it asks for more of that where too little is known."""
+    away = replace(memory, model=model)
+    # host memory of the states was left out before
+    before, more = memory.host_states(*placement.sharing), away.host_states(*placement.sharing)
+    left = memory.host_bytes + before - more
+    if left < 0:
+        gib = -(-more // _GIB)
+        # a run knows the memory of its hosts
+        name, setting, left = f"{name} --host-gib {gib}, if a rank has that many GiB", "", gib * _GIB - more
+    return _Change(name, setting, replace(away, host_bytes=left), placement)
+
+
+def can_leave(model: ModelSpec) -> bool:
+    """Whether shards of the model's layers can lie on the host: those of weights in four bits and of spread experts cannot."""
+    return model.packed.is_empty and not model.experts.are_spread
+
+
+def _adapters(memory: DeviceMemory, placement: Placement) -> Iterator[_Change]:
+    """Changes to adapters alone: over the weights as they are (LoRA), and over weights of four bits (QLoRA)."""
+    rank = memory.lora_rank or _LORA_RANK
+    frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
+    frozen = replace(frozen, adapters=lora_adapters(frozen, rank))
+    if not memory.lora_rank:
+        name, setting = f"adapters over frozen weights (LoRA): --lora-rank {rank}", f"adapters of rank {rank} (LoRA)"
+        yield _Change(name, setting, replace(memory, model=frozen, lora_rank=rank), placement)
+    if frozen.packed.is_empty and not frozen.experts.num_experts:
+        packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False, cuts_heads=False)
+        whole = ", attention in one piece" if frozen.head_pieces() > 1 else ""
+        name = f"adapters over weights of four bits{whole} (QLoRA): --lora-rank {rank} --quantize nf4"
+        # adapters that a run has already may be of another size
+        setting = "" if memory.lora_rank else f"weights loaded in four bits below adapters of rank {rank} (QLoRA)"
+        yield _Change(name, setting, replace(memory, model=packed, lora_rank=rank), placement)
+
+
+def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_tokens: int) -> Placement:
+    """The placement on `num_ranks` ranks, doubled until a sequence of `num_tokens` fits; at most doubled ten times.
+
+    States that are sharded over all ranks, or held by a single rank, are sharded over all of the new ranks, unless experts are
+    spread.
+    """
+    heads = memory.model.num_heads
+    is_widest = placement.degrees[-1] == default_degrees(placement.num_ranks, heads, placement.method)[-1]
+    is_shared = placement.shard_ranks == placement.num_ranks and memory.model.experts.num_ranks == 1
+    wider = replace(
+        placement,
+        num_ranks=num_ranks,
+        degrees=default_degrees(num_ranks, heads, placement.method) if is_widest else placement.degrees,
+        shard_ranks=num_ranks if is_shared else placement.shard_ranks,
+        parameters="sharded" if placement.num_ranks == 1 else placement.parameters,
+    )
+    wanted = min(num_tokens, placement.max_length or num_tokens)
+    if wider.longest_tokens(memory) >= wanted or num_ranks >= placement.num_ranks << _MAX_DOUBLINGS:
+        return wider
+    return wider_job(memory, placement, 2 * num_ranks, num_tokens)
+
+
+def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
+    """LoRA of this rank on every matrix of the layers, with PEFT's defaults; embedding and head are frozen.
+
+    Two matrices stand beside every matrix, but not beside routed experts, which are no modules of their own. Beside weights in
+    half precision they are in fp32, and autocast in bf16 multiplies by rounded copies of them, as `hf.models.layers.adapter_spec`
+    reads of such a model. Where layers have heads of several sizes, each number is the largest of any layer.
+    """
+    if model.heads:
+        found = [lora_adapters(of_size, rank) for of_size, _ in model.head_counts()]
+        return AdapterSpec(*(max(getattr(each, field.name) for each in found) for field in fields(AdapterSpec)))
+    d, f, e = model.hidden_size, model.intermediate_size, model.bytes_per_element
+    num_wide = 0 if model.experts.num_experts else 2 if model.gated_mlp else 1
+    num_mlp = num_wide + (num_wide > 0)
+    made_kv = model.kv_size * model.num_made // 2
+    heads, mlp = 4 * d + model.query_size + made_kv + model.output_size, num_mlp * (d + f)
+    saved, width = _HALF if e < _WIDE else e, max(_WIDE, e)
+    in_mlp = saved * num_mlp * rank
+    return AdapterSpec(
+        layer_parameters=rank * (heads + mlp),
+        layer_bytes=rank * (heads + mlp) * width,
+        attention_saved_bytes=saved * 4 * rank,
+        mlp_saved_bytes=in_mlp,
+        cut_bytes=4 * rank * 3 * width,
+        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0),
+        reads_first_norm=True,
+        reads_attention=True,
+        reads_second_norm=num_mlp > 0,
+        reads_product=num_mlp > 0,
+    )
