@@ -61,23 +61,21 @@ _WIDE, _HALF = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one kind of device for one model; `ByteModel` counts whatever was not measured on it.
-
-    usable_bytes: bytes for states, saved tensors and workspace. saved_bytes_per_token: bytes that a token saves for backward;
-    they decide how many tokens fit only where they were measured. state_bytes_per_parameter: measured bytes of weights,
-    gradients and optimizer states (0: nothing was measured). lora_rank: rank of the model's adapters, for reports (0: all weights
-    are trained). host_bytes: host memory of each rank for saved tensors (0: none is counted), of which they take at most
-    `most_offloaded`. keeps_everything: plans recompute, offload and tile nothing, for example because the measured bytes per
-    token already include recomputation.
-    """
+    """Memory of one kind of device for one model; `ByteModel` counts whatever was not measured on it."""
 
     model: ModelSpec
     device_bytes: int
+    # bytes for states, saved tensors and workspace
     usable_bytes: int
+    # bytes that a token saves for backward; they decide how many tokens fit only where they were measured
     saved_bytes_per_token: int
+    # measured bytes of weights, gradients and optimizer states (0: nothing was measured)
     state_bytes_per_parameter: int = 0
+    # rank of the model's adapters, for reports (0: all weights are trained)
     lora_rank: int = 0
+    # host memory of each rank for saved tensors (0: none is counted), and the most that they take of it
     host_bytes: int = 0
+    # plans recompute, offload and tile nothing, for example because the measured bytes per token include recomputation
     keeps_everything: bool = True
     most_offloaded: int = 2**62
 
@@ -145,24 +143,23 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a job uses its ranks; together with the memory of a rank it decides how long a sequence may be.
-
-    max_tokens_per_rank: a limit set by the user, below what memory allows (0: none). ranks_per_node: as in `ClusterSpec`.
-    max_length: most tokens of a sequence by settings, or by positions that nothing extends (0: no limit). tile_tokens: tokens of
-    a tile (None: as the memory says). trusts_limit: plans that keep everything follow `max_tokens_per_rank`, even beyond memory.
-    ranges: layers of every pipeline stage (empty: one stage).
-    """
+    """How a job uses its ranks; together with the memory of a rank it decides how long a sequence may be."""
 
     num_ranks: int
     parameters: Parameters
     shard_ranks: int
     degrees: tuple[int, ...]
     method: GroupMethod
+    # a limit set by the user, below what memory allows (0: none)
     max_tokens_per_rank: int = 0
     ranks_per_node: int = 8
+    # most tokens of a sequence by settings, or by positions that nothing extends (0: no limit)
     max_length: int = 0
+    # tokens of a tile (None: as the memory says)
     tile_tokens: int | None = None
+    # plans that keep everything follow `max_tokens_per_rank`, even beyond memory
     trusts_limit: bool = False
+    # layers of every pipeline stage (empty: one stage)
     ranges: Ranges = ()
 
     @property
@@ -244,17 +241,17 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of a model and its ranks before any choice: a run measures it, a forecast assumes it.
+    """What is known of a model and its ranks before any choice: a run measures it, a forecast assumes it."""
 
-    costs: seconds, whatever the user wishes. memory: bytes of a rank that holds nothing yet, the least of all ranks. is_given:
-    its usable bytes were given or measured, and are no share of the device. has_communicators: process groups take device memory.
-    reference_bytes: weights of a reference model, which ranks share as they share the model.
-    """
-
+    # method, parameters and shards are still open
     costs: CostModel
+    # of a rank that holds nothing yet, the least of all ranks
     memory: DeviceMemory
+    # usable bytes were given or measured, and are no share of the device
     is_given: bool = False
+    # process groups take device memory
     has_communicators: bool = False
+    # weights of a reference model, which ranks share as they share the model
     reference_bytes: int = 0
 
     def memory_on(self, placement: Placement, costs: CostModel, lends: bool = False) -> DeviceMemory:
@@ -275,49 +272,50 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asks for, in settings of a run or options of a forecast.
+    """What the user asks for, in settings of a run or options of a forecast."""
 
-    planner: settings of the planner, with all degrees that groups may have; memory, stages and tokens are filled in here.
-    parameters: empty if the forecast chooses. shard_ranks: 0 for all ranks of a stage. tokens_per_rank, max_length: 0 for no
-    limit. trusts_limit, tile_tokens: see `Placement`. optimizer_states, layer_weights: their place; "auto" for the host if the
-    longest sequence needs that. ranges: layers of every stage, if stages were loaded. stages: "auto" for the fastest number.
-    interleave: layer ranges to try besides a single one.
-    """
-
+    # settings of the planner, with all degrees that groups may have; memory, stages and tokens are filled in here
     planner: PlannerConfig
     method: GroupMethod = "auto"
+    # empty: replicated or sharded, whichever holds the longest sequence
     parameters: str = "replicated"
+    # 0: all ranks of a stage
     shard_ranks: int = 0
     expert_ranks: int = 0
+    # 0: as many as fit; see `Placement` for this limit and the next three fields
     tokens_per_rank: int = 0
     trusts_limit: bool = False
     max_length: int = 0
     tile_tokens: int | None = None
+    # "auto": on the host if the longest sequence needs that
     optimizer_states: Place = "device"
     layer_weights: Place = "device"
+    # layers of every stage, if stages were loaded
     ranges: Ranges = ()
+    # "auto": as many as are fastest
     stages: int | Literal["auto"] = 1
+    # layer ranges of a stage to try besides a single one
     interleave: int = 1
     lend_stages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of the sequences to train, read only if a choice needs them; reading may be collective.
+    """Lengths of the sequences to train, read only if a choice needs them; reading may be collective."""
 
-    longest: tokens of the longest one (0: unknown). sample: lengths of some, spread over all of them. step: lengths of one step,
-    given a sample.
-    """
-
+    # tokens of the longest one (0: unknown)
     longest: Callable[[], int]
+    # lengths of some, spread over all of them
     sample: Callable[[], Sequence[int]] = tuple
+    # lengths of one step, given a sample
     step: Callable[[Sequence[int]], Sequence[int]] = tuple
 
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """How ranks agree. gather: returns the values of all ranks, in their order; collective."""
+    """How ranks agree on a number."""
 
+    # returns the values of all ranks, in their order; collective
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     def least(self, number: int) -> int:
@@ -332,19 +330,19 @@ ALONE = Agree()
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The numbers with which planning starts.
+    """The numbers with which planning starts."""
 
-    costs: before anything is measured in the run. planner: limits of plans. memory: of a rank, beside all that lies on its host.
-    room_tokens: the most tokens of a sequence that memory holds. notes: sentences about choices made here. placeholders: token
-    ids that stand for padding, images, sound or video, which no row may have.
-    """
-
+    # before anything is measured in the run
     costs: CostModel
     planner: PlannerConfig
+    # of a rank, beside whatever lies on its host
     memory: DeviceMemory
     placement: Placement
+    # most tokens of a sequence that memory holds
     room_tokens: int
+    # sentences about choices made here
     notes: tuple[str, ...] = ()
+    # token ids that stand for padding, images, sound or video, which no row may have
     placeholders: tuple[int, ...] = ()
 
     @classmethod
@@ -594,15 +592,14 @@ def shared_parameters(wishes: Sharing, num_ranks: int) -> tuple[Parameters, int]
 
 @dataclass(frozen=True, slots=True)
 class _HostPlace:
-    """Tokens of the longest sequence with something on the device or in host memory.
+    """Tokens of the longest sequence with something on the device or in host memory."""
 
-    wanted_tokens: tokens of the longest sequence that is asked for. device_tokens, host_tokens: tokens that fit with it on the
-    device, or in host memory (0: that place cannot hold it). host_problem: why it cannot lie on the host; empty if it can.
-    """
-
+    # tokens of the longest sequence requested
     wanted_tokens: int
+    # most tokens with it on the device and in host memory (0: that place cannot hold it)
     device_tokens: int
     host_tokens: int
+    # why it cannot lie on the host; empty if it can
     host_problem: str
 
     @property
@@ -705,14 +702,13 @@ def _num_links(stage: int, num_stages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change that would lengthen the longest sequence, and the tokens that would then fit.
+    """A change that would lengthen the longest sequence, and the tokens that would then fit."""
 
-    change: in options of `hf-longctx plan`. setting: in settings of a run; empty if a run cannot make the change.
-    """
-
+    # in options of `hf-longctx plan`
     change: str
     tokens_per_rank: int
     longest_tokens: int
+    # in settings of a run; empty if a run cannot make the change
     setting: str = ""
 
     @property

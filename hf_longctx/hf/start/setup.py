@@ -77,12 +77,11 @@ class TrainingRows:
 
 @dataclass(frozen=True)
 class Beside:
-    """Parts of a run beside its model.
+    """Parts of a run beside its model."""
 
-    reference_bytes: bytes of a reference model. kernels: fields of `ModelSpec` that say of what its layers have kernels.
-    """
-
+    # bytes of a reference model
     reference_bytes: int = 0
+    # fields of `ModelSpec` that say of what its layers have kernels
     kernels: Mapping[str, bool] = field(default_factory=dict)
 
 
