@@ -241,11 +241,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of a model and its ranks before any choice: a run measures it, a forecast assumes it."""
+    """Facts about a model and its ranks before any choice: a run measures them, a forecast assumes them."""
 
     # method, parameters and shards are still open
     costs: CostModel
-    # of a rank that holds nothing yet, the least of all ranks
+    # memory of a rank that holds nothing yet, the least of all ranks
     memory: DeviceMemory
     # usable bytes were given or measured, and are no share of the device
     is_given: bool = False
@@ -272,7 +272,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asks for, in settings of a run or options of a forecast."""
+    """Wishes of the user: settings of a run, or options of a forecast."""
 
     # settings of the planner, with all degrees that groups may have; memory, stages and tokens are filled in here
     planner: PlannerConfig
@@ -335,7 +335,7 @@ class Setup:
     # before anything is measured in the run
     costs: CostModel
     planner: PlannerConfig
-    # of a rank, beside whatever lies on its host
+    # memory of a rank, beside whatever lies on its host
     memory: DeviceMemory
     placement: Placement
     # most tokens of a sequence that memory holds

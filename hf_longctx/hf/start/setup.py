@@ -190,7 +190,7 @@ def _measured(
     reference_bytes: int,
     control: dist.ProcessGroup | None,
 ) -> Measured:
-    """What is known of a rank: the least of all ranks. Collective."""
+    """Measure what a rank has: the least of all ranks. Collective."""
     own = [costs.cluster.hardware.device_bytes, *(num_bytes // costs.cluster.ranks_per_node for num_bytes in host_bytes())]
     device, available, total = map(min, zip(*gather_objects(own, control), strict=True))
     if config.host_gib is not None:

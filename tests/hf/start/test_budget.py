@@ -126,7 +126,7 @@ def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) 
 
 
 def test_layers_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
-    # what is free on a machine changes from one look to the next
+    # free memory of a machine changes from one look to the next
     monkeypatch.setattr(start_setup, "host_bytes", lambda: (2**33, 2**34))
     case = replace(BF16, num_layers=6)
     spec = replace(model_spec(build_model(case)), has_master_weights=True)
