@@ -252,7 +252,8 @@ def _kind(value: Any) -> str:
     return f"{shown(value)} ({type(value).__name__})"
 
 
-def _has_other(name: str, values: tuple[Any, ...], run: Facts) -> bool:
+def has_other(name: str, values: tuple[Any, ...], run: Facts) -> bool:
+    """Whether an argument has a value besides `values`; false without such an argument."""
     return getattr(run.args, name, values[0]) not in values
 
 
@@ -295,7 +296,7 @@ VALUES = {
         name.replace("_", "-"): Rule(
             f"{name}={{args.{name}!r}} is not supported yet",
             setting.note,
-            partial(_has_other, name, setting.values),
+            partial(has_other, name, setting.values),
             f"args.{name} = {not setting.values[0]}",
         )
         for name, setting in SETTINGS.items()

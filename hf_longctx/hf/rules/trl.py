@@ -14,6 +14,8 @@ Versions of other packages that are known to work, and checks of those that are 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -32,6 +34,8 @@ from hf_longctx.hf.models.dropout import weight_rates
 from hf_longctx.hf.models.experts import balance_problems
 from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.rules.rule import Facts, Rule, refusals
+from hf_longctx.hf.rules.training_arguments import has_other
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.runtime.core.loss import OwnLogit, TemperedCrossEntropy, TokenLoss
 
@@ -127,14 +131,15 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
     found = trl_class(trainer)
     if found is None:
         return []
+    facts = Facts(trainer=found, args=args, config=config)
     if is_scored(trainer):
-        return trl_problems() + offloading_problems(args) + _scored_problems(found.__name__, args, config)
+        return trl_problems() + refusals(_OFFLOADING | _SCORED_RULES, facts)
     if not is_planned(trainer):
         return [
             f"{found.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
             f"the cross-entropy; use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans"
         ]
-    return trl_problems() + offloading_problems(args) + _sft_problems(args, config)
+    return trl_problems() + refusals(_OFFLOADING | _SFT, facts)
 
 
 # class of TRL -> columns of which a training set has all of one group
@@ -203,55 +208,100 @@ WHOLE = {"parameters": "replicated", "stages": 1}
 # how a trainer of TRL leaves out the balance loss of a mixture of experts
 NO_BALANCE = "set router_aux_loss_coef=0.0 in its arguments, which trains without that loss"
 
-# argument of TRL -> its supported values, and why no other is
-_SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_vllm": ((False,), "weights would have to be sent to vLLM's processes, which is not tested; generate with transformers"),
-    "use_transformers_continuous_batching": ((False,), "its paged attention replaces the model's; generate without it"),
-    "use_transformers_paged": ((False, None), "its paged attention replaces the model's; generate without it"),
-    "cast_lm_head_to_fp32": ((False,), "it replaces the output head, whose tiles compute losses in fp32 anyway; leave it out"),
-    "entropy_coef": ((0.0,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
-    "use_adaptive_entropy": ((False,), "an entropy bonus trains entropies, and plans train log-probabilities only; leave it out"),
-    "neftune_noise_alpha": ((None,), "the two passes of a step would draw different noise; leave it out"),
+_NO_WEIGHTS = "weights would have to be sent to vLLM's processes, which is not tested", "generate with transformers"
+_NO_PAGES = "its paged attention replaces the model's", "generate without it"
+_NO_BONUS = "an entropy bonus trains entropies, and plans train log-probabilities only", "leave it out"
+# argument of TRL -> its supported values, why no other is and what to do, and a value that is refused
+_SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], tuple[str, str], Any]] = {
+    "use_vllm": ((False,), _NO_WEIGHTS, True),
+    "use_transformers_continuous_batching": ((False,), _NO_PAGES, True),
+    "use_transformers_paged": ((False, None), _NO_PAGES, True),
+    "cast_lm_head_to_fp32": (
+        (False,),
+        ("it replaces the output head, whose tiles compute losses in fp32 anyway", "leave it out"),
+        True,
+    ),
+    "entropy_coef": ((0.0,), _NO_BONUS, 0.01),
+    "use_adaptive_entropy": ((False,), _NO_BONUS, True),
+    "neftune_noise_alpha": ((None,), ("the two passes of a step would draw different noise", "leave it out"), 5.0),
 }
+_SET_THEIRS = "leave it out, and set per_device_train_batch_size and max_length of its arguments"
 
 
-def _scored_problems(name: str, args: Any, config: LongContextConfig) -> list[str]:
-    problems = []
-    for argument, (allowed, why) in _SCORED_ARGUMENTS.items():
-        if (value := getattr(args, argument, allowed[0])) not in allowed:
-            problems.append(f"{argument}={value!r} is not supported with {name}: {why}")
-    reading = (("lookahead_batches", None), ("stream_readers", 1))
-    for setting, default in (("tokens_per_step", None), ("long_sequences", "error"), *reading):
-        if (own := getattr(config, setting)) != default:
-            problems.append(
-                f"{setting}={own!r} has no effect, since {name} draws its batches itself; leave it out"
-                + (
-                    ""
-                    if (setting, default) in reading
-                    else ", and set per_device_train_batch_size and max_length of its arguments"
-                )
-            )
-    if getattr(args, "sync_ref_model", False):
-        problems += [
-            f"sync_ref_model=True is not supported with {setting}={getattr(config, setting)!r}: TRL adds the policy's weights to "
-            f"those of the reference, of which a rank has a part; set {setting}={needed!r}"
-            for setting, needed in WHOLE.items()
-            if getattr(config, setting) != needed
-        ]
-    if config.token_metrics == "on":
-        problems.append(f"token_metrics='on' has no effect, since {name} logs metrics of its own; leave it out")
-    if factor := getattr(args, "label_smoothing_factor", 0):
-        problems.append(f"label_smoothing_factor={factor!r} has no effect on the loss of {name}; leave it out")
-    if name in _GENERATING and config.parameters != "replicated":
-        problems.append(
-            f"parameters={config.parameters!r} gathers weights on all ranks at a time, but {name} generates on every rank for as "
-            f"long as its own completions are; use parameters='replicated', with LoRA if memory is short"
+def _has_own(setting: str, default: Any, run: Facts) -> bool:
+    return bool(getattr(run.config, setting) != default)
+
+
+def _syncs(setting: str, needed: Any, run: Facts) -> bool:
+    return bool(getattr(run.args, "sync_ref_model", False) and getattr(run.config, setting) != needed)
+
+
+def _factor(run: Facts) -> Iterator[dict[str, float]]:
+    if factor := getattr(run.args, "label_smoothing_factor", 0):
+        yield {"factor": factor}
+
+
+# settings and arguments under which losses of log-probabilities or of rewards cannot run
+_SCORED_RULES = {
+    **{
+        f"scored-{argument.replace('_', '-')}": Rule(
+            f"{argument}={{args.{argument}!r}} is not supported with {{trainer.__name__}}: {why}",
+            remedy,
+            partial(has_other, argument, allowed),
+            f"args.{argument} = {refused!r}",
         )
-    if name in _GENERATING and config.stages != 1:
-        problems.append(
-            f"stages={config.stages!r} leaves every rank a part of the model, with which {name} cannot generate; use stages=1"
+        for argument, (allowed, (why, remedy), refused) in _SCORED_ARGUMENTS.items()
+    },
+    **{
+        f"scored-{setting.replace('_', '-')}": Rule(
+            f"{setting}={{config.{setting}!r}} has no effect, since {{trainer.__name__}} draws its batches itself",
+            remedy,
+            partial(_has_own, setting, default),
+            f"config = LongContextConfig({setting}={other!r})",
         )
-    return problems
+        for setting, default, other, remedy in (
+            ("tokens_per_step", None, 4096, _SET_THEIRS),
+            ("long_sequences", "error", "split", _SET_THEIRS),
+            ("lookahead_batches", None, 4, "leave it out"),
+            ("stream_readers", 1, 2, "leave it out"),
+        )
+    },
+    **{
+        f"synced-reference-and-{setting}": Rule(
+            f"sync_ref_model=True is not supported with {setting}={{config.{setting}!r}}: TRL adds the policy's weights to those "
+            f"of the reference, of which a rank has a part",
+            f"set {setting}={needed!r}",
+            partial(_syncs, setting, needed),
+            f"args.sync_ref_model = True; config = LongContextConfig({setting}={other!r})",
+        )
+        for (setting, needed), other in zip(WHOLE.items(), ("sharded", 2), strict=True)
+    },
+    "scored-token-metrics": Rule(
+        "token_metrics='on' has no effect, since {trainer.__name__} logs metrics of its own",
+        "leave it out",
+        lambda run: run.config.token_metrics == "on",
+        "config = LongContextConfig(token_metrics='on')",
+    ),
+    "scored-label-smoothing": Rule(
+        "label_smoothing_factor={factor!r} has no effect on the loss of {trainer.__name__}",
+        "leave it out",
+        _factor,
+        "args.label_smoothing_factor = 0.1",
+    ),
+    "generating-from-shards": Rule(
+        "parameters={config.parameters!r} gathers weights on all ranks at a time, but {trainer.__name__} generates on every rank "
+        "for as long as its own completions are",
+        "use parameters='replicated', with LoRA if memory is short",
+        lambda run: run.trainer.__name__ in _GENERATING and run.config.parameters != "replicated",
+        "trainer = of_trl('GRPOTrainer'); config = LongContextConfig(parameters='sharded')",
+    ),
+    "generating-in-stages": Rule(
+        "stages={config.stages!r} leaves every rank a part of the model, with which {trainer.__name__} cannot generate",
+        "use stages=1",
+        lambda run: run.trainer.__name__ in _GENERATING and run.config.stages != 1,
+        "trainer = of_trl('GRPOTrainer'); config = LongContextConfig(stages=2)",
+    ),
+}
 
 
 def scored_trainer_problems(trainer: Any) -> list[str]:
@@ -315,16 +365,27 @@ def _reference_problems(name: str, model: Any, reference: Any) -> list[str]:
     return []
 
 
-def prepared_model_problems(model: Any) -> list[str]:
-    """Reasons why the model that a trainer of TRL has prepared cannot run under plans."""
-    problems = []
-    if loaded_ranges(model) is not None:
-        problems.append("a model of load_pipeline_stage is not tested with trainers of TRL; pass the whole model")
-    if source_of(model) is not None:
-        problems.append("a model of load_sharded is not tested with trainers of TRL; pass the whole model")
-    if four_bit_layers(model):
-        problems.append("four-bit weights are not tested with trainers of TRL; use LongContextTrainer")
-    return problems
+# models that a trainer of TRL has prepared and that cannot run under plans
+PREPARED = {
+    "trl-and-loaded-stages": Rule(
+        "a model of load_pipeline_stage is not tested with trainers of TRL",
+        "pass the whole model",
+        lambda run: loaded_ranges(run.model) is not None,
+        "model.longctx_ranges = (((0, 1),), ((1, 2),))",
+    ),
+    "trl-and-deferred-weights": Rule(
+        "a model of load_sharded is not tested with trainers of TRL",
+        "pass the whole model",
+        lambda run: source_of(run.model) is not None,
+        "model.longctx_source = 'checkpoints'",
+    ),
+    "trl-and-four-bits": Rule(
+        "four-bit weights are not tested with trainers of TRL",
+        "use LongContextTrainer",
+        lambda run: bool(four_bit_layers(run.model)),
+        "model = in_four_bits(model)",
+    ),
+}
 
 
 def alone_problems(args: Any) -> list[str]:
@@ -337,45 +398,53 @@ def alone_problems(args: Any) -> list[str]:
             f"{found.__name__} is for a trainer of TRL whose forwards are not tested under plans; use "
             f"{' or '.join(_ALONE.values())}"
         ]
-    return trl_problems() + offloading_problems(args)
+    return trl_problems() + refusals(_OFFLOADING, Facts(args=args))
 
 
-def offloading_problems(args: Any) -> list[str]:
-    """Problems with hooks on saved tensors, which would interfere with what plans offload and recompute."""
-    if not getattr(args, "activation_offloading", False):
-        return []
-    return [
-        "activation_offloading=True would move tensors that plans offload themselves; leave it out and set "
-        "LongContextConfig(host_gib=...)"
-    ]
+def _shorter(run: Facts) -> Iterator[dict[str, int]]:
+    limit = getattr(run.args, "max_length", None)
+    if limit is not None and run.config.max_length is not None and limit < run.config.max_length:
+        yield {"limit": limit}
 
 
-def _sft_problems(args: Any, config: LongContextConfig) -> list[str]:
-    problems = []
-    for name in ("packing", "eval_packing"):
-        if getattr(args, name, None):
-            problems.append(
-                f"{name}=True makes rows of several documents, each of which plans would train as one document; set "
-                f"{name}=False, since plans pack whole documents themselves, or use the callback in callbacks=[...] alone, which "
-                f"keeps TRL's rows"
-            )
-    if (loss := getattr(args, "loss_type", "nll")) != "nll":
-        problems.append(
-            f"loss_type={loss!r} is not the token mean of the cross-entropy that plans train; set loss_type='nll', or use the "
-            f"callback in callbacks=[...] alone"
-        )
-    if factor := getattr(args, "label_smoothing_factor", 0):
-        problems.append(
-            f"label_smoothing_factor={factor!r} is not tested with trainers of TRL; pass the loss of a token as token_loss=..., "
-            f"or use LongContextTrainer"
-        )
-    limit = getattr(args, "max_length", None)
-    if limit is not None and config.max_length is not None and limit < config.max_length:
-        problems.append(
-            f"max_length={limit} of the SFTConfig cuts every row before plans see it, but LongContextConfig has max_length "
-            f"{config.max_length}; set SFTConfig(max_length=None), or give both the same value"
-        )
-    return problems
+# hooks on saved tensors, which would interfere with what plans offload and recompute
+_OFFLOADING = {
+    "activation-offloading": Rule(
+        "activation_offloading=True would move tensors that plans offload themselves",
+        "leave it out and set LongContextConfig(host_gib=...)",
+        lambda run: bool(getattr(run.args, "activation_offloading", False)),
+        "args.activation_offloading = True",
+    ),
+}
+# arguments of SFTTrainer under which plans would not do its work
+_SFT = {
+    "sft-packing": Rule(
+        "{name}=True makes rows of several documents, each of which plans would train as one document",
+        "set {name}=False, since plans pack whole documents themselves, or use the callback in callbacks=[...] alone, which "
+        "keeps TRL's rows",
+        lambda run: ({"name": name} for name in ("packing", "eval_packing") if getattr(run.args, name, None)),
+        "args.packing = True",
+    ),
+    "sft-loss-type": Rule(
+        "loss_type={args.loss_type!r} is not the token mean of the cross-entropy that plans train",
+        "set loss_type='nll', or use the callback in callbacks=[...] alone",
+        lambda run: getattr(run.args, "loss_type", "nll") != "nll",
+        "args.loss_type = 'dft'",
+    ),
+    "sft-label-smoothing": Rule(
+        "label_smoothing_factor={factor!r} is not tested with trainers of TRL",
+        "pass the loss of a token as token_loss=..., or use LongContextTrainer",
+        _factor,
+        "args.label_smoothing_factor = 0.1",
+    ),
+    "sft-max-length": Rule(
+        "max_length={limit} of the SFTConfig cuts every row before plans see it, but LongContextConfig has max_length "
+        "{config.max_length}",
+        "set SFTConfig(max_length=None), or give both the same value",
+        _shorter,
+        "args.max_length = 1024; config = LongContextConfig(max_length=32768)",
+    ),
+}
 
 
 def read_columns(trainer: type, dataset: Any, reads_all: bool) -> Any:

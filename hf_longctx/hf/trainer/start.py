@@ -48,8 +48,8 @@ from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, idle_settings, tell_settings, translate
 from hf_longctx.hf.rules.trl import (
+    PREPARED,
     is_scored,
-    prepared_model_problems,
     read_columns,
     scored_loss,
     scored_trainer_problems,
@@ -254,7 +254,8 @@ class StartMixin(_TrainerBase):
         collation = Collation(given.get("data_collator"), head_kind(model), forward_columns(model, self.args))
         self.train_dataset = read_columns(type(self), self.train_dataset, collation.reads_all)
         self.eval_dataset = read_columns(type(self), self.eval_dataset, collation.reads_all)
-        problems = run_problems(type(self), self.longctx_config, model, self.args, given) + prepared_model_problems(model)
+        problems = run_problems(type(self), self.longctx_config, model, self.args, given)
+        problems += refusals(PREPARED, Facts(model=model))
         datasets = named_sets(self.train_dataset, self.eval_dataset)
         reference = None
         if is_scored(type(self)):

@@ -38,6 +38,7 @@ def facts_of(code: str, folder: Path) -> Facts:
         "lora": _lora,
         "in_four_bits": _in_four_bits,
         "sharded": _sharded,
+        "of_trl": lambda name: type(name, (), {"__module__": "trl.trainer"}),
         "patch_model": patch_model,
         "Trainer": transformers.Trainer,
         "TrainerCallback": transformers.TrainerCallback,
