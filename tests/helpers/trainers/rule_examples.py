@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
-from hf_longctx.hf.models.attention import patch_model
+from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules.rule import Facts
 
