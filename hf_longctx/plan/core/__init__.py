@@ -1,1 +1,1 @@
-"""The plan as data: its types, its JSON, the checks it must pass, and the model, cluster and settings it is made from."""
+"""The plan as data: its types, JSON, checks, orders and messages, and the settings and cluster from which it is made."""

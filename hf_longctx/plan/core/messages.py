@@ -1,4 +1,4 @@
-"""Short forms of values, names, texts and times in messages, and their lines on a terminal."""
+"""Formats values, names, texts and times for messages, and wraps lines for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 _MOST_CHARACTERS = 1000
 _MOST_NAMES = 8
 
-# bits of an integer whose digits Python still counts in no time; it refuses those of larger ones
+# most bits of an integer that is printed in digits, which takes long for larger ones, or is refused by Python
 _MOST_BITS = 10_000
 
 
@@ -28,12 +28,12 @@ _repr.maxlong = 40
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: a long one loses its middle."""
+    """Formats a value for messages; a long one loses its middle."""
     return _repr.repr(value)
 
 
 def shortened(message: str) -> str:
-    """A message of at most about a thousand characters; a longer one loses its middle."""
+    """Shortens a message to about a thousand characters, by removing its middle."""
     if len(message) <= _MOST_CHARACTERS:
         return message
     half = _MOST_CHARACTERS // 2
@@ -41,7 +41,7 @@ def shortened(message: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: "85 ms", "12.3 s", "3 min 20 s", "2 h 5 min", "7.8 days"."""
+    """Formats seconds: "85 ms", "12.3 s", "3 min 20 s", "2 h 5 min", "7.8 days"."""
     if seconds < 1e-7:
         return "0 s"
     if seconds < 0.9995:
@@ -60,26 +60,26 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things in words: "1 rank", "2 ranks"."""
+    """Formats a number of things: "1 rank", "2 ranks"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first eight names, and how many more there are."""
+    """Lists the first eight names, and the number of others."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def wrapped(text: str, columns: int, indent: str | None = None) -> str:
-    """A text whose lines break between words, and rather at " | " than inside the parts that it divides.
+    """Wraps a text between words, preferably at " | ".
 
-    indent: what the lines that go on begin with; by default two columns more than the line itself.
+    indent: beginning of continued lines; by default two columns more than that of the line itself.
     """
     return "\n".join(_wrapped_line(line, columns, indent) for line in text.split("\n"))
 
 
 def on_screen(text: str, stream: TextIO, indent: str | None = None) -> str:
-    """The text as `stream` gets it: wrapped on a terminal, which would break lines inside words; unchanged elsewhere."""
+    """Wraps the text if `stream` is a terminal, which would break lines inside words; returns it unchanged otherwise."""
     return wrapped(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
 
 
@@ -88,7 +88,7 @@ def _wrapped_line(line: str, columns: int, indent: str | None) -> str:
         return line
     own = line[: len(line) - len(line.lstrip(" "))]
     parts = line[len(own) :].split(" | ")
-    # `textwrap` takes this space for a letter; the first columns are a table's
+    # `textwrap` treats this space as a letter; the first columns belong to a table
     if len(parts) > 1:
         body = "\xa0| ".join(part.replace(" ", "\xa0") for part in parts)
     else:

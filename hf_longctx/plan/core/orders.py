@@ -1,4 +1,4 @@
-"""Orders the chunks of a group on pipeline stages: which forward or backward each stage runs when.
+"""Orders forwards and backwards of a group's chunks on pipeline stages, and inserts the messages between stages.
 
 A *family* is a run of consecutive chunks that slices of one long sequence link; a pack of whole sequences is a family of one.
 Backwards run family by family, in each family from the last chunk to the first, since a slice's keys and values get gradients
@@ -10,11 +10,10 @@ a stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, the
 (arXiv 2102.07988). "interleaved" gives every stage several parts of the model; the stage switches to the next part every P
 chunks, where P is the number of stages.
 
-Interleaving here takes any families and any number of chunks. Seq1F1B's warm-up is too short where a family does not end
-inside its round of P chunks, so it is extended to what the backwards need. A remainder of fewer than P chunks joins the last
-round, because a round shorter than P deadlocks on four or more stages. With equal times and at least P chunks, every stage is
-then idle for no more than P - 1 forwards and backwards of a part; this was checked by running all families of up to 11 chunks
-on up to 5 stages.
+Interleaving here supports any families and any number of chunks. Seq1F1B's warm-up is too short if a family does not end inside
+its round of P chunks, so it is extended to what the backwards need. A remainder of fewer than P chunks joins the last round,
+because a round shorter than P deadlocks on four or more stages. With equal times and at least P chunks, every stage is then idle
+for at most P - 1 forwards and backwards of a part; this was checked by running all families of up to 11 chunks on up to 5 stages.
 
 Backwards are not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
 long contexts leave little to defer, and slices have already filled most of the idle time. The table has the share of the time of
@@ -26,13 +25,11 @@ long contexts leave little to defer, and slices have already filled most of the 
     64K         2.7 %       1.9 %       10.4 %, 6.1 %
     128K        1.7 %       1.1 %       9.8 %, 5.6 %
 
-Eight slices instead of four save more, take less memory, and leave the modules' own backward alone.
+Eight slices instead of four save more, take less memory, and do not change the modules' own backward.
 
-Inserts the messages between pipeline stages: who sends which chunk when, in an order that cannot deadlock.
-
-A receive stands right before the action that needs the message, and a send right after the action that makes it. Sends do not
-block. A stage sends over a link in the order of its own compute actions; the schedules of `orders.py` give both ends of a link
-the same order of chunks, so receives find their messages in the order in which they were sent.
+A receive comes right before the action that needs the message, and a send right after the action that makes it. Sends do not
+block. A stage sends over a link in the order of its own compute actions; these schedules give both ends of a link the same order
+of chunks, so receives get messages in the order of sending, without deadlocks.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ import numpy as np
 from hf_longctx.plan.core.types import Action, ActionKind, Chunk, IntArray, LayerRange, SequenceGroup, StagePlan
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
-# for each action, the receive before it and the send after it
+# action -> (receive before it, send after it)
 _AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
 
 
@@ -63,7 +60,7 @@ def without_messages(group: SequenceGroup) -> SequenceGroup:
 
 
 def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action, ...]:
-    """An F or B between the receive before it and the send after it, where its neighbours are on other stages.
+    """Returns an F or B with the receive before it and the send after it, if its neighbours are on other stages.
 
     num_places: number of layer ranges of all stages.
     """
@@ -78,18 +75,18 @@ def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action,
 
 
 class MessagedPasses:
-    """Forwards and backwards with their messages, made once for all groups of a step: most actions of any two are equal.
+    """Cache of forwards and backwards with their messages for all groups of a step, most of whose actions are equal.
 
-    stages: actions of all stages of groups, by what their order depends on.
+    stages: actions of all stages of groups, by everything on which their order depends.
     """
 
     def __init__(self) -> None:
         self.stages: dict[Hashable, list[tuple[Action, ...]]] = {}
-        # forwards and backwards of all chunks so far, by stage, part, and numbers of stages and of layer ranges
+        # forwards and backwards of all chunks so far, by (stage, part, number of stages, number of layer ranges)
         self._known: dict[tuple[int, int, int, int], tuple[list[tuple[Action, ...]], list[tuple[Action, ...]]]] = {}
 
     def actions(self, stage: int, num_stages: int, num_parts: int, passes: Iterable[tuple[bool, int, int]]) -> tuple[Action, ...]:
-        """Actions of a stage that runs these passes: whether it is a backward, its chunk and its part."""
+        """Returns the actions of a stage that runs these passes (whether it is a backward, chunk, part)."""
         known = [self._known.setdefault((stage, part, num_stages, num_parts), ([], [])) for part in range(num_parts)]
         found: list[Action] = []
         for is_backward, chunk, part in passes:
@@ -106,12 +103,12 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 # chunk and part of one forward or backward of a stage
 Unit = tuple[int, int]
-# three arrays with an entry for every action of a stage: 1 for a backward and 0 for a forward; its chunk; its part
+# three arrays with an entry for every action of a stage: 1 for a backward or 0 for a forward; chunk; part
 ComputeOrder = tuple[IntArray, IntArray, IntArray]
 
 
 def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-    """Places of the chunks of every family, in order. Chunks between two slices of a sequence belong to its family."""
+    """Returns the indices of every family's chunks, in order. Chunks between two slices of a sequence are in its family."""
     last = {span.sequence: place for place, chunk in enumerate(chunks) for span in chunk.spans}
     found: list[tuple[int, ...]] = []
     first = stop = 0
@@ -126,7 +123,7 @@ def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
 def compute_actions(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """Forwards and backwards of every stage in order, without messages."""
+    """Returns forwards and backwards of every stage in order, without messages."""
     kinds: tuple[ActionKind, ActionKind] = ("F", "B")
     return tuple(
         tuple(
@@ -140,14 +137,14 @@ def compute_actions(
 def compute_orders(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
 ) -> tuple[ComputeOrder, ...]:
-    """Computes the order of `compute_actions` as arrays: for every stage, its actions' kinds, chunks and parts."""
+    """Computes the order of `compute_actions` as arrays: kinds, chunks and parts of every stage's actions."""
     return _family_orders(families(chunks), num_stages, schedule, num_parts)
 
 
 def _family_orders(
     members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_parts: int
 ) -> tuple[ComputeOrder, ...]:
-    """The `compute_orders` of chunks in these families."""
+    """Computes the `compute_orders` of chunks in these families."""
     num_chunks = sum(map(len, members))
     _check_request(num_chunks, num_stages, schedule, num_parts)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
@@ -179,14 +176,14 @@ def pipelined(
 ) -> SequenceGroup:
     """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed.
 
-    known: actions that were made for other groups.
+    known: actions made for other groups.
     """
     sizes = {len(ranges) for ranges in parts}
     if len(sizes) != 1:
         raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
     known, num_stages, num_parts = MessagedPasses() if known is None else known, len(parts), sizes.pop()
     members = families(group.chunks)
-    # chunks in equal families run in one order
+    # chunks in equal families run in the same order
     key = num_stages, num_parts, schedule, *map(len, members)
     if key not in known.stages:
         orders = _family_orders(members, num_stages, schedule, num_parts)
@@ -209,12 +206,12 @@ def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: i
 
 
 def _window(num_units: int, ahead: int) -> list[int]:
-    """Forwards before each backward, for a stage that runs `ahead` before the first backward and then alternates."""
+    """Returns the forwards before each backward, for a stage that runs `ahead` before the first one and then alternates."""
     return [ahead + place for place in range(num_units)]
 
 
 def _elastic_window(members: Sequence[Sequence[int]]) -> list[int]:
-    """Forwards before each backward on the last stage, such that no later backward has to wait for two forwards in a row.
+    """Returns the forwards before each backward on the last stage, so that no later backward waits for two in a row.
 
     Backward i needs the forward of its family's last chunk. One forward can run before each later backward, so backward i needs
     at most j - i forwards fewer than a later backward j.
@@ -226,7 +223,7 @@ def _elastic_window(members: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _rounds(num_chunks: int, num_stages: int) -> list[int]:
-    """Bounds of the rounds of `num_stages` chunks; a remainder joins the last round."""
+    """Returns bounds of the rounds of `num_stages` chunks; a remainder joins the last round."""
     return [*(place * num_stages for place in range(max(1, num_chunks // num_stages))), num_chunks]
 
 
@@ -236,13 +233,13 @@ def _in_rounds(units: list[Unit], rounds: list[int], parts: Sequence[int]) -> li
 
 
 def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:
-    """Fewest forwards before the first backward for which every backward comes after its own forward."""
+    """Returns the fewest forwards before the first backward with which every backward comes after its own forward."""
     done = {unit: place + 1 for place, unit in enumerate(forwards)}
     return max(done[unit] - place for place, unit in enumerate(backwards))
 
 
 def _merged(forwards: IntArray, backwards: IntArray, needed: IntArray) -> ComputeOrder:
-    """Merges both orders: before backward i there are at least `needed[i]` forwards, or all if there are fewer."""
+    """Merges both orders, with at least `needed[i]` forwards before backward i, or all if there are fewer."""
     num_units = len(forwards)
     is_backward = np.zeros(2 * num_units, dtype=np.int64)
     is_backward[np.arange(num_units) + np.minimum(np.maximum.accumulate(needed), num_units)] = 1

@@ -1,8 +1,8 @@
-"""Write plans as JSON and read them back, with a schema version and a digest. Readers refuse unknown fields and versions.
+"""Writes plans as JSON and reads them back, with a schema version and a digest. Readers refuse unknown fields and versions.
 
-The runtime sends plans between ranks in this form, and the command line stores them. Two spellings keep hand-written plans
-short: actions are one blank-separated string ("0F0 0F1 0B1 0B0"), and spans are [sequence, start, stop] triples. Everything
-else is an object with the field names of `plan/core/types.py`; fields that hold their default may be left out.
+Plans are sent between ranks and stored by the command line in this form. To keep hand-written plans short, actions are one
+blank-separated string ("0F0 0F1 0B1 0B0"), and spans are [sequence, start, stop] triples. Everything else is an object with the
+field names of `plan/core/types.py`; fields with their default may be omitted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hf_longctx.plan.core.types import (
 
 SCHEMA_VERSION = 1
 
-# integers up to it are exact in floating point, and no plan has more tokens, ranks or bytes
+# largest integer: exact in floating point, and more than any plan's tokens, ranks or bytes
 _MOST = 2**53
-# largest float, in seconds or a share; not infinite, so that sums are finite
+# largest float, for seconds and shares, so that sums stay finite
 _MOST_NUMBER = 1e15
 
-# field -> type of the items in its tuple; fields not listed hold plain numbers or strings
+# field -> type of the items in its tuple; other fields hold plain numbers or strings
 _CHILDREN: dict[type, dict[str, type]] = {
     StepPlan: {"micro_batches": MicroBatch},
     MicroBatch: {"groups": SequenceGroup},
@@ -58,12 +58,12 @@ _CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
 
 
 def plan_to_json(plan: StepPlan, indent: int | None = None) -> str:
-    """The plan as JSON text; equal plans give equal text."""
+    """Returns the plan as JSON text; equal plans give equal text."""
     return json.dumps({"schema": SCHEMA_VERSION, **_encode(plan)}, indent=indent, sort_keys=True)
 
 
 def plan_from_json(text: str) -> StepPlan:
-    """The plan that the JSON `text` describes.
+    """Reads a plan from JSON `text`.
 
     Raises ValueError for another schema version, an unknown or missing field, or a value of the wrong kind or beyond any plan's
     size. The result is well-formed but not validated: call `validate_plan` on it.
@@ -82,7 +82,7 @@ def plan_from_json(text: str) -> StepPlan:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The value of the JSON `text`, which errors call `what`; raises ValueError for text that is none, or nested too deeply."""
+    """Parses JSON `text`, called `what` in errors; raises ValueError for invalid or too deeply nested text."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -92,7 +92,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def plan_digest(plan: StepPlan) -> str:
-    """Hash of everything in the plan but its estimate, as 16 hexadecimal digits; all ranks of a run compare it."""
+    """Returns a hash of the plan without its estimate, as 16 hexadecimal digits; all ranks of a run compare it."""
     identity = dataclasses.replace(plan, estimate=Estimate())
     return hashlib.sha256(plan_to_json(identity).encode()).hexdigest()[:16]
 
@@ -148,7 +148,7 @@ def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
 
 
 def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
-    """Decode a number, a string or a list of integers, checked against the field's annotation."""
+    """Decodes a number, a string or a list of integers, checked against the field's annotation."""
     annotation = str(kind.__annotations__[name])
     if annotation == "int":
         return _integer(value, path)

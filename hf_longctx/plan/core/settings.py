@@ -1,11 +1,7 @@
-"""Settings of the planner, and the degrees that sequence groups may have.
+"""Settings of the planner, degrees of sequence groups, and the hardware for which a run is planned.
 
-`hf/` derives them from the user's `LongContextConfig`, and `sim/` from the options of the command line.
-
-The hardware that a run is planned for: one device with its links, and how many of them there are.
-
-The cost model turns these rates into seconds. They come from a hardware profile (`plan/cost/profiles.py`), from a measurement,
-or from the generic guesses below.
+`hf/` derives settings from the user's `LongContextConfig`, and `sim/` from the options of the command line. Rates of hardware,
+which the cost model turns into seconds, come from a profile (`plan/cost/profiles.py`), a measurement, or the guesses below.
 """
 
 from __future__ import annotations
@@ -18,11 +14,11 @@ from hf_longctx.plan.core.types import LayerRange
 Solver = Literal["auto", "greedy", "lp", "milp", "static"]
 SOLVERS: tuple[str, ...] = ("auto", "greedy", "lp", "milp", "static")
 
-# how groups of two or more ranks share attention; "auto" picks the cheapest of the others for every degree and step
+# how groups of two or more ranks share attention; "auto" is the cheapest of the others for every degree and step
 GroupMethod = Literal["auto", "ulysses", "ring", "hybrid"]
 GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 
-# ranks of a usual node
+# usual number of ranks of a node
 _NODE_RANKS = 8
 
 
@@ -46,7 +42,7 @@ class ActivationBudget:
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """Limits that a plan must keep, and how hard the planner searches within them.
+    """Limits of a plan, and the effort of the search within them.
 
     Three extensions of FlexSP can be switched off: `time_aware`, `nested` and `node_aligned`.
     """
@@ -111,7 +107,7 @@ class PlannerConfig:
 
 
 def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> None:
-    """Raise ValueError unless groups of every degree can run `method` on `num_ranks` ranks.
+    """Raises ValueError unless groups of every degree can run `method` on `num_ranks` ranks.
 
     A ring works with any degree, and therefore so do "auto" and "hybrid". Ulysses needs a power of two or all ranks at once:
     its groups start at a multiple of their degree, so that a fixed pool of process groups serves every plan. It also needs at
@@ -133,17 +129,17 @@ def check_degrees(degrees: tuple[int, ...], num_ranks: int, num_heads: int, meth
 
 
 def default_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> tuple[int, ...]:
-    """Powers of two, and all ranks, that `check_degrees` allows."""
+    """Returns powers of two, and all ranks, as far as `check_degrees` allows them."""
     powers = {1 << bit for bit in range(num_ranks.bit_length())} | {num_ranks}
     limit = min(num_ranks, num_heads) if method == "ulysses" else num_ranks
     return tuple(sorted(degree for degree in powers if degree <= limit))
 
 
 def all_degrees(num_ranks: int, num_heads: int, method: GroupMethod = "auto") -> tuple[int, ...]:
-    """`default_degrees`, every number of ranks up to 8 (a usual node), and multiples of 8 up to 64.
+    """Returns `default_degrees`, every number of ranks up to 8 (a usual node), and multiples of 8 up to 64.
 
-    More degrees would take the planner longer and gain little. Ulysses supports the default degrees only; for the others
-    `check_degrees` raises an error that says so.
+    More degrees would take the planner longer and gain little. Ulysses supports only the default degrees; for others
+    `check_degrees` raises an error.
     """
     inside, nodes = range(1, min(_NODE_RANKS, num_ranks) + 1), range(_NODE_RANKS, min(64, num_ranks) + 1, _NODE_RANKS)
     return tuple(sorted({*default_degrees(num_ranks, num_heads, method), *inside, *nodes}))
@@ -182,14 +178,14 @@ class HardwareSpec:
     tile_keys: int = 0
 
 
-# share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process itself
+# share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process
 USABLE_SHARE = 0.8
 
 
 # keys that torch's flash attention for CPUs computes at once
 CPU_TILE_KEYS = 512
 
-# guessed rates, good enough to rank plans until the run has measured its own coefficients
+# guessed rates, sufficient to rank plans until the run has measured its own coefficients
 GENERIC_CPU = HardwareSpec("generic cpu", 3e10, 2e10, 8 * 2**30, 1e9, 1e9, 2e-4, tile_keys=CPU_TILE_KEYS)
 GENERIC_GPU = HardwareSpec("generic gpu", 2e14, 1.5e14, 40 * 2**30, 1e11, 2.5e10, 3e-5)
 

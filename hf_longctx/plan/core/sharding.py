@@ -1,15 +1,15 @@
-"""Decide which tokens and heads of a chunk each rank of a group holds: one rule for collator, runtime and planner.
+"""Divides the tokens and heads of a chunk among the ranks of a group: one rule for collator, runtime and planner.
 
-A group is a ring of blocks (`GroupShape`). With b > 1 blocks every document is cut into 2b pieces, and one block holds pieces
-i and 2b - 1 - i (zigzag), so that all blocks have about the same number of causal query-key pairs in every document. A single
-block holds whole documents in span order. Within a block the tokens are cut into contiguous shards that differ by at most one
-token, longer shards first. So Ulysses ranks hold contiguous shards, ring ranks hold zigzag pieces, and hybrids combine both.
+A group is a ring of blocks (`GroupShape`). With b > 1 blocks every document is cut into 2b pieces, and one block has pieces i and
+2b - 1 - i (zigzag), so that all blocks have about the same number of causal query-key pairs in every document. A single block has
+whole documents in span order. Within a block the tokens are cut into contiguous shards that differ by at most one token, longer
+shards first. So Ulysses ranks have contiguous shards, ring ranks zigzag pieces, and hybrids combine both.
 
-HF layers reject empty tensors, so blocks are filled up with dummy tokens until every rank has one token. Each dummy is a
-document of its own, after the real tokens, and has no loss.
+HF layers reject empty tensors, so blocks are padded with dummy tokens until every rank has one token. Each dummy is a separate
+document, after the real tokens, and has no loss.
 
-If a slice is lent ranks of other pipeline stages, the shard of every position is cut again, in zigzag over the stages that run
-it.
+If ranks of other pipeline stages are lent to a slice, the shard of every position is cut again, in zigzag over the stages that
+run it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 class Piece:
     """Tokens [start, stop) of one document of a chunk, stored from index `first` on in the tokens of one rank.
 
-    Documents are numbered like the chunk's spans; dummy tokens are further documents after them. `start` counts from the
-    start of the document's span.
+    Documents are numbered like the chunk's spans; dummy tokens are further documents after them. start: counts from the start of
+    the document's span.
     """
 
     document: int
@@ -46,14 +46,14 @@ class Piece:
 
 
 def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
-    """Pieces of the padded chunk that every rank of a group holds, in the order of its tokens; at least one token each."""
+    """Returns the pieces of the padded chunk on every rank of a group, in the order of its tokens; at least one token each."""
     if shape.ulysses == 1:
         return block_pieces(chunk, shape)
     return tuple(shard for block in block_pieces(chunk, shape) for shard in _split_block(block, shape.ulysses))
 
 
 def block_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
-    """Pieces of the padded chunk that every block of a group holds: at least one token for each of its ranks."""
+    """Returns the pieces of the padded chunk in every block of a group: at least one token for each of its ranks."""
     blocks, held = _whole_documents(chunk) if shape.num_blocks == 1 else _zigzag_pieces(chunk, shape.num_blocks)
     dummy = len(chunk.spans)
     for block, count in zip(blocks, held, strict=True):
@@ -93,16 +93,16 @@ def _zigzag_pieces(chunk: Chunk, num_blocks: int) -> tuple[list[list[Piece]], li
 
 @lru_cache(maxsize=1024)
 def _first_document(num_tokens: int, num_blocks: int) -> tuple[tuple[Piece, ...], ...]:
-    """Pieces of a document of `num_tokens` tokens that comes first in its chunk, for every block of a ring."""
+    """Returns the pieces of a first document of `num_tokens` tokens, for every block of a ring."""
     blocks, _ = _zigzag_pieces(Chunk(0, (Span(0, 0, num_tokens),)), num_blocks)
     return tuple(map(tuple, blocks))
 
 
 def slice_pieces(chunks: Iterable[Chunk], sequence: int, num_blocks: int) -> tuple[tuple[Piece, ...], ...]:
-    """Pieces of all slices of a sequence in order, for every block of a ring; they count from the start of the sequence.
+    """Returns the pieces of all slices of a sequence in order, for every block of a ring, counted from the sequence's start.
 
-    Their locations are those among the tokens of the sequence that the block holds. Raises ValueError for a slice that does not
-    come first in its chunk.
+    They are located among the block's tokens of the sequence. Raises ValueError for a slice that does not come first in its
+    chunk.
     """
     found: list[list[Piece]] = [[] for _ in range(num_blocks)]
     for chunk in chunks:
@@ -121,7 +121,7 @@ def slice_pieces(chunks: Iterable[Chunk], sequence: int, num_blocks: int) -> tup
 
 
 def even_shards(count: int, num_ranks: int) -> tuple[int, ...]:
-    """Number of the `count` tokens or heads that each rank gets: at most one apart, larger shares first."""
+    """Divides `count` tokens or heads among ranks: shares differ by at most one, larger ones first."""
     base, remainder = divmod(count, num_ranks)
     return tuple(base + (index < remainder) for index in range(num_ranks))
 
@@ -146,7 +146,7 @@ class HeadShare:
 
 @lru_cache(maxsize=256)
 def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShare, ...]:
-    """Contiguous query heads of each rank, spread as evenly as possible, and the KV heads that they read.
+    """Returns contiguous query heads of each rank, divided as evenly as possible, and the KV heads that they read.
 
     Raises ValueError if the query heads are not a multiple of the KV heads or a rank would get no head.
     """
@@ -167,7 +167,7 @@ def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[Head
 
 
 def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, ...]]:
-    """Cut a block's tokens into contiguous shards, one per rank; the block holds at least as many tokens as ranks."""
+    """Cuts a block's tokens into contiguous shards, one per rank; the block must have at least as many tokens as ranks."""
     ranks, waiting = [], list(reversed(block))
     for room in even_shards(sum(piece.num_tokens for piece in block), num_ranks):
         shard, held = [], 0
@@ -183,10 +183,10 @@ def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, 
 
 
 def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piece, ...], ...]:
-    """Pieces of every block whose keys a query of another block sees, renumbered from 0; the others never leave their block."""
+    """Returns the pieces of every block whose keys a query of another block sees, renumbered from 0; others are not sent."""
     if len(blocks) == 1:
         return ((),)
-    # for each document the start of its last piece, and of its last piece outside the block that has this one
+    # for each document, the start of its last piece, and of its last piece outside the block of that one
     last: dict[int, tuple[int, int]] = {}
     elsewhere: dict[int, int] = {}
     for index, block in enumerate(blocks):
@@ -211,7 +211,7 @@ def travelling_pieces(blocks: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piec
 
 
 def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen: Callable[[int], int]) -> tuple[Piece, ...]:
-    """Keys of one block that queries of another block see: all, the last tokens or none of each piece, renumbered from 0.
+    """Returns the keys of one block that queries of another see: all, the last tokens or none of each piece, renumbered.
 
     first_seen: position of a query in its document -> position of the first key that it sees.
     """
@@ -229,7 +229,7 @@ def seen_pieces(keys: tuple[Piece, ...], queries: tuple[Piece, ...], first_seen:
 
 
 def runs_of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The pieces of one rank, those joined that follow each other both in the document and on the rank."""
+    """Joins pieces of one rank that follow each other both in the document and on the rank."""
     runs: list[Piece] = []
     for piece in pieces:
         last = runs[-1] if runs else None
@@ -241,14 +241,14 @@ def runs_of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 
 def passes_states(num_blocks: int, block_ranks: int, num_heads: int) -> bool:
-    """Whether ranks of a group pass the states of `num_heads` heads on to each other, because they cannot share out the heads."""
+    """Whether ranks of a group pass on the states of `num_heads` heads, because they cannot divide the heads."""
     return num_blocks > 1 or block_ranks > num_heads
 
 
 def state_readers(runs: tuple[tuple[Piece, ...], ...], going_on: Iterable[int] = ()) -> tuple[tuple[frozenset[int], ...], ...]:
-    """For every run of every rank, the other ranks that a layer with a state tells how the run changes it.
+    """Returns for every run of every rank the other ranks that need its effect on a state.
 
-    These hold later tokens of the document; if the document goes on in another chunk (`going_on`), they are all ranks.
+    These have later tokens of the document; if it continues in another chunk (`going_on`), they are all ranks.
     """
     last: dict[int, dict[int, int]] = {}
     for rank, own in enumerate(runs):
@@ -270,7 +270,7 @@ def state_readers(runs: tuple[tuple[Piece, ...], ...], going_on: Iterable[int] =
 
 
 def sequence_ends(chunks: Iterable[Chunk]) -> dict[int, int]:
-    """The last token of every sequence that chunks hold slices of: where its last slice stops."""
+    """Returns the end of the last slice of every sequence in these chunks."""
     ends: dict[int, int] = {}
     for span in (span for chunk in chunks for span in chunk.spans):
         ends[span.sequence] = max(span.stop, ends.get(span.sequence, 0))
@@ -278,59 +278,59 @@ def sequence_ends(chunks: Iterable[Chunk]) -> dict[int, int]:
 
 
 def longest_document(blocks: tuple[tuple[Piece, ...], ...]) -> int:
-    """Number of tokens of the longest document in these blocks."""
+    """Returns the number of tokens of the longest document in these blocks."""
     return max((piece.stop for block in blocks for piece in block), default=0)
 
 
 def held_tokens(pieces: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
-    """Number of tokens of every rank, dummy tokens included."""
+    """Returns the number of tokens of every rank, including dummy tokens."""
     return tuple(sum(piece.num_tokens for piece in rank) for rank in pieces)
 
 
 def shard_tokens(chunk: Chunk, shape: GroupShape) -> tuple[int, ...]:
-    """Number of tokens of every rank: `held_tokens(rank_pieces(...))`, computed without laying out documents if possible."""
+    """Returns the number of tokens of every rank: `held_tokens(rank_pieces(...))`, without making pieces if possible."""
     if shape.num_blocks == 1:
         return even_shards(max(chunk.num_tokens, shape.degree), shape.degree)
     return held_tokens(rank_pieces(chunk, shape))
 
 
 def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
-    """Cumulative document lengths (`cu_seqlens`), starting at 0, of a block that holds whole documents only."""
+    """Returns cumulative document lengths (`cu_seqlens`), starting at 0, of a block with only whole documents."""
     return (0, *accumulate(piece.num_tokens for piece in pieces))
 
 
-# documents of at most so many tokens may share a call of attention, which has at most so many rows
+# most tokens of documents that may share a call of attention, and most rows of such a call
 PACKED_TOKENS, PACKED_ROWS = 2048, 16384
-# rows that the operator's backward allocates for every document beside those of its tokens
+# rows that the operator's backward allocates for every document besides those of its tokens
 _ROWS_PER_DOCUMENT = 128
 
 
-# lengths of attention's tiles for which operators plan: so many between two powers of two, but multiples of `LEAST_LENGTH_STEP`
+# numbers of tile lengths for which operators plan between two powers of two; lengths are multiples of `LEAST_LENGTH_STEP`
 LENGTHS_PER_OCTAVE, LEAST_LENGTH_STEP = 32, 128
 
 
 def length_step(num_tokens: int, per_octave: int = 0) -> int:
-    """Distance between the two lengths around `num_tokens` for which operators plan. per_octave: 0 for `LENGTHS_PER_OCTAVE`."""
+    """Returns the distance of planned tile lengths around `num_tokens`. per_octave: 0 for `LENGTHS_PER_OCTAVE`."""
     octave = 1 << max(0, (num_tokens - 1).bit_length() - 1)
     return max(LEAST_LENGTH_STEP, octave // (per_octave or LENGTHS_PER_OCTAVE))
 
 
 def packed_rows(num_tokens: int, num_documents: int = 1) -> int:
-    """Rows of documents that share a call of attention, as they count for `PACKED_ROWS`."""
+    """Returns the rows, as counted for `PACKED_ROWS`, of documents that share a call of attention."""
     return num_tokens + _ROWS_PER_DOCUMENT * num_documents
 
 
-# elements of queries up to which one call of attention's backward takes all heads of a rank
+# most elements of queries with which one call of attention's backward takes all heads of a rank
 PART_ELEMENTS = 2**28
-# elements of an adapter's input or output that exist at a time where attention runs in pieces of heads
+# most elements of an adapter's input or output that exist at a time if attention runs in pieces of heads
 ADAPTER_ELEMENTS = 2**24
 
 
 def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -> int:
-    """Query heads that attention's backward takes at once, since it makes several tensors as large as theirs.
+    """Returns the query heads that attention's backward takes at once, since it makes several tensors of their size.
 
-    At least one; whole groups of `per_kv` readers of a KV head, or an equal part of one group. num_tokens: of queries or keys,
-    whichever are more.
+    At least one; whole groups of `per_kv` readers of a KV head, or an equal part of one group. num_tokens: the larger number of
+    queries and keys.
     """
     most = max(1, PART_ELEMENTS // max(1, num_tokens * head_dim))
     if most >= num_heads:
@@ -341,7 +341,7 @@ def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -
 
 
 def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-    """Pieces that `[stage][position]` holds of a slice that several stages run: the shard of its position, cut in zigzag.
+    """Returns pieces by `[stage][position]` of a slice that several stages run: each position's shard, cut in zigzag.
 
     `start` counts from the start of the slice. Raises ValueError if a rank would get no token.
     """
@@ -361,17 +361,17 @@ def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[t
 
 
 def is_lent(group: SequenceGroup) -> bool:
-    """Whether any chunk of the group is lent ranks of other stages."""
+    """Whether ranks of other stages are lent to any chunk of the group."""
     return any(action.lenders for stage in group.stages for action in stage.actions)
 
 
 def running_stages(action: Action) -> tuple[int, ...]:
-    """Stages whose ranks run an action together, in order."""
+    """Returns the stages whose ranks run an action together, in order."""
     return tuple(sorted({action.stage, *(stage for stage, _ in action.lenders)}))
 
 
 def lent_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
-    """Forwards and backwards that the ranks of every stage run, their own and those to which they are lent, in order.
+    """Returns forwards and backwards of every stage's ranks in order: their own and those to which they are lent.
 
     Slices with lenders from later stages come first, then slices without lenders, then those with lenders from earlier stages;
     the backwards run in reverse.

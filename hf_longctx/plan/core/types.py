@@ -1,12 +1,10 @@
-"""The plan of one training step: a frozen tree of plain data in which every mechanism of the package is expressed.
+"""The plan of one training step: a frozen tree of plain data that expresses every mechanism of the package.
 
 The tree is step > micro-batch > sequence group > stage (with its actions). In every micro-batch a rank takes part in one group,
 as one stage of it. The planner writes plans, the runtime executes them.
 
-A plan holds only what JSON can: no tensors, devices, process groups or callables. Sizes are in tokens, layers and bytes;
-seconds appear only in `Estimate`, which is not part of a plan's identity (its digest).
-
-Type aliases for the numpy arrays of the planner, for annotations in every folder of `plan`.
+A plan contains only JSON values: no tensors, devices, process groups or callables. Sizes are in tokens, layers and bytes; seconds
+appear only in `Estimate`, which is not part of a plan's identity (its digest).
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ class Span:
 class Chunk:
     """The tokens of one forward on one stage; `index` numbers the chunks of a group. The dummy chunk has no spans.
 
-    A slice holds one span of a long sequence, a pack holds whole sequences, and a hybrid holds the last slice of a long
-    sequence followed by whole short ones.
+    A slice is one span of a long sequence, a pack has whole sequences, and a hybrid has the last slice of a long sequence
+    followed by whole short ones.
     """
 
     index: int
@@ -71,10 +69,10 @@ class Chunk:
 class Action:
     """One instruction of one stage for one chunk.
 
-    F and B compute. SF sends activations to the next part of the model and RF receives them from the previous one; SB and RB
-    do the same for gradients in the other direction. `part` is the index of one of the stage's layer ranges (more than one with
-    interleaving). `lenders` are (stage, position) pairs of ranks that would idle and take part in the chunk's tokens
-    (lending: SPPO's multiplexed sequence partitioning).
+    F and B compute. SF sends activations to the next part of the model and RF receives them from the previous one; SB and RB do
+    the same for gradients in the other direction. part: index of one of the stage's layer ranges (several with interleaving).
+    lenders: (stage, position) of ranks that would idle and take part in the chunk's tokens (lending: SPPO's multiplexed sequence
+    partitioning).
     """
 
     kind: ActionKind
@@ -90,7 +88,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action written as `text`, for example "2F0", "2SB0", "2.1F0" or "2F0@3:0,3:1"."""
+        """Parses an action, for example "2F0", "2SB0", "2.1F0" or "2F0@3:0,3:1"."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(
@@ -125,7 +123,7 @@ class TensorShare:
         return self.recompute + self.host + self.device
 
     def cuts(self, num_tokens: int) -> tuple[int, int]:
-        """Token indices at which the recomputed and the host share of `num_tokens` end; the device has the rest."""
+        """Returns the token indices at which the recomputed and the host share end; the device has the rest."""
         recomputed, on_host = self.recompute * num_tokens, (self.recompute + self.host) * num_tokens
         return min(num_tokens, round(recomputed)), min(num_tokens, round(on_host))
 
@@ -137,14 +135,14 @@ _ON_DEVICE = {tensor_class: TensorShare(tensor_class, device=1.0) for tensor_cla
 class LayerPolicy:
     """Shares of every class of one layer's saved tensors. A class without a share stays on the device.
 
-    head_pieces: attention runs in so many pieces of the layer's KV heads; queries, keys and values are then recomputed.
+    head_pieces: number of pieces of the layer's KV heads in which attention runs; with several, Q, K and V are recomputed.
     """
 
     shares: tuple[TensorShare, ...] = ()
     head_pieces: int = 1
 
     def share(self, tensor_class: TensorClass) -> TensorShare:
-        """The share of one class; everything on the device if none is given."""
+        """Returns the share of one class; by default everything on the device."""
         for share in self.shares:
             if share.tensor_class == tensor_class:
                 return share
@@ -155,14 +153,14 @@ class LayerPolicy:
         return all(share.device == share.total for share in self.shares)
 
 
-# tokens per tile of the loss, and of everything where memory is short
+# tokens per tile of the loss, and of everything if memory is short
 LEAST_TILE_TOKENS = 2048
-# tokens per tile of norms and MLPs, of which memory chooses
+# tokens per tile of norms and MLPs, chosen by memory
 TILE_SIZES = (8192, 4096, LEAST_TILE_TOKENS)
 
 
 def small_tile(tile_tokens: int) -> int:
-    """Tokens per tile of the loss, and of everything where memory is short, beside `tile_tokens` elsewhere; 0: untiled."""
+    """Returns tokens per tile of the loss, and of everything if memory is short, for this `tile_tokens`; 0: untiled."""
     return min(tile_tokens, LEAST_TILE_TOKENS)
 
 
@@ -170,8 +168,8 @@ def small_tile(tile_tokens: int) -> int:
 class ActivationPolicy:
     """Policies of one chunk on one model part, layer by layer; layers beyond the list keep everything.
 
-    `tile_tokens`: norms and MLP run in tiles of this many tokens, and the loss in tiles of at most `LEAST_TILE_TOKENS`, since
-    logits are wide; 0 means untiled.
+    tile_tokens: tokens per tile of norms and MLP; the loss has tiles of at most `LEAST_TILE_TOKENS`, since logits are wide. 0:
+    untiled.
     """
 
     chunk: int
@@ -193,7 +191,7 @@ class LayerRange:
     num_layers: int
 
 
-# for every stage the layer ranges of its parts (several with interleaving)
+# for every stage, the layer ranges of its parts (several with interleaving)
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
 
@@ -213,7 +211,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """How `degree` ranks share attention: blocks of `ulysses` neighbours split the heads, and the blocks form a ring.
+    """The way in which `degree` ranks share attention: blocks of `ulysses` neighbours split heads, and blocks form a ring.
 
     One block of all ranks is plain Ulysses; blocks of one rank are a plain ring.
     """
@@ -234,9 +232,9 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """Ranks that share the tokens of their chunks. `positions` count within a stage (the "sp" axis), not over the job.
+    """Ranks that share the tokens of their chunks. positions: within a stage (the "sp" axis), not over the job.
 
-    `ulysses_degree` is for method "hybrid" only: the number of neighbours that split heads within each block of the ring.
+    ulysses_degree: only for method "hybrid", the number of neighbours that split heads within each block of the ring.
     """
 
     positions: tuple[int, ...]
@@ -249,7 +247,7 @@ class SequenceGroup:
     def of(
         cls, shape: GroupShape, positions: Sequence[int], chunks: tuple[Chunk, ...], stages: tuple[StagePlan, ...] = ()
     ) -> SequenceGroup:
-        """Group of the ranks at these positions, which share attention in this shape."""
+        """Makes a group of the ranks at these positions, which share attention in this shape."""
         ulysses_degree = shape.ulysses if shape.method == "hybrid" else 0
         return cls(tuple(positions), shape.method, chunks, stages, ulysses_degree)
 
@@ -320,9 +318,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's path through a step: its group and stage in every micro-batch that it takes part in.
+    """One rank's path through a step: its group and stage in every micro-batch in which it takes part.
 
-    forwards_first: the property of the whole plan, which a rank cannot derive from its own path.
+    forwards_first: property of the whole plan, which a rank cannot derive from its own path.
     """
 
     rank: int
@@ -336,8 +334,8 @@ class RankPlan:
 class StepPlan:
     """Everything that all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`.
 
-    shard_ranks: with sharded parameters, this many consecutive positions share one copy of them and run every micro-batch
-    together; 0: all positions of a stage do.
+    shard_ranks: with sharded parameters, the number of consecutive positions that share one copy of them and run every
+    micro-batch together; 0: all positions of a stage.
     """
 
     step: int
@@ -381,16 +379,16 @@ class StepPlan:
         return " ".join(self.folded_layouts)
 
     def in_step(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], ...]:
-        """Places of the groups of a micro-batch that must run one order of forwards and backwards; others are each alone.
+        """Returns sets of groups of a micro-batch, by index, that must run the same order of forwards and backwards.
 
         With sharded parameters every forward and backward gathers weights over the ranks of a block, so that groups of one block
-        wait for one another at every action, and so do the groups of two blocks that a group spans.
+        wait for one another at every action, as do the groups of two blocks that a group spans.
         """
         groups = micro_batch.groups
         if self.parameters != "sharded" or len(groups) == 1:
             return tuple((place,) for place in range(len(groups)))
         block_ranks = self.block_ranks
-        # a block's number stands for the first block that is in step with it
+        # for each block, the first block that is in step with it
         first = list(range(self.ranks_per_stage // block_ranks))
         for group in groups:
             own = {first[position // block_ranks] for position in group.positions}
@@ -403,20 +401,20 @@ class StepPlan:
 
     @property
     def forwards_first(self) -> bool:
-        """Whether every rank runs all its forwards first, without waiting for a backward of another rank meanwhile."""
+        """Whether every rank runs all its forwards first, without waiting for another rank's backward."""
         if self.num_stages > 1 or len(self.micro_batches) > 1:
             return False
         kinds = ("".join(action.kind for action in group.stages[0].actions) for group in self.micro_batches[0].groups)
         return all(each.rfind("F") < each.find("B") for each in kinds)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Stage and position of global rank `rank`."""
+        """Returns stage and position of global rank `rank`."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} is not in this plan, which has {self.num_ranks} ranks")
         return divmod(rank, self.ranks_per_stage)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The group and stage of global rank `rank` in each of its micro-batches, in order."""
+        """Returns the group and stage of global rank `rank` in each of its micro-batches, in order."""
         stage, position = self.place(rank)
         rounds = tuple(
             (group, group.stages[stage])

@@ -1,4 +1,4 @@
-"""Check every invariant of a plan before any rank executes it. An error prints the schedule grid with the action marked.
+"""Checks every invariant of a plan before any rank executes it. An error prints the schedule grid with the action marked.
 
 The planner validates every plan it makes, and the command line every plan it reads. The invariants:
 
@@ -11,11 +11,7 @@ The planner validates every plan it makes, and the command line every plan it re
 - sends and receives between two stages come in the same order
 - model parts and policies fit the layers of the stage
 - with sharded parameters all groups of a micro-batch run the same order of action kinds
-- where a limit is given, the predicted peak of every rank is within it
-
-Check a sequence group's schedule, the actions of each stage alone and against each other, and print it as a grid.
-
-Called by `validate_plan` for every group of a plan; error messages end with the grid.
+- the predicted peak of every rank is within the limit, if one is given
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from hf_longctx.plan.core.types import (
 # (stage, model part): one link in the chain of layer ranges that a chunk passes through
 _Link = tuple[int, int]
 
-# kind of action -> kinds that must come before it for the same chunk and model part
+# kind of action -> kinds that must precede it for the same chunk and model part
 _BEFORE: dict[str, tuple[ActionKind, ...]] = {
     "F": ("RF",),
     "SF": ("F",),
@@ -52,14 +48,14 @@ _BEFORE: dict[str, tuple[ActionKind, ...]] = {
 
 
 class PlanError(ValueError):
-    """A plan breaks an invariant; if one action is at fault, the message ends with the schedule grid that marks it."""
+    """Raised if a plan breaks an invariant; if one action is at fault, the message ends with the grid that marks it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
 
 
 def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -> str:
-    """One line per stage with its actions in order; the action `marked` = (stage, index) is printed between > and <."""
+    """Prints one line per stage with its actions in order; the action `marked` = (stage, index) is between > and <."""
     lines = []
     for stage in group.stages:
         words = [f">{action}<" if marked == (stage.stage, index) else str(action) for index, action in enumerate(stage.actions)]
@@ -68,7 +64,7 @@ def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -
 
 
 def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
-    """Raise PlanError unless the stages of the group can run their actions; `name` is the group in the message."""
+    """Raises PlanError unless the stages of the group can run their actions. name: the group in messages."""
     num_parts = len(group.stages[0].parts)
     chain = [(stage, part) for part in range(num_parts) for stage in range(len(group.stages))]
     neighbours = _slice_neighbours(group)
@@ -83,7 +79,7 @@ def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 def _check_compute(
     plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, neighbours: dict[tuple[str, int], list[int]]
 ) -> None:
-    """Check that every chunk runs F, then B, once per part, and slices of a sequence F in order and B in reverse."""
+    """Checks that every chunk runs F, then B, once per part, and slices of a sequence F in order and B in reverse."""
     done: set[tuple[str, int, int]] = set()
     num_chunks, num_parts, num_computed = len(group.chunks), len(stage.parts), 0
     for index, action in enumerate(stage.actions):
@@ -104,7 +100,7 @@ def _check_compute(
                 raise _fault(name, group, stage, index, f"runs before the {order} slice of its sequence (chunk {other})")
         done.add(key)
         num_computed += action.kind in ("F", "B")
-    # none runs twice, so that this many are all
+    # none runs twice, so this many are all
     if num_computed == 2 * num_chunks * num_parts:
         return
     for part in range(num_parts):
@@ -116,7 +112,7 @@ def _check_compute(
 
 
 def _slice_neighbours(group: SequenceGroup) -> dict[tuple[str, int], list[int]]:
-    """(kind, chunk) -> chunks that must run this kind first: those of the previous slices for F, of the next slices for B."""
+    """Maps (kind, chunk) to chunks that must run this kind first: those of previous slices for F, of next slices for B."""
     holders: dict[int, list[int]] = defaultdict(list)
     for index, chunk in enumerate(group.chunks):
         for sequence in {span.sequence for span in chunk.spans}:
@@ -148,7 +144,7 @@ def _fault(name: str, group: SequenceGroup, stage: StagePlan, index: int, text: 
 
 
 def _check_order(name: str, group: SequenceGroup, stage: StagePlan) -> None:
-    """Check that a chunk is received, computed and sent in this order on every part."""
+    """Checks that a chunk is received, computed and sent in this order on every part."""
     first: dict[tuple[str, int, int], int] = {}
     for index, action in enumerate(stage.actions):
         first.setdefault((action.kind, action.part, action.chunk), index)
@@ -159,7 +155,7 @@ def _check_order(name: str, group: SequenceGroup, stage: StagePlan) -> None:
 
 
 def _check_parts_in_order(name: str, group: SequenceGroup, chain: list[_Link]) -> None:
-    """Check the order of consecutive parts on the same stage, which hand chunks over without a message."""
+    """Checks the order of consecutive parts on the same stage, which pass chunks without a message."""
     for (stage, part), (next_stage, next_part) in itertools.pairwise(chain):
         if stage != next_stage:
             continue
@@ -173,7 +169,7 @@ def _check_parts_in_order(name: str, group: SequenceGroup, chain: list[_Link]) -
 
 
 def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None:
-    """Check that messages are received in the order they are sent, and every chunk crosses every stage boundary once each way."""
+    """Checks that messages are received in the order of sending, and each chunk crosses each stage boundary once each way."""
     follows = dict(itertools.pairwise(chain))
     precedes = {later: earlier for earlier, later in follows.items()}
     # (direction, source stage, target stage) -> (link that produced it, chunk) of every message
@@ -214,7 +210,7 @@ def _parts_and_chunks(messages: list[tuple[_Link, int]]) -> list[tuple[int, int]
 
 
 def _check_progress(name: str, group: SequenceGroup, chain: list[_Link]) -> None:
-    """Run all stages with sends that never block; PlanError names the receive at which a stage waits for ever."""
+    """Runs all stages with sends that never block; PlanError names the receive at which a stage waits forever."""
     follows = dict(itertools.pairwise(chain))
     precedes = {later: earlier for earlier, later in follows.items()}
     sent: set[tuple[str, _Link | None, int]] = set()
@@ -246,10 +242,10 @@ _MOST_RANKS = 2**20
 
 
 def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | None = None) -> StepPlan:
-    """Return `plan` if every invariant holds, else raise PlanError.
+    """Returns `plan` if every invariant holds, else raises PlanError.
 
-    limit_bytes: most bytes that a rank is predicted to need on its device (0: no limit). host_limit_bytes: most bytes of saved
-    tensors on a rank's host (None: no limit).
+    limit_bytes: largest predicted bytes of a rank's device (0: no limit). host_limit_bytes: largest bytes of saved tensors on a
+    rank's host (None: no limit).
     """
     _check_shape(plan)
     _check_cover(plan)
@@ -277,7 +273,7 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
 
 
 def _check_interleaving(plan: StepPlan) -> None:
-    """Shards are freed and gathered with the whole of a stage, so they go with one layer range per stage."""
+    """Checks that sharded parameters have one layer range per stage, since shards are gathered and freed per stage."""
     stages = (stage for micro_batch in plan.micro_batches for group in micro_batch.groups for stage in group.stages)
     num_parts = max((len(stage.parts) for stage in stages), default=1)
     if num_parts > 1 and plan.parameters != "replicated":
@@ -288,7 +284,7 @@ def _check_interleaving(plan: StepPlan) -> None:
 
 
 def describe_plan(plan: StepPlan) -> str:
-    """The whole plan as text: a line for every micro-batch and group, with chunks and schedule."""
+    """Prints the whole plan: a line for every micro-batch and group, with chunks and schedule."""
     lines = [
         f"step {plan.step}: {len(plan.lengths)} sequences, {sum(plan.lengths)} tokens, {plan.num_stages} stage(s) x "
         f"{plan.ranks_per_stage} rank(s), parameters {plan.parameters}, layout {plan.layout}, digest {plan_digest(plan)}"
@@ -403,7 +399,7 @@ def _check_group(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 
 
 def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
-    """Check that slices of a sequence are in order, all in this group, and each the first span of its chunk."""
+    """Checks that slices of a sequence are in order, all in this group, and each the first span of its chunk."""
     reached: dict[int, int] = {}
     for chunk in group.chunks:
         for index, span in enumerate(chunk.spans):
@@ -422,7 +418,7 @@ def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 
 
 def _check_layers(name: str, group: SequenceGroup) -> None:
-    """Check that part 0 of every stage, then part 1 of every stage, and so on, hold the model's layers without a gap."""
+    """Checks that part 0 of every stage, then part 1 of every stage, and so on, have the model's layers without a gap."""
     num_parts = {len(stage.parts) for stage in group.stages}
     if len(num_parts) != 1 or 0 in num_parts:
         raise PlanError(f"{name}: every stage needs the same number of parts, at least one; found {sorted(num_parts)}")
@@ -440,7 +436,7 @@ def _check_layers(name: str, group: SequenceGroup) -> None:
 
 def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
     seen: set[tuple[int, int]] = set()
-    # equal layer policies are often one object for many chunks; check it once
+    # equal layer policies are often one object for many chunks, which is checked once
     checked: set[int] = set()
     for policy in stage.activations:
         where = f"{name}: policy of chunk {policy.chunk}, part {policy.part} on stage {stage.stage}"
@@ -470,7 +466,7 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
 
 
 def _check_same_layers(plan: StepPlan) -> None:
-    """Check that a stage holds the same layers in every group and micro-batch: a plan moves tokens, never weights."""
+    """Checks that a stage has the same layers in every group and micro-batch: a plan moves tokens, never weights."""
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     expected = [stage.parts for stage in groups[0].stages]
     for group in groups:
