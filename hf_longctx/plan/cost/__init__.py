@@ -1,1 +1,1 @@
-"""Seconds of a chunk on a group: the cost model, its fit to measurements, and profiles of hardware."""
+"""Seconds of a chunk on a group: the cost model, sent bytes, fits to measurements, hardware profiles, known models."""

@@ -1,6 +1,6 @@
-"""Shapes of well-known models by name, for plans without a checkpoint at hand (`hf-longctx plan --model NAME`).
+"""Shapes of well-known models by name, for plans without a checkpoint (`hf-longctx plan --model NAME`).
 
-Most are made from the fields in `public_configs.py`; those that came first are here.
+Most are made from the fields in `public_configs.py`; the others are here.
 GPT-7B, 13B and 30B are the models of FlexSP's experiments (arXiv 2412.01523): 64 heads, an MLP four times as wide as the hidden
 size without a gate, GPT-2's vocabulary with untied embeddings, and learned positions up to the context limit, here 192,000.
 Qwen3.5-9B has the defaults of transformers' `Qwen3_5TextConfig`, which its documentation calls "Qwen3.5-9B style". GPT-OSS-120B
@@ -24,12 +24,12 @@ from hf_longctx.plan.model.config import kernel_fields
 from hf_longctx.plan.model.model_spec import ModelSpec
 
 _TIED = True
-# beginnings of names, and the model type of their decoders in a config
+# beginning of a name -> model type of the decoder in its config
 _TYPES = {
     **{"llama": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3-": "qwen3", "qwen3.5": "qwen3_5_text"},
     **{"gemma-7b": "gemma", "gemma-3": "gemma3_text", "gemma-4": "gemma4_text", "gpt-oss": "gpt_oss"},
 }
-# names of functions that run as kernels, by the field of `ModelSpec` that says so
+# field of `ModelSpec` -> name of the functions that then run as kernels
 _KERNELS = {"fuses_norms": "norms", "fuses_gates": "gates", "fuses_rotary": "rotary embeddings"}
 
 
@@ -40,14 +40,14 @@ def _gpt(num_layers: int, hidden_size: int) -> ModelSpec:
 
 
 def _gemma3(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, int], positions: int, window: int) -> ModelSpec:
-    """The decoder of a Gemma 3: five layers with a sliding window, then one with full attention, and so on."""
+    """Makes the decoder of a Gemma 3: five layers with a sliding window, then one with full attention, and so on."""
     windows = tuple(window if (layer + 1) % 6 else None for layer in range(num_layers))
     spec = ModelSpec(num_layers, hidden_size, mlp, *heads, vocab_size=262144, max_positions=positions)
     return replace(spec, tied_embeddings=True, qk_norms=True, windows=windows)
 
 
 def _gemma4(sizes: Mapping[str, int], full_every: int, **own: Any) -> ModelSpec:
-    """The decoder of a Gemma 4, each `full_every`-th of whose layers has full attention, with heads of another size."""
+    """Makes the decoder of a Gemma 4: each `full_every`-th layer has full attention, with heads of another size."""
     common = {"model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512}
     common |= {"tie_word_embeddings": True, "final_logit_softcapping": 30.0}
     layers = range(sizes["num_hidden_layers"])
@@ -63,13 +63,13 @@ def _gemma4_sizes(layers: int, hidden: int, mlp: int, heads: tuple[int, int], po
     }
 
 
-# inputs of layers' own in the small models; keys that are values, too, in the large ones
+# the small models have separate inputs of layers, the large ones keys that are also values
 _OWN_INPUTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 _FEW_KV = {"attention_k_eq_v": True}
 
 
 def _qwen35(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, int], states: tuple[int, int]) -> ModelSpec:
-    """The decoder of a Qwen 3.5 in the sizes of transformers' config class: every fourth layer has attention, others a state."""
+    """Makes the decoder of a Qwen 3.5 in sizes of transformers' config: every fourth layer has attention, others a state."""
     return ModelSpec.from_config(
         {
             "model_type": "qwen3_5_text",
@@ -83,7 +83,7 @@ def _qwen35(num_layers: int, hidden_size: int, mlp: int, heads: tuple[int, int, 
 
 
 def _gpt_oss(num_layers: int, num_experts: int) -> ModelSpec:
-    """A GPT-OSS: every other layer has a sliding window, and every MLP is a mixture whose tokens go to four experts."""
+    """Makes a GPT-OSS: every other layer has a sliding window, and every MLP is a mixture with four experts per token."""
     layer_types = ("sliding_attention", "full_attention")
     return ModelSpec.from_config(
         {
@@ -136,24 +136,24 @@ _MODELS: dict[str, ModelSpec] = {
     **{name: replace(ModelSpec.from_config(config), cuts_heads=False) for name, config in CONFIGS.items()},
 }
 _MODELS |= {name: replace(_MODELS[other], max_positions=positions) for name, (other, positions) in ALIASES.items()}
-# words of a name on the Hub that say nothing of the shape
+# words of a name on the Hub that do not concern the shape
 _NEUTRAL = {"base", "bf16", "chat", "hf", "instruct", "it", "meta", "nvidia", "pt", "thinking"}
 
 
 def model_names() -> tuple[str, ...]:
-    """Names that `named_model` knows."""
+    """Returns all names for `named_model`."""
     return tuple(_MODELS)
 
 
 def _known_name(name: str) -> str:
-    """The name in the catalogue; "Qwen3-8B-Base" is "qwen3-8b". Empty for an unknown one."""
+    """Returns the name in the catalogue, "qwen3-8b" for "Qwen3-8B-Base"; empty for an unknown one."""
     plain = "-".join(word for word in re.split(r"[\s_-]+", name) if word.lower() not in _NEUTRAL)
     spellings = {normal_name(known): known for known in _MODELS}
     return next((spellings[one] for one in map(normal_name, (name, plain)) if one in spellings), "")
 
 
 def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
-    """The spec of the model with this name; case and separators do not matter. Weights are bf16 by default.
+    """Returns the spec of the model with this name; case and separators do not matter. Weights are bf16 by default.
 
     Raises ValueError with close matches for an unknown name.
     """
@@ -168,7 +168,7 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
 
 
 def named_type(name: str) -> str:
-    """Model type of the decoder of a model that `named_model` knows, as its config has it; empty for GPTs."""
+    """Returns the decoder's model type, as in its config, of a model in the catalogue; empty for GPTs."""
     known_name = _known_name(name)
     shape, _ = ALIASES.get(known_name, (known_name, 0))
     if shape in CONFIGS:
@@ -176,12 +176,12 @@ def named_type(name: str) -> str:
     name = shape or name
     known = {normal_name(start): model_type for start, model_type in _TYPES.items()}
     matching = [start for start in known if normal_name(name).startswith(start)]
-    # the longer of two that match, such as qwen3 and qwen3.5
+    # the longer of two matches, such as qwen3 and qwen3.5
     return known[max(matching, key=len)] if matching else ""
 
 
 def is_named(name: str) -> bool:
-    """Whether `named_model` knows the name."""
+    """Whether the name is in the catalogue."""
     try:
         named_model(name)
     except ValueError:
@@ -190,14 +190,14 @@ def is_named(name: str) -> bool:
 
 
 def spec_name(spec: ModelSpec) -> str:
-    """A name for a model of these shapes: its name in the catalogue (in bf16), or else a list of its shapes and bytes.
+    """Returns a name for these shapes: the catalogue's (in bf16), or a list of shapes and bytes, with the kernels.
 
-    Functions that run as kernels follow. Models with equal names cost the same.
+    Models with equal names cost the same.
     """
     if has_kernels(spec):
         kernels: dict[str, Any] = {field: getattr(spec, field) for field in _KERNELS}
         return with_kernels(spec_name(without_kernels(spec)), kernels)
-    # how weights are updated, and what memory may be saved, costs no seconds of a chunk
+    # updates of weights, and savings of memory, do not change the seconds of a chunk
     spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0)
     spec = replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0, frozen_parameters=0)
     spec = replace(spec, layers_on_host=False)
@@ -233,23 +233,23 @@ def spec_name(spec: ModelSpec) -> str:
 
 
 def has_kernels(spec: ModelSpec) -> bool:
-    """Whether some function of the model's layers runs as a kernel."""
+    """Whether any function of the model's layers runs as a kernel."""
     return any(getattr(spec, field) for field in _KERNELS)
 
 
 def without_kernels(spec: ModelSpec) -> ModelSpec:
-    """A copy of the model whose layers run their own code."""
+    """Returns the model without kernels in its layers."""
     return replace(spec, **kernel_fields(""))
 
 
 def with_kernels(name: str, kernels: Mapping[str, bool]) -> str:
-    """The name of a model some of whose functions run as kernels. kernels: fields of `ModelSpec`."""
+    """Returns the name of a model with these kernels. kernels: fields of `ModelSpec`."""
     named = [word for field, word in _KERNELS.items() if kernels.get(field)]
     return f"{name}, {' and '.join(named)} as kernels" if named else name
 
 
 def no_model(name: str) -> str:
-    """The refusal of a name that is no model whose shape is known."""
+    """Returns the message about the name of an unknown model."""
     return (
         f"model {name!r} is neither a config.json, nor a folder with one, nor a name that `hf-longctx plan --list models` "
         f"prints; give one of these"

@@ -1,24 +1,22 @@
-"""Predict the seconds that a chunk takes on a sequence group, for forward and backward separately.
+"""Predicts the seconds of a chunk on a sequence group, for forward and backward separately.
 
-Planner, prediction and simulator all price chunks with this model. One pass over n tokens with c query-key pairs on d ranks
-takes
+Planner, prediction and simulator use this model. One pass over n tokens with c query-key pairs on d ranks takes
 
     pair_s * c / d  +  token_s * n / d  +  chunk_s
         +  link_byte_s * link_bytes  +  network_byte_s * network_bytes  +  message_s * messages  +  tile_s * tiles
 
 This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: its s^2 is replaced by the pairs of a layer,
 averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
-(`traffic.py`). So one set of coefficients prices every method of attention, and a group of some degree uses the cheapest
-method that the model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these
-tiles, and keys that no token of another block sees through a window are not sent (`CostModel.hidden_s`). Keys and values of
-earlier slices, which travel around a ring once more for every slice, count beside the bytes of its own tokens.
+(`traffic.py`). So one set of coefficients applies to every method of attention, and a group uses the cheapest method that the
+model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these tiles, and keys
+that no token of another block sees through a window are not sent (`CostModel.hidden_s`). Keys and values of earlier slices,
+which travel around a ring once more for every slice, count in addition to the bytes of its own tokens.
 
-Counts the bytes that a layer's operations without products read and write: norms, rotary embedding, activation, residuals.
+`elementwise_bytes`: reads and writes of a layer's operations without matrix products (norms, rotary embedding, activation,
+residuals), without attention's own operators. The numbers are those of transformers' Llama, operation by operation, counted by
+`tests/predicted/test_elementwise_bytes.py`; a fused kernel only reads its inputs and writes its results.
 
-The numbers are those of transformers' Llama, operation by operation, as `tests/predicted/test_elementwise_bytes.py` counts them.
-Attention's own operators are left out. Single kernels read their inputs and write their results, nothing in between.
-
-Counts the operations of training a set of documents, for model FLOP/s and their share of the device's peak (MFU).
+`training_operations`: operations of training documents, for model FLOP/s and their share of the device's peak (MFU).
 """
 
 from __future__ import annotations
@@ -47,24 +45,24 @@ from hf_longctx.plan.model.config import HeadSizes
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 
-# bytes of one token, for each feature of hidden states and each inner feature of the MLP, in half precision and in fp32; the
-# gradients of adapters are added to those of the frozen matrices, which then have no gradients of their own
+# bytes of one token per feature of hidden states and per inner feature of the MLP, in half precision and in fp32; gradients of
+# adapters are added to those of the frozen matrices, which then have no gradients of their own
 _FORWARD = {2: (111, 10), 4: (134, 20)}
 _BACKWARD = {2: (264, 18), 4: (335, 36)}
 _ADAPTED_BACKWARD = {2: (284, 24), 4: (375, 48)}
-# bytes that a layer under a policy adds, whatever it keeps, since it runs once more from its input, its norms twice in tiles; and
-# those that the MLP adds if it runs once more
+# bytes that a layer under any policy adds, since it runs once more from its input, its norms twice in tiles; and bytes that
+# the MLP adds if it runs once more
 _REPLAY = {2: 243, 4: 293}
 _INNER_REPLAY = {2: 19, 4: 32}
-# bytes that single kernels save: of norms and of rotary embeddings for each hidden feature, forward, backward and in a replay; of
-# gates for each inner feature
+# bytes that fused kernels save: of norms and of rotary embeddings per hidden feature, forward, backward and in a replay; of
+# gates per inner feature
 _FUSED_NORMS = {2: (65, 165, 164), 4: (41, 137, 149)}
 _FUSED_ROTARY = {2: (21, 22, 21), 4: (42, 44, 42)}
 _FUSED_GATES = {2: (4, 8, 6), 4: (8, 16, 11)}
 
 
 def elementwise_bytes(model: ModelSpec) -> tuple[int, int]:
-    """Bytes of one token in one layer, in its forward and in its backward with everything kept."""
+    """Returns bytes of one token in one layer, in its forward, and in its backward with everything kept."""
     width = 2 if model.bytes_per_element <= 2 else 4
     backward = _BACKWARD if model.trains_layers else _ADAPTED_BACKWARD
     (hidden, inner), (hidden_back, inner_back) = _FORWARD[width], backward[width]
@@ -74,20 +72,20 @@ def elementwise_bytes(model: ModelSpec) -> tuple[int, int]:
 
 
 def replayed_bytes(model: ModelSpec) -> tuple[int, int]:
-    """Bytes of one token that a layer adds if it runs under a policy, whatever that keeps; and if the MLP runs once more."""
+    """Returns bytes of one token that a layer adds under any policy, and that its MLP adds if it runs once more."""
     width = 2 if model.bytes_per_element <= 2 else 4
     (_, _, less), (_, _, less_inner) = _saved(model, width)
     return (_REPLAY[width] - less) * model.hidden_size, (_INNER_REPLAY[width] - less_inner) * model.intermediate_size
 
 
 def _saved(model: ModelSpec, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Bytes that the model's kernels save, forward, backward and in a replay, for each hidden and for each inner feature."""
+    """Returns bytes that the model's kernels save, forward, backward and in a replay, per hidden and per inner feature."""
     kernels = ((model.fuses_norms, _FUSED_NORMS[width]), (model.fuses_rotary, _FUSED_ROTARY[width]))
     forward, backward, replay = (sum(numbers[place] for is_used, numbers in kernels if is_used) for place in range(3))
     return (forward, backward, replay), _FUSED_GATES[width] if model.fuses_gates else (0, 0, 0)
 
 
-# factor on the exchange time of groups larger than `favoured_degree`, to make the planner avoid them
+# factor on the exchange time of groups larger than `favoured_degree`, so that the planner avoids them
 _AVOIDED = 1e3
 
 
@@ -121,7 +119,7 @@ class PassCoefficients:
         )
 
     def exchange_s(self, traffic: Traffic) -> float:
-        """Seconds in which one rank sends `traffic` in one pass."""
+        """Returns the seconds in which one rank sends `traffic` in one pass."""
         return (
             self.message_s * traffic.messages
             + self.link_byte_s * traffic.link_bytes
@@ -131,9 +129,9 @@ class PassCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """Part of the model that a measured pass ran: a share of the layers, with or without the output head.
+    """Part of the model in a measured pass: a share of the layers, with or without the output head.
 
-    head_share: the head's share of a token's matrix products in the whole model; not needed if the pass ran all of it.
+    head_share: the head's share of a token's matrix products in the whole model; not needed for the whole model.
     """
 
     layers: float = 1.0
@@ -150,7 +148,7 @@ WHOLE_MODEL = ModelPart()
 
 @dataclass(frozen=True, slots=True)
 class CostCoefficients:
-    """Coefficients of both passes, the seconds that a step takes once, and where these numbers come from."""
+    """Coefficients of both passes, the seconds that a step takes once, and the source of these numbers."""
 
     forward: PassCoefficients
     backward: PassCoefficients
@@ -163,7 +161,7 @@ class CostCoefficients:
 
 
 def num_tiles(shape: GroupShape, num_documents: float) -> float:
-    """Number of attention tiles that a rank of a ring computes in one layer; groups of a single block have none."""
+    """Returns the number of attention tiles of a rank of a ring in one layer; 0 for groups of a single block."""
     return num_documents * shape.num_blocks if shape.num_blocks > 1 else 0.0
 
 
@@ -186,35 +184,35 @@ class CostModel:
 
     @property
     def shards(self) -> int:
-        """Number of consecutive ranks that share one copy of sharded parameters; 0 if that is all ranks, or none are sharded."""
+        """Number of consecutive ranks that share one copy of sharded parameters; 0 for all ranks, or without shards."""
         is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
         return self.shard_ranks if is_split else 0
 
     def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
-        """Pairs that a layer of `parts` computes on this hardware, averaged; without parts, over all layers of the model."""
+        """Returns pairs that a layer of `parts` (default: any layer) computes on this hardware, on average."""
         return self.model.attention_pairs(parts, self.cluster.hardware.tile_keys)
 
     def pairs_of(self, kinds: Sequence[LayerKind]) -> AttentionPairs:
-        """Pairs that a layer computes on this hardware, averaged over layers of these kinds."""
+        """Returns pairs that a layer computes on this hardware, averaged over layers of these kinds."""
         return self.model.pairs_of(kinds, self.cluster.hardware.tile_keys)
 
     def best_shape(self, degree: int, num_tokens: float, num_documents: float = 1.0) -> GroupShape:
-        """The shape in which `degree` ranks share a chunk at the lowest cost; raises ValueError if the method has none.
+        """Returns the cheapest shape in which `degree` ranks share a chunk; raises ValueError if the method has none.
 
-        Communication counts in full, also where a ring hides it, because rings need more memory, and send earlier slices again.
+        Communication counts in full, even if a ring hides it, because rings need more memory and send earlier slices again.
         """
         shapes = group_shapes(degree, self.method, self.model, self.cluster)
         if not shapes:
             raise ValueError(
                 f"groups of {degree} ranks cannot share {self.model.num_heads} heads by method {self.method!r}; use 'auto'"
             )
-        # min() returns the first of equals, so that every caller finds the same shape
+        # min() returns the first of equals, so that every caller gets the same shape
         return min(shapes, key=partial(self._sharing_s, num_tokens, num_documents))
 
     def forward_s(
         self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0, pairs: AttentionPairs | None = None
     ) -> float:
-        """Seconds of one forward of `chunk` over `num_layers` layers on a group of `shape`.
+        """Returns seconds of one forward of `chunk` over `num_layers` layers on a group of `shape`.
 
         near_ranks: number of the group's ranks on its emptiest node; 0 for the best placement. pairs: pairs of these layers;
         None for the average over all layers.
@@ -224,14 +222,13 @@ class CostModel:
     def backward_s(
         self, chunk: Chunk, shape: GroupShape, num_layers: int, near_ranks: int = 0, pairs: AttentionPairs | None = None
     ) -> float:
-        """Seconds of one backward of `chunk`; arguments as for `forward_s`."""
+        """Returns seconds of one backward of `chunk`; arguments as for `forward_s`."""
         return self._pass_s(chunk, shape, num_layers, True, near_ranks, pairs)
 
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
-        """Seconds of one pass of `chunk` over all layers, if every layer had `pairs` (None: its own).
+        """Returns seconds of one pass of `chunk` over all layers, as if every layer had `pairs` (None: its own).
 
-        Leaves out the communication that `exchange_line` counts, and subtracts the part of it that is hidden. That of earlier
-        slices is included.
+        Without the communication counted by `exchange_line`, minus its hidden part, plus that of earlier slices.
         """
         pairs = self.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
@@ -244,7 +241,7 @@ class CostModel:
         return seconds + self.document_s(shape, is_backward) * len(chunk.spans)
 
     def chunk_hidden_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
-        """Sum of `hidden_s` over the documents of a chunk."""
+        """Returns the sum of `hidden_s` over the documents of a chunk."""
         lengths, starts = ([float(span.num_tokens) for span in chunk.spans], [float(span.start) for span in chunk.spans])
         return float(self.hidden_s(lengths, shape, is_backward, starts).sum())
 
@@ -255,17 +252,17 @@ class CostModel:
         is_backward: bool,
         starts: Sequence[float] | FloatArray | float = 0.0,
     ) -> FloatArray:
-        """Seconds by which every document shortens one pass over all layers, because a ring computes while it sends.
+        """Returns seconds by which every document shortens one pass over all layers, because a ring computes while it sends.
 
         In each hop a rank computes an equal share of the document's pairs. Meanwhile the keys and values of the next hop travel,
-        and in the backward the gradients of the hop before; the last gradients travel alone. Each document counts as if it were
-        alone, which is a lower bound for several: the tiles of one may hide messages of another. So are the links that the best
-        placement uses. The start of a message is never hidden.
+        and in backward the gradients of the hop before; the last gradients travel alone. Each document counts as if it were
+        alone, a lower bound for several, since tiles of one may hide messages of another; so do the links of the best placement.
+        The start of a message is never hidden.
 
         In layers with a window shorter than the document, what no other block sees does not travel, and the rest is not hidden.
 
-        starts: earlier tokens of every slice. What these send is not among the bytes of a chunk's own tokens, and counts against
-        the result, which may be below zero.
+        starts: earlier tokens of every slice. Their bytes are not among those of a chunk's own tokens, and are subtracted from
+        the result, which may be negative.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         if shape.num_blocks == 1:
@@ -286,7 +283,7 @@ class CostModel:
         return total
 
     def _of_heads(self, heads: HeadSizes | None) -> CostModel:
-        """Costs of a model all of whose layers have these heads; of this one for None."""
+        """Returns costs of the model with these heads in all layers; of the model itself for None."""
         if heads is None:
             return self
         model = self.model.of_kind(LayerKind(heads=heads))
@@ -300,7 +297,7 @@ class CostModel:
         return replace(self, model=model, coefficients=coefficients)
 
     def _hidden_hops_s(self, tokens: FloatArray, earlier: FloatArray, shape: GroupShape, is_backward: bool) -> FloatArray:
-        """`hidden_s` if all layers had full attention."""
+        """Returns `hidden_s` as if all layers had full attention."""
         blocks = shape.num_blocks
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         # earlier tokens travel with all of their pieces
@@ -316,7 +313,7 @@ class CostModel:
         return hidden_s - (blocks - 1) * again
 
     def _unsent_s(self, tokens: FloatArray, earlier: FloatArray, window: int, shape: GroupShape, is_backward: bool) -> FloatArray:
-        """Seconds of bytes that a ring passes on with full attention and does not send with this window, in as many layers."""
+        """Returns seconds of bytes that a ring sends with full attention but not with this window, in as many layers."""
         keys_s, gradients_s = self._hop_token_s(shape, is_backward)
         hops = shape.num_blocks - 1
         # tokens of the document per token that one block passes on in a hop
@@ -326,7 +323,7 @@ class CostModel:
         return (hops * tokens - sent) * seconds
 
     def _hop_token_s(self, shape: GroupShape, is_backward: bool) -> tuple[float, float]:
-        """Seconds per token of a document in one hop of a ring, if all layers passed on what they have: keys, gradients."""
+        """Returns seconds per document token in one hop of a ring, as if all layers passed on all keys and gradients."""
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         byte_s = costs.network_byte_s if ring_leaves_node(shape, self.cluster) else costs.link_byte_s
         keys, gradients = hop_bytes(self.model, shape, 1.0)
@@ -334,9 +331,9 @@ class CostModel:
         return in_all * keys, in_all * gradients
 
     def without_overlap(self, seconds: float, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
-        """Measured seconds of a pass of `chunk`, as if its ring had not computed while it sent.
+        """Returns measured seconds of a pass of `chunk` as if its ring had not computed while it sent, for fits.
 
-        Coefficients are fitted to these. The added time is predicted, and then scaled by measured / predicted seconds.
+        The added time is predicted, and then scaled by measured / predicted seconds.
         """
         hidden_s = self.chunk_hidden_s(chunk, shape, is_backward) if shape.num_blocks > 1 else 0.0
         if not hidden_s:
@@ -344,7 +341,7 @@ class CostModel:
         return seconds * (1 + hidden_s / self._pass_s(chunk, shape, self.model.num_layers, is_backward, 0, None))
 
     def rescan_s(self, own_tokens: float | FloatArray) -> FloatArray:
-        """Seconds of scans that backward runs forward again in all layers, where a rank has so many tokens of a chunk.
+        """Returns seconds of scans that backward runs forward again in all layers, for a rank with `own_tokens` of a chunk.
 
         Scans that would save too much run in blocks (`StateSpec.block_tokens`), which backward recomputes.
         """
@@ -355,7 +352,7 @@ class CostModel:
         return np.where(tokens > states.block_tokens, self.coefficients.forward.token_s * share * tokens, 0.0)
 
     def document_s(self, shape: GroupShape, is_backward: bool) -> float:
-        """Seconds that every document adds to one pass over all layers: a ring's tiles, and the states that it passes on."""
+        """Returns seconds that every document adds to one pass over all layers: a ring's tiles, and states passed on."""
         if shape.num_blocks == 1:
             return 0.0
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
@@ -378,7 +375,7 @@ class CostModel:
         near_ranks: int = 0,
         pairs: AttentionPairs | None = None,
     ) -> float:
-        """Seconds of one pass of `chunk` over `num_layers` layers of a pipeline stage, with or without output head and loss.
+        """Returns seconds of one pass of `chunk` over `num_layers` layers of a stage, with or without output head and loss.
 
         The head takes a share of `token_s`, so that all parts add up to the whole model. pairs: pairs of these layers; None for
         the average over all layers.
@@ -390,7 +387,7 @@ class CostModel:
     def layer_and_head_s(
         self, chunk: Chunk, shape: GroupShape, is_backward: bool, exchange_s: float, pairs: AttentionPairs | None = None
     ) -> tuple[float, float]:
-        """Seconds of one pass of `chunk` over one layer, and over output head and loss.
+        """Returns seconds of one pass of `chunk` over one layer, and over output head and loss.
 
         exchange_s: seconds of communication in all layers together. pairs: pairs of the layer; None for the average layer.
         """
@@ -400,49 +397,49 @@ class CostModel:
         return layers_s / self.model.num_layers, head_s
 
     def replay_parts_s(self, num_tokens: float) -> tuple[float, float, float]:
-        """Seconds of tokens in one layer: of a forward's products, of what else an MLP runs once more, of any replay.
+        """Returns seconds of tokens in one layer: of a forward's products, of an MLP's other operations, of any replay.
 
-        Where the rate of operations without products is not known, the rate of products counts them in.
+        If the rate of operations without products is unknown, the rate of products includes them.
         """
         all_s = self.coefficients.forward.token_s * (1 - self.head_share(is_backward=False)) * num_tokens / self.model.num_layers
         if not (rate := self.cluster.hardware.elementwise_bytes_per_s):
             return all_s, 0.0, 0.0
         whole, inner = replayed_bytes(self.model)
-        # measured seconds may leave less than the bytes say
+        # measured seconds may leave less than the predicted bytes need
         products_s = max(all_s / 2, all_s - elementwise_bytes(self.model)[0] * num_tokens / rate)
         return products_s, inner * num_tokens / rate, whole * num_tokens / rate
 
     def head_share(self, is_backward: bool) -> float:
-        """The output head's share of a token's seconds in a pass."""
+        """Returns the output head's share of a token's seconds in a pass."""
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         return min(1.0, self.model.head_share * costs.head_factor)
 
     def hop_s(self, num_tokens: int, leaves_node: bool) -> float:
-        """Seconds to send the hidden states of `num_tokens` tokens, or their gradients, from a rank to the next stage."""
+        """Returns seconds to send hidden states of `num_tokens` tokens, or their gradients, from a rank to the next stage."""
         costs = self.coefficients.forward
         byte_s = costs.network_byte_s if leaves_node else costs.link_byte_s
         return costs.message_s + byte_s * num_tokens * self.model.hidden_bytes
 
     def expert_exchange_s(self, own_tokens: float) -> float:
-        """Seconds in which a rank's tokens travel to spread experts and back, in one forward or replay over all layers."""
+        """Returns seconds in which a rank's tokens travel to spread experts and back, in one forward or replay of all layers."""
         return self.coefficients.forward.exchange_s(expert_traffic(self.model, self.cluster, own_tokens, is_backward=False))
 
     def exchange_line(self, shape: GroupShape, is_backward: bool, near_ranks: int = 0) -> tuple[float, float]:
-        """Seconds of communication in one pass over all layers, as (fixed seconds, seconds per token of the group).
+        """Returns communication of one pass over all layers as (fixed seconds, seconds per token of the group).
 
-        Leaves out what `document_s` counts.
+        Without what `document_s` counts.
         """
         return _exchange_line(self, shape, is_backward, near_ranks)
 
     def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
-        """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
+        """Returns seconds that each whole sequence adds to a group of `shape`, forward plus backward, without `group_s`."""
         tokens = np.asarray(lengths, dtype=np.float64)
         total, seen = np.zeros_like(tokens), self.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
         if shape.num_blocks > 1:
             total -= sum(self.hidden_s(tokens, shape, is_backward) for is_backward in (False, True))
-        # short sequences that fill a block of a scan only together are not counted here
+        # without short sequences that only together fill a block of a scan
         total += self.rescan_s(tokens / shape.degree)
         # bytes sent are linear in the number of tokens; messages, tiles and states do not depend on it
         fixed_s = self._exchange_s(0.0, shape)
@@ -450,7 +447,7 @@ class CostModel:
         return total
 
     def forward_sequences_s(self, lengths: FloatArray, shape: GroupShape) -> FloatArray:
-        """Seconds that each whole sequence adds to the forward of a group of `shape`."""
+        """Returns seconds that each whole sequence adds to the forward of a group of `shape`."""
         forward = self.coefficients.forward
         seen = self.attention_pairs().seen(np.zeros_like(lengths), lengths)
         _, token_s = self.exchange_line(shape, is_backward=False)
@@ -458,7 +455,7 @@ class CostModel:
         return seconds - self.hidden_s(lengths, shape, is_backward=False) + self.document_s(shape, is_backward=False)
 
     def group_s(self, shape: GroupShape) -> float:
-        """Seconds that a group of `shape` spends on any chunk, however few its tokens, forward plus backward."""
+        """Returns the fixed seconds of any chunk on a group of `shape`, forward plus backward."""
         chunk_s = self.coefficients.forward.chunk_s + self.coefficients.backward.chunk_s
         return chunk_s + self._exchange_s(0.0, shape)
 
@@ -466,7 +463,7 @@ class CostModel:
         return sum(self._pass_exchange_s(num_tokens, shape, is_backward) for is_backward in (False, True))
 
     def _sharing_s(self, num_tokens: float, num_documents: float, shape: GroupShape) -> float:
-        """Seconds that sharing adds to forward and backward of a chunk: exchanges, and what a ring does for each document."""
+        """Returns seconds that sharing adds to forward and backward of a chunk: exchanges, and a ring's work per document."""
         document_s = sum(self.document_s(shape, is_backward) for is_backward in (False, True))
         return self._exchange_s(num_tokens, shape) + document_s * num_documents
 
@@ -475,7 +472,7 @@ class CostModel:
         return fixed_s + token_s * num_tokens
 
     def counted_exchange_s(self, num_tokens: float, shape: GroupShape, is_backward: bool, near_ranks: int) -> float:
-        """Seconds of communication in one pass of `num_tokens` tokens over all layers, from the bytes that are sent."""
+        """Returns seconds of communication in one pass of `num_tokens` tokens over all layers, from the sent bytes."""
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         traffic = mean_traffic(self.model, self.cluster, shape, num_tokens, is_backward, near_ranks, num_documents=0.0)
         seconds = costs.exchange_s(traffic)
@@ -499,32 +496,31 @@ class CostModel:
         return seconds * num_layers / self.model.num_layers
 
 
-# plans ask for few lines, and for each of them often
+# plans need few lines, each of them often
 @lru_cache(maxsize=1024)
 def _exchange_line(costs: CostModel, shape: GroupShape, is_backward: bool, near_ranks: int) -> tuple[float, float]:
-    """`CostModel.exchange_line`, which is linear in tokens."""
+    """Computes `CostModel.exchange_line`, which is linear in tokens."""
     fixed_s, one_s = (costs.counted_exchange_s(tokens, shape, is_backward, near_ranks) for tokens in (0.0, 1.0))
     return fixed_s, one_s - fixed_s
 
 
 def block_sizes(degrees: Sequence[int], costs: CostModel) -> tuple[int, ...]:
-    """Sizes of all blocks of two or more ranks in groups of these degrees; the runtime creates process groups for them."""
+    """Returns sizes of all blocks of two or more ranks in groups of these degrees, for which process groups are created."""
     shapes = [shape for degree in degrees for shape in group_shapes(degree, costs.method, costs.model, costs.cluster)]
     return tuple(sorted({shape.ulysses for shape in shapes} - {1}))
 
 
 def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
-    """Derive coefficients from operation counts and hardware rates, to rank plans until a run has measured its own.
+    """Derives coefficients from operation counts and hardware rates, to rank plans until a run has measured its own.
 
     Forward: 2 operations per matrix parameter and token, 4 per head element and query-key pair, 20 kernels per layer and
     chunk, 4 kernels per layer and ring tile. Backward: forward times the hardware's ratios, and twice the kernels. Weights below
-    adapters are frozen (`with_adapters`). Operations without products are counted by their bytes (`elementwise_bytes`) where
-    their rate is known; other rates of products are low enough to count them in.
+    adapters are frozen (`with_adapters`). Operations without products are counted by their bytes (`elementwise_bytes`) if their
+    rate is known; otherwise the rate of products includes them.
 
-    A scan counts by its products, as one kernel at the rate of matrices would take, and once more where backward runs it again
-    (`CostModel.rescan_s`). Transformers' torch code starts some ten
-    kernels for every tile of 64 tokens, one tile after the other on every rank of a group. That time is not counted here; it is
-    in the coefficients that a run or `hf-longctx calibrate` measures.
+    A scan counts by its products, like one kernel at the rate of matrices, and once more if backward runs it again
+    (`CostModel.rescan_s`). Transformers' torch code starts some ten kernels for every tile of 64 tokens, one tile after the other
+    on every rank of a group. That time is not counted here; it is in coefficients measured by a run or `hf-longctx calibrate`.
     """
     hardware, whole = cluster.hardware, replace(model, adapters=AdapterSpec())
     token_s = 2 * whole.token_products / hardware.matmul_flops_per_s
@@ -551,13 +547,13 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
 
 
 def _with_elementwise(costs: PassCoefficients, token_s: float) -> PassCoefficients:
-    """Coefficients with further seconds of every token in the layers, and the output head's as they were."""
+    """Adds seconds of every token in the layers to coefficients, without changing the output head's."""
     share = costs.token_s / (costs.token_s + token_s)
     return replace(costs, token_s=costs.token_s + token_s, head_factor=costs.head_factor * share)
 
 
 def with_adapters(whole: CostCoefficients, model: ModelSpec) -> CostCoefficients:
-    """Coefficients of `model` with its adapters, from those of training all of its weights; `whole` if it has no adapters."""
+    """Returns coefficients of `model` with adapters, given those of training all weights; `whole` without adapters."""
     if model.adapters.is_empty:
         return whole
     more = model.token_products / replace(model, adapters=AdapterSpec()).token_products
@@ -574,7 +570,7 @@ def with_adapters(whole: CostCoefficients, model: ModelSpec) -> CostCoefficients
 
 
 def backward_share(model: ModelSpec) -> float:
-    """Share of the matrix products in a backward that the one of `model` computes.
+    """Returns the share of a full backward's matrix products that the backward of `model` computes.
 
     Half of them make gradients of inputs, and half those of weights, which frozen weights do not have. Adapters have both.
     """
@@ -583,7 +579,7 @@ def backward_share(model: ModelSpec) -> float:
     return 1 - frozen / (2 * model.token_products)
 
 
-# operations that `training_operations` counts, in words
+# description of the operations that `training_operations` counts
 OPERATIONS_FORMULA = (
     "model operations = tokens x 2 x multiplications of a token x (1 forward + 1 for gradients of inputs + 1 for gradients of "
     "weights, if those are trained) + query-key pairs within documents x operations of a pair x 3; what is recomputed does not "
@@ -592,7 +588,7 @@ OPERATIONS_FORMULA = (
 
 
 def training_operations(lengths: Iterable[int], model: ModelSpec) -> float:
-    """Operations of one forward and backward over documents of these lengths, by `OPERATIONS_FORMULA`.
+    """Counts operations of one forward and backward over documents of these lengths, by `OPERATIONS_FORMULA`.
 
     A product counts as a multiplication and an addition. Of causal attention, only pairs that are not masked count.
     """

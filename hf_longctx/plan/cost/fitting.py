@@ -1,4 +1,4 @@
-"""Fit cost coefficients to measured chunks: robust non-negative least squares on relative errors, for each pass separately.
+"""Fits cost coefficients to measured chunks: robust non-negative least squares on relative errors, for each pass separately.
 
 Called by the calibration before training and by the refit during training. Some measured chunks take far too long (first
 memory touches, garbage collections, a busy neighbour), but none far too short. Residuals are 1 - predicted / measured, so that
@@ -6,9 +6,8 @@ short chunks count as much as long ones, and a chunk that took ten times too lon
 weighted least squares, first with Huber's weights (outliers have bounded influence, and any start works), then with Tukey's
 (far outliers have none), as in Holland and Welsch, "Robust regression using iteratively reweighted least-squares" (1977).
 
-Extend fitted coefficients to a model with more layers, and turn them into hardware rates for other models.
-
-`hf/calibration` measures a model with a few layers only, and stores the rates in a hardware profile.
+For calibration, which measures only a few layers, fitted coefficients are also extended to more layers, and turned into hardware
+rates for other models.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostCoefficients, Model
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
 
-# standard deviations at which Huber's weights begin to fall and Tukey's reach zero: 95 % efficient under normal noise
+# standard deviations at which Huber's weights begin to fall and Tukey's reach zero: 95 % efficiency under normal noise
 _HUBER, _TUKEY = 1.345, 4.685
 # most iterations with each kind of weights
 _MOST_ITERATIONS = 25
@@ -59,7 +58,7 @@ class PassSample:
 
     @property
     def features(self) -> tuple[float, ...]:
-        """Factors of `PassCoefficients.rates`, in their order, for the layers that ran."""
+        """Returns the factors of `PassCoefficients.rates`, in their order, for the layers that ran."""
         traffic = self.traffic
         exchanged = (traffic.messages, traffic.link_bytes, traffic.network_bytes)
         whole = (self.num_pairs / self.degree, self._tokens, 1.0, *exchanged, self.tiles)
@@ -67,11 +66,11 @@ class PassSample:
 
     @property
     def head_tokens(self) -> float:
-        """Number of tokens that the rank ran through the output head."""
+        """Returns the number of tokens that the rank ran through the output head."""
         return self._tokens if self.part.has_head else 0.0
 
     def predicted_s(self, costs: PassCoefficients) -> float:
-        """Seconds of this pass under `costs`."""
+        """Predicts seconds of this pass under `costs`."""
         head_s = costs.token_s * min(1.0, self.part.head_share * costs.head_factor)
         return float(np.dot(self.features, costs.rates)) + head_s * (self.head_tokens - self.part.layers * self._tokens)
 
@@ -92,7 +91,7 @@ class ChunkSample:
 class Residuals:
     """Median and mean of |predicted / measured - 1| over `num_passes` passes.
 
-    num_outliers: number of passes to which the fit gave a weight below one half.
+    num_outliers: passes with a weight below one half in the fit.
     """
 
     num_passes: int
@@ -102,7 +101,7 @@ class Residuals:
 
     @classmethod
     def of(cls, errors: Sequence[float] | FloatArray, num_outliers: int = 0) -> Residuals:
-        """Summary of relative errors of any sign; all zeros if there are none."""
+        """Summarises relative errors of any sign; all zeros if there are none."""
         sizes = np.abs(np.asarray(errors, dtype=np.float64))
         if not sizes.size:
             return cls(0, 0.0, 0.0)
@@ -118,11 +117,11 @@ class Fit:
 
 
 def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str, prior: CostCoefficients | None = None) -> Fit:
-    """Coefficients that explain the majority of `samples` best; a minority of outliers has little or no influence.
+    """Fits coefficients to the majority of `samples`; a minority of outliers has little or no influence.
 
-    step_s: seconds that a step spends outside chunks. Coefficients that no sample depends on (exchanges if all groups have one
-    rank, the network if all groups are within a node) are taken from `prior`, or zero without one. Coefficients that the
-    samples determine badly stay near a measured prior. Raises ValueError without samples.
+    step_s: seconds of a step outside chunks. Coefficients on which no sample depends (exchanges if all groups have one rank, the
+    network if all groups are within a node) are taken from `prior`, or zero without one. Coefficients that samples determine
+    badly stay near a measured prior. Raises ValueError without samples.
     """
     if not samples:
         raise ValueError("cannot fit cost coefficients without a measured chunk; run at least one step first")
@@ -135,7 +134,7 @@ def fit_coefficients(samples: Sequence[ChunkSample], step_s: float, source: str,
 
 
 def scaled_coefficients(coefficients: CostCoefficients, factor: float) -> CostCoefficients:
-    """Coefficients of a machine on which everything takes `factor` times as long."""
+    """Returns coefficients of a machine on which everything takes `factor` times as long."""
     forward, backward = (
         replace(PassCoefficients(*(factor * value for value in costs.rates)), head_factor=costs.head_factor)
         for costs in (coefficients.forward, coefficients.backward)
@@ -144,7 +143,7 @@ def scaled_coefficients(coefficients: CostCoefficients, factor: float) -> CostCo
 
 
 def relative_errors(samples: Sequence[ChunkSample], coefficients: CostCoefficients) -> list[float]:
-    """Relative error, predicted / measured - 1, of the forward and the backward of every sample."""
+    """Returns the relative error, predicted / measured - 1, of the forward and the backward of every sample."""
     return [
         one_pass.predicted_s(costs) / max(one_pass.seconds, _LEAST_S) - 1
         for sample in samples
@@ -155,7 +154,7 @@ def relative_errors(samples: Sequence[ChunkSample], coefficients: CostCoefficien
 def _fit_pass(
     samples: Sequence[PassSample], prior: PassCoefficients | None, is_prior_measured: bool
 ) -> tuple[PassCoefficients, FloatArray]:
-    """Coefficients of one pass, and the final weight of every sample.
+    """Fits coefficients of one pass; returns them and the final weight of every sample.
 
     If pipeline stages ran parts of the model, tokens in the layers and tokens in the head are separate columns.
     """
@@ -183,21 +182,21 @@ def _fit_pass(
 
 
 def _with_head(layers: PassCoefficients, head_s: float, head_share: float) -> PassCoefficients:
-    """Coefficients of the whole model, from those of its layers and the seconds of a token in the output head."""
+    """Combines coefficients of the layers and seconds of a token in the output head into those of the whole model."""
     token_s = layers.token_s + head_s
     is_known = token_s > 0 and head_share > 0
     return replace(layers, token_s=token_s, head_factor=head_s / token_s / head_share if is_known else layers.head_factor)
 
 
 def _anchors(known: FloatArray) -> FloatArray:
-    """Rows that pull each coefficient towards its known value with the prior's weight; none for coefficients known as zero."""
+    """Makes rows that pull each coefficient towards its known value with the prior's weight; none for known zeros."""
     is_positive = known > 0
     rows: FloatArray = np.sqrt(_PRIOR_WEIGHT) * np.diag(1 / np.where(is_positive, known, 1.0))[is_positive]
     return rows
 
 
 def _robust_least_squares(rows: FloatArray, anchors: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Values x >= 0 with most of `rows` @ x near 1, and the final weight of every row; the weight of `anchors` is fixed."""
+    """Returns x >= 0 with most of `rows` @ x near 1, and the final weight of every row; the weight of `anchors` is fixed."""
     target = np.concatenate([np.ones(len(rows)), np.full(len(anchors), np.sqrt(_PRIOR_WEIGHT))])
     weights = np.ones(len(rows))
 
@@ -230,7 +229,7 @@ def _tukey_weights(deviations: FloatArray) -> FloatArray:
 
 
 def _non_negative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """The exact minimum of |matrix @ x - target| over x >= 0, by trying every set of non-zero entries (8 columns: 256 sets)."""
+    """Minimises |matrix @ x - target| exactly over x >= 0, by trying every set of non-zero entries (8 columns: 256 sets)."""
     num_columns = matrix.shape[1]
     scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-300)
     if len(matrix) > num_columns:
@@ -263,11 +262,10 @@ def _non_negative_least_squares(matrix: FloatArray, target: FloatArray) -> Float
 def whole_model_costs(
     few: CostCoefficients, head: CostCoefficients | None, spec: ModelSpec, whole: ModelSpec
 ) -> CostCoefficients:
-    """Coefficients of `whole`, from those of a model with few of its layers (`spec`) and of its output head alone.
+    """Returns coefficients of `whole`, given those of a model with few of its layers (`spec`) and of its output head alone.
 
-    `head` None means that `few` already has all layers. Seconds of layers grow with the number of layers, rates per byte and
-    message stay, and the seconds of a step (the gradient reduction) grow with the parameters. The seconds of the head alone
-    become its seconds in a pipeline.
+    head: None if `few` already has all layers. Seconds of layers grow with the number of layers, rates per byte and message stay,
+    and the seconds of a step (the gradient reduction) grow with the parameters. The head's seconds become those in a pipeline.
     """
     if head is None:
         return few
@@ -299,10 +297,10 @@ def whole_model_costs(
 
 
 def hardware_rates(spec: ModelSpec, cluster: ClusterSpec, costs: CostCoefficients) -> HardwareSpec:
-    """The cluster's hardware with rates that `default_coefficients` turns back into `costs`, as far as possible.
+    """Returns the cluster's hardware with rates that `default_coefficients` turns back into `costs`, as far as possible.
 
     Measured exchange rates keep their ratio to the link rates, so that the traffic of a chunk is counted as in the fit. A rate
-    whose coefficient was fitted as zero stays as it was.
+    whose coefficient was fitted as zero does not change.
     """
     hardware, forward, backward = cluster.hardware, costs.forward, costs.backward
     matrix = spec.num_layers * spec.layer_products + spec.head_outputs * spec.hidden_size

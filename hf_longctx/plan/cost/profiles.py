@@ -1,8 +1,8 @@
-"""Read and write hardware profiles: the rates of one kind of machine as JSON, checked field by field.
+"""Reads and writes hardware profiles: the rates of one kind of machine as JSON, checked field by field.
 
-A profile holds the machine's rates and, if somebody measured them, cost coefficients of named models on it. The package ships
-the profiles in `recipes/hardware`; others are read from a path. `hf-longctx calibrate` writes them; the planner, the simulator
-and the start of a run read them.
+A profile has the machine's rates and, if measured, cost coefficients of named models on it. The package ships the profiles in
+`recipes/hardware`; others are read from a path. `hf-longctx calibrate` writes them; planner, simulator and the start of a run
+read them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1
 _SHIPPED_PACKAGE = "hf_longctx.recipes"
 _SHIPPED_FOLDER = "hardware"
 
-# values that a field of a profile may have, in the words of the error message
+# allowed values of a profile's field, as described in error messages
 _Rule = Literal["text", "a number above 0", "a number of 0 or more", "an integer above 0", "an integer of 0 or more"]
 
 _RULES: dict[type, dict[str, _Rule]] = {
@@ -67,7 +67,7 @@ class ModelCalibration:
     state_bytes_per_parameter: int = 16
 
     def tokens_per_rank(self, model: ModelSpec, num_ranks: int) -> int:
-        """Most tokens that a rank can hold in addition to its share of the states of `model` on `num_ranks` ranks.
+        """Returns the most tokens that fit on a rank besides its share of the states of `model` on `num_ranks` ranks.
 
         Raises ValueError if the states alone do not fit.
         """
@@ -93,8 +93,8 @@ _RULES[ModelCalibration] = {
 class HardwareProfile:
     """The rates of one kind of machine, and the models measured on it.
 
-    residuals: (name of the fit, its mean relative error). source: where each number comes from, in prose. The other field of that
-    name, `spec.source`, is empty for rates that were not measured: then a run measures its own.
+    residuals: (name of the fit, its mean relative error). source: origin of each number, in prose. (`spec.source` is empty for
+    rates that were not measured; a run then measures its own.)
     """
 
     spec: HardwareSpec
@@ -103,18 +103,18 @@ class HardwareProfile:
     source: str = ""
 
     def calibration(self, model: str) -> ModelCalibration | None:
-        """Measurements of the model with this name (spelling as for `normal_name`), or None."""
+        """Returns measurements of the model with this name (spelling as for `normal_name`), or None."""
         matching = (known for known in self.models if normal_name(known.model) == normal_name(model))
         return next(matching, None)
 
 
 def normal_name(name: str) -> str:
-    """`name` in lower case without blanks, dashes, dots and underscores, so that "A100 40G" and "a100-40g" are equal."""
+    """Returns `name` in lower case without blanks, dashes, dots and underscores: "A100 40G" and "a100-40g" are equal."""
     return re.sub(r"[\s._-]", "", name.lower())
 
 
 def profile_to_json(profile: HardwareProfile) -> str:
-    """The profile as JSON text that `profile_from_json` reads back as an equal profile; ValueError if it would refuse it."""
+    """Returns the profile as JSON for `profile_from_json`; raises ValueError if that would refuse it."""
     data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "hardware": dataclasses.asdict(profile.spec)}
     data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
     data["models"] = [dataclasses.asdict(model) for model in profile.models]
@@ -126,7 +126,7 @@ def profile_to_json(profile: HardwareProfile) -> str:
 
 
 def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
-    """The profile that the JSON `text` describes; error messages call it `file`.
+    """Reads a profile from JSON `text`, called `file` in error messages.
 
     Raises ValueError with file, field, value and the allowed values for anything that is not a complete profile.
     """
@@ -150,7 +150,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
 
 
 def read_profile(name_or_path: str | Path) -> HardwareProfile:
-    """The shipped profile with this name (case and separators do not matter), or the one in the file at this path.
+    """Reads the shipped profile with this name (case and separators do not matter), or the file at this path.
 
     Raises ValueError with the names of the shipped profiles if there is neither.
     """
@@ -167,12 +167,12 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
 
 
 def profile_of_device(name: str, device_bytes: int) -> HardwareProfile | None:
-    """The shipped profile for a device of this name, as its driver gives it ("NVIDIA H200"); None for other devices.
+    """Returns the shipped profile for a device name from a driver ("NVIDIA H200"); None for other devices.
 
-    Of profiles for several memory sizes, the one nearest to `device_bytes`.
+    Of profiles for several memory sizes, it returns the one nearest to `device_bytes`.
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    # "80g" is the size of the memory, and no word of the driver's
+    # "80g" is a memory size, which the driver's name does not have
     of_device = (known for known in profile_names() if {word for word in known.split("-") if not _is_size(word)} <= words)
     found = [read_profile(known) for known in of_device]
     return min(found, key=lambda profile: abs(profile.spec.device_bytes - device_bytes), default=None)
@@ -183,7 +183,7 @@ def _is_size(word: str) -> bool:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Names of the shipped profiles."""
+    """Returns the names of the shipped profiles."""
     return tuple(_shipped_profiles())
 
 
@@ -220,7 +220,7 @@ def _calibration(data: Any, path: str) -> ModelCalibration:
 
 
 def _checked(kind: type, data: Any, path: str, nested: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The plain fields of `data`, each checked against its rule in `_RULES[kind]`; `nested` are checked by the caller."""
+    """Checks the plain fields of `data` by their rules in `_RULES[kind]` and returns them; the caller checks `nested`."""
     if not isinstance(data, dict):
         raise ValueError(f"{path} is {data!r}; an object with the fields of {kind.__name__} is needed")
     has_default = {field.name: field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)}

@@ -1,7 +1,7 @@
 """Sizes of public models in the fields of their config.json, from which `catalog.py` makes shapes by name.
 
-A family is a function of what its members differ in; fields that no plan depends on are left out. Of multimodal models the
-decoder's config is here. `test_catalog.py` compares the parameters of each with the published count.
+A family is a function of the differences of its members; fields that no plan needs are omitted. For multimodal models this is the
+decoder's config. `test_catalog.py` compares the parameters of each with the published count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 def _dense(
     model_type: str, widths: tuple[int, int, int], heads: tuple[int, int, int], vocab: int, positions: int, **own: Any
 ) -> Config:
-    """A decoder of equal layers. widths: layers, hidden size, MLP. heads: query heads, KV heads, elements of a head."""
+    """Makes a decoder of equal layers. widths: layers, hidden size, MLP. heads: query heads, KV heads, elements per head."""
     (layers, hidden, mlp), (num_heads, num_kv_heads, head_dim) = widths, heads
     return {
         **{"model_type": model_type, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp},
@@ -31,7 +31,7 @@ def _llama(layers: int, hidden: int, mlp: int, heads: tuple[int, int, int], voca
 
 
 def _llama4(num_experts: int, moe_layers: Sequence[int], positions: int) -> Config:
-    """A Llama 4: three of four layers see chunks of 8,192 tokens; an MLP is dense, or one expert of many and a shared one."""
+    """Makes a Llama 4: three of four layers see chunks of 8,192 tokens; MLPs are dense, or one expert and a shared one."""
     kinds = ["full_attention" if layer % 4 == 3 else "chunked_attention" for layer in range(48)]
     own: Config = {"intermediate_size_mlp": 16384, "num_local_experts": num_experts, "num_experts_per_tok": 1}
     own |= {"moe_layers": list(moe_layers), "attention_chunk_size": 8192, "layer_types": kinds}
@@ -47,7 +47,7 @@ def _qwen25(layers: int, hidden: int, mlp: int, heads: tuple[int, int], *, is_ti
 def _qwen3_moe(
     layers: int, hidden: int, heads: tuple[int, int], experts: tuple[int, int], mlp: int, positions: int = 40960
 ) -> Config:
-    """A Qwen3 all of whose MLPs are mixtures. experts: their number in a layer, and the inner size of each."""
+    """Makes a Qwen3 with mixtures in all layers. experts: their number in a layer, and the inner size of each."""
     own = {"num_experts": experts[0], "num_experts_per_tok": 8, "moe_intermediate_size": experts[1], "decoder_sparse_step": 1}
     return _dense("qwen3_moe", (layers, hidden, mlp), (*heads, 128), 151936, positions, **own)
 
@@ -55,7 +55,7 @@ def _qwen3_moe(
 def _with_delta_nets(
     model_type: str, widths: tuple[int, int, int], heads: tuple[int, int], value_heads: int, vocab: int, **own: Any
 ) -> Config:
-    """A Qwen3-Next or Qwen 3.5: every fourth layer has attention, the others a gated delta net with 16 key heads."""
+    """Makes a Qwen3-Next or Qwen 3.5: every fourth layer has attention, the others a gated delta net with 16 key heads."""
     states = {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_conv_kernel_dim": 4}
     states |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return _dense(model_type, widths, (*heads, 256), vocab, 262144, **states, **own)
@@ -68,7 +68,7 @@ def _qwen35(layers: int, hidden: int, mlp: int, heads: tuple[int, int], value_he
 def _qwen35_moe(
     layers: int, hidden: int, heads: tuple[int, int], value_heads: int, experts: tuple[int, int, int], model_type: str = ""
 ) -> Config:
-    """A mixture with one expert more for all tokens. experts: their number in a layer, those of a token, the inner size."""
+    """Makes a mixture with an additional expert for all tokens. experts: number in a layer, number per token, inner size."""
     own = {"num_experts": experts[0], "num_experts_per_tok": experts[1], "moe_intermediate_size": experts[2]}
     own["shared_expert_intermediate_size"] = experts[2]
     vocab = 151936 if model_type else 248320
@@ -84,14 +84,14 @@ def _glm4_moe(widths: tuple[int, int, int], experts: tuple[int, int], num_dense:
 def _latent(
     model_type: str, widths: tuple[int, int, int], heads: int, ranks: tuple[int | None, int], sizes: tuple[int, int, int]
 ) -> Config:
-    """Latent attention. ranks: of queries (None: not made through a latent) and KV; sizes: unrotated, rotated, value elements."""
+    """Makes latent attention. ranks: of queries (None: without a latent) and KV. sizes: unrotated, rotated, value elements."""
     own: Config = {"q_lora_rank": ranks[0], "kv_lora_rank": ranks[1]}
     own |= {"qk_nope_head_dim": sizes[0], "qk_rope_head_dim": sizes[1], "v_head_dim": sizes[2]}
     return {**_dense(model_type, widths, (heads, heads, sizes[0] + sizes[1]), 0, 0), **own}
 
 
 def _routed(num: int, chosen: int, size: int, shared: int, num_dense: int) -> Config:
-    """Experts of DeepSeek: their number, those of a token, inner size, shared ones, first layers without experts."""
+    """Makes DeepSeek's experts: their number, number per token, inner size, shared ones, first layers without experts."""
     return {
         **{"n_routed_experts": num, "num_experts_per_tok": chosen, "moe_intermediate_size": size},
         **{"n_shared_experts": shared, "first_k_dense_replace": num_dense},
@@ -99,7 +99,7 @@ def _routed(num: int, chosen: int, size: int, shared: int, num_dense: int) -> Co
 
 
 def _nemotron_h(pattern: str, hidden: int, mlp: int, heads: tuple[int, int], mamba: tuple[int, int]) -> Config:
-    """A Nemotron-H by its pattern of layers. mamba: heads of a mixer and the elements of each."""
+    """Makes a Nemotron-H by its pattern of layers. mamba: heads of a mixer and the elements of each."""
     own: Config = {"mamba_num_heads": mamba[0], "mamba_head_dim": mamba[1], "ssm_state_size": 128, "n_groups": 8}
     own |= {"layers_block_type": [_LETTERS[letter] for letter in pattern], "chunk_size": 128, "expand": 2, "conv_kernel": 4}
     return _dense("nemotron_h", (len(pattern), hidden, mlp), (*heads, 128), 131072, 131072, **own)

@@ -1,8 +1,8 @@
-"""Count the bytes and messages that the ranks of a sequence group send each other in one pass, as the runtime sends them.
+"""Counts the bytes and messages that the ranks of a sequence group send each other in one pass, as the runtime sends them.
 
 Within a block (Ulysses) a rank sends to each neighbour, for its own tokens, the heads that the neighbour computes: queries, and
 keys and values of every KV head that these queries read. After attention it sends back the results of its own heads for the
-neighbour's tokens. The backward pass does the same in the opposite direction.
+neighbour's tokens. Backward does the same in the opposite direction.
 
 Around a ring of b blocks, the keys and values that other blocks see (all but the last of the 2b zigzag pieces of a document)
 are passed on b - 1 times. In the backward pass they are passed on again, together with their gradients, in at least fp32. In
@@ -10,16 +10,16 @@ layers whose window is shorter than the chunk's longest document, blocks send ea
 The same happens to keys and values of earlier slices for every slice that sees them; `CostModel.hidden_s` counts these.
 
 In layers with a state, a rank of a block sends the inputs of the scan and gets its results back, likewise by heads; fp32 inputs
-travel in an exchange of their own. In rings, and in blocks of more ranks than heads, every rank runs all heads. It tells each
-rank with later tokens of its documents, in at least fp32, how its own tokens change a state; backward sends the gradients back.
+travel in a separate exchange. In rings, and in blocks of more ranks than heads, every rank runs all heads. It sends each rank
+with later tokens of its documents, in at least fp32, the effect of its own tokens on a state; backward sends gradients back.
 Before the convolution a rank sends the last tokens before the first ones of others. In a ring all of this counts for every
-document, and in a block for one.
+document, in a block once.
 
-Experts that are spread over ranks get each token once for every expert that it chose, and as many rows travel back; the backward
-pass does the same, and the forward first exchanges counts of rows. These ranks are those that share one copy of sharded weights,
-whatever the sequence groups. All experts count as equally chosen, since a plan cannot know what routers will choose.
+Spread experts get each token once for every expert that it chose, and as many rows travel back; backward does the same, and
+forward first exchanges counts of rows. Their ranks are those that share one copy of sharded weights, for any sequence groups.
+All experts count as equally chosen, since plans cannot depend on later choices of routers.
 
-The cost model uses the average over ranks; a test compares it with the exact count and with the bytes that ranks really send.
+The cost model uses the average over ranks; a test compares it with the exact count and with the bytes that ranks send.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 _LEAST_GRADIENT_BYTES = 4
 # bytes of the number of rows that a rank sends for an expert
 _COUNT_BYTES = 8
-# exchanges of a scan that shares out heads: inputs in the model's format, results; one more for inputs in fp32
+# exchanges of a scan that divides heads: inputs in the model's dtype, results; one more for inputs in fp32
 _SHARING_EXCHANGES = 2
 # exchanges of a scan that passes states on
 _PASSING_EXCHANGES = 1
@@ -65,13 +65,13 @@ class HeadCounts:
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadCounts:
-        """Heads of each rank as `sharding.head_shares` deals them out."""
+        """Makes the heads of each rank by `sharding.head_shares`."""
         shares = head_shares(num_heads, num_kv_heads, num_ranks)
         return cls(tuple(share.num_q for share in shares), tuple(share.num_kv for share in shares))
 
 
 def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> tuple[GroupShape, ...]:
-    """Shapes that a group of `degree` ranks may have with `method`, "auto" meaning any; empty if the heads allow none.
+    """Returns the shapes that `method` ("auto": any) and the heads allow for a group of `degree` ranks.
 
     The blocks of a hybrid are as large as the KV heads and the node allow: the largest power of two that divides KV heads,
     degree and ranks per node. Then no KV head travels twice, and only the ring crosses nodes. Blocks are powers of two or all
@@ -79,7 +79,7 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
     """
     if degree == 1:
         return (GroupShape(1),)
-    # shapes with the fewest messages first, because callers take the first of equally cheap ones
+    # fewest messages first, because callers take the first of equally cheap shapes
     shapes = []
     has_group = degree & (degree - 1) == 0 or degree == cluster.num_ranks
     if method in ("auto", "ulysses") and degree <= model.num_heads and has_group:
@@ -95,7 +95,7 @@ def group_shapes(degree: int, method: GroupMethod, model: ModelSpec, cluster: Cl
 
 
 def plainest_shape(degree: int, method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> GroupShape:
-    """The shape in which a run's longest sequence is counted: Ulysses if heads and method allow it, else a ring of blocks."""
+    """Returns the shape for counting a run's longest sequence: Ulysses if heads and method allow it, else a ring of blocks."""
     return next(iter(group_shapes(degree, method, model, cluster)), GroupShape(degree, degree))
 
 
@@ -108,15 +108,15 @@ def mean_traffic(
     near_ranks: int = 0,
     num_documents: float = 1.0,
 ) -> Traffic:
-    """Traffic of a rank in one pass of a chunk of `num_tokens` evenly spread tokens, averaged over the ranks of the group.
+    """Returns traffic of a rank in one pass of a chunk of `num_tokens` evenly divided tokens, averaged over the group.
 
     In rings every layer counts as if it had full attention. The bytes that a window saves depend on the documents and are not
     linear in tokens; `CostModel.hidden_s` subtracts them.
 
     near_ranks: number of the group's ranks on its emptiest node; 0 for the best placement. A ring that leaves a node runs at
     the speed of the network, because all of its ranks wait for the slowest hop. If the hardware has a measured rate for blocks
-    of this size, bytes are scaled so that they take the measured time at the nominal rate. num_documents: a ring passes states on
-    within each.
+    of this size, bytes are scaled so that they take the measured time at the nominal rate. num_documents: documents within which
+    a ring passes on states.
     """
     to_experts = expert_traffic(model, cluster, num_tokens / shape.degree, is_backward)
     if shape.degree == 1:
@@ -153,7 +153,7 @@ def mean_traffic(
 
 
 def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[float, float]:
-    """Bytes that a rank of a ring sends in one hop over all layers: keys and values, and their gradients."""
+    """Returns bytes that a rank of a ring sends in one hop over all layers: keys and values, and their gradients."""
     travelling = num_tokens / shape.num_blocks * (1 - 1 / (2 * shape.num_blocks))
     values = 0.0
     for of_size, count in model.head_counts():
@@ -164,7 +164,7 @@ def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[f
 
 
 def window_tokens(lengths: FloatArray, window: int, num_blocks: int, earlier: FloatArray | float = 0.0) -> FloatArray:
-    """Tokens of documents of these lengths whose keys other blocks of a ring see through a window, summed over these blocks.
+    """Counts tokens of documents of these lengths whose keys other blocks of a ring see through a window, summed over blocks.
 
     Every block has two of a document's `2 * num_blocks` equal pieces, one from either end. lengths: [n]; returns [n].
     earlier: tokens of slices before these, of which every block has an equal share.
@@ -183,12 +183,12 @@ def window_tokens(lengths: FloatArray, window: int, num_blocks: int, earlier: Fl
 
 
 def ring_leaves_node(shape: GroupShape, cluster: ClusterSpec) -> bool:
-    """Whether hops of a ring of this shape go to other nodes, wherever its ranks are."""
+    """Whether hops of a ring of this shape go to other nodes for any placement."""
     return shape.degree > _most_near_ranks(shape.degree, cluster)
 
 
 def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is_backward: bool) -> Traffic:
-    """Traffic of a rank in one pass of `own_tokens` tokens to experts that are spread over ranks, if routers balance the load."""
+    """Returns traffic of a rank in one pass of `own_tokens` tokens to spread experts with a balanced load."""
     experts = model.experts
     if experts.num_ranks == 1:
         return Traffic()
@@ -202,7 +202,7 @@ def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is
 
 
 def _index_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float, is_backward: bool) -> tuple[float, float]:
-    """Bytes that a rank sends in one pass over all layers: chosen keys to its block, and at most index keys to its group.
+    """Returns bytes of indexes that a rank sends in one pass of all layers: chosen keys to its block, index keys to its group.
 
     Backward gathers the chosen keys again. In documents of fewer tokens than an index may choose, fewer bytes are sent.
     """
@@ -213,7 +213,7 @@ def _index_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float, is
 
 
 def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:
-    """Exchanges of one layer with a state in one pass."""
+    """Returns the exchanges of one layer with a state in one pass."""
     states = model.states
     if not states.heads:
         return states.convolutions
@@ -226,7 +226,7 @@ def _passes_states(model: ModelSpec, shape: GroupShape) -> bool:
 
 
 def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) -> float:
-    """Bytes that a rank sends in one pass of one layer with a state, on average."""
+    """Returns bytes that a rank sends in one pass of one layer with a state, on average."""
     states, (element, _) = model.states, _value_bytes(model)
     num_runs, num_messages = runs_and_messages(shape)
     # the tokens before every run but the first
@@ -234,7 +234,7 @@ def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) ->
     if not states.heads:
         return tails
     if _passes_states(model, shape):
-        # the first run tells the other ranks its state alone
+        # the first run sends only its state to the other ranks
         numbers = num_messages * (states.head_elements + states.carry_elements) - (shape.degree - 1) * states.carry_elements
         return tails + max(_LEAST_GRADIENT_BYTES, element) * states.heads * numbers / shape.degree
     own = states.heads // states.scans
@@ -246,9 +246,9 @@ def _state_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float) ->
 
 
 def runs_and_messages(shape: GroupShape) -> tuple[int, int]:
-    """Runs of consecutive tokens in which the ranks of a group hold one document, and messages in which they pass its states on.
+    """Returns the runs of consecutive tokens of one document on a group's ranks, and the messages that pass on its states.
 
-    A rank has one run, and tells every rank with a later one. In a ring of single ranks all but one have two.
+    A rank has one run, and sends to every rank with a later one. In a ring of single ranks, all but one have two.
     """
     degree = shape.degree
     if shape.ulysses == 1:
@@ -257,7 +257,7 @@ def runs_and_messages(shape: GroupShape) -> tuple[int, int]:
 
 
 def added_products(model: ModelSpec, shape: GroupShape) -> float:
-    """Multiplications more per token, over all layers, where ranks pass states on: the mean over the tokens of one document."""
+    """Returns the additional multiplications per token, over all layers, if ranks pass on states: the mean of a document."""
     if shape.degree == 1 or not _passes_states(model, shape):
         return 0.0
     first_share = 1 / (2 * shape.degree if shape.ulysses == 1 else shape.degree)
@@ -265,7 +265,7 @@ def added_products(model: ModelSpec, shape: GroupShape) -> float:
 
 
 def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:
-    """Ranks on the emptiest node of a group spread evenly over as few nodes as possible (a group of all ranks has no choice)."""
+    """Returns ranks on the emptiest node of a group on as few nodes as possible (a group of all ranks has no choice)."""
     per_node = cluster.ranks_per_node
     if degree == cluster.num_ranks and degree > per_node:
         return degree % per_node or per_node
@@ -273,12 +273,12 @@ def _most_near_ranks(degree: int, cluster: ClusterSpec) -> int:
 
 
 def _by_links(num_bytes: float, block: int, near_ranks: int, cluster: ClusterSpec) -> tuple[float, float]:
-    """Bytes of an all-to-all of `block` ranks within the node and to other nodes, scaled from measured to nominal rates."""
+    """Returns bytes of an all-to-all of `block` ranks within the node and to others, scaled from measured to nominal rates."""
     if block == 1:
         return 0.0, 0.0
     far_share = max(0, block - near_ranks) / (block - 1)
     measured = dict(cluster.hardware.exchange_bytes_per_s).get(block)
-    # the measured rate is that of a block on as few nodes as possible
+    # the rate was measured for a block on as few nodes as possible
     if measured is None or near_ranks < min(block, cluster.ranks_per_node):
         return num_bytes * (1 - far_share), num_bytes * far_share
     hardware = cluster.hardware
@@ -288,6 +288,6 @@ def _by_links(num_bytes: float, block: int, near_ranks: int, cluster: ClusterSpe
 
 
 def _value_bytes(model: ModelSpec) -> tuple[int, int]:
-    """Bytes of one element, and of its gradient when it travels around a ring."""
+    """Returns bytes of one element, and of its gradient in a ring's messages."""
     element = model.bytes_sent_per_element or model.bytes_per_element
     return element, max(_LEAST_GRADIENT_BYTES, element)

@@ -1,4 +1,4 @@
-"""Count the bytes of weights and gradients that a rank sends: gathers of sharded weights, and sums of gradients.
+"""Counts the bytes of weights and gradients that a rank sends: gathers of sharded weights, and sums of gradients.
 
 FSDP2 gathers each layer for every forward and again for every backward of a chunk (`sharded`), or once per micro-batch
 (`gathered_per_round`). Embedding and head are one unit with the final norm, and stay gathered from a forward to the backward
@@ -6,8 +6,8 @@ after it. Weights that autocast rounds are gathered in two bytes. The last backw
 gradients, half-precision ones, and those of rounded weights, in fp32. Ranks with equal shards, or with whole weights, sum their
 gradients once per step.
 
-Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next one, and on average only
-the hops between nodes use the network. Norms and biases, which have few elements, are left out as in `ModelSpec`.
+Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops
+between nodes use the network. Norms and biases, which have few elements, are not counted, as in `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
 
-# share of the seconds of gathers that plans count, where they do not fill the links: between none of them, if all run beside
-# computing, and all. The first gather of a pass, copies into and out of buffers, and slower kernels beside them always remain.
+# share of the seconds of gathers that plans count: between none, if all run beside computing, and all. The first gather of a
+# pass, copies into and out of buffers, and slower kernels beside them always remain.
 COUNTED_SHARE = 0.5
 
 # least bytes of one element of a gradient that ranks sum (fp32)
@@ -44,7 +44,7 @@ class StageWeights:
 
     @classmethod
     def of(cls, model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> StageWeights:
-        """Weights of `num_layers` layers, with the embedding if first and the head if last."""
+        """Counts weights of `num_layers` layers, with the embedding if first and the head if last."""
         if model.keeps_all_stages:
             num_layers, is_first, is_last = model.num_layers, True, True
         spread = num_layers * model.experts.spread_parameters
@@ -66,9 +66,9 @@ class StageWeights:
 def round_traffic(
     weights: StageWeights, cluster: ClusterSpec, parameters: Parameters, shard_ranks: int, num_chunks: int
 ) -> Traffic:
-    """Traffic of a rank in one micro-batch of `num_chunks` chunks: gathers of weights, and the reduce-scatter of gradients.
+    """Returns traffic of a rank in a micro-batch of `num_chunks` chunks: gathers of weights, reduce-scatter of gradients.
 
-    shard_ranks: consecutive ranks that share one copy of the weights. Nothing if weights are replicated.
+    shard_ranks: consecutive ranks that share one copy of the weights. No traffic if weights are replicated.
     """
     if parameters == "replicated" or shard_ranks == 1:
         return Traffic()
@@ -81,9 +81,9 @@ def round_traffic(
 
 
 def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int, num_copies: int) -> Traffic:
-    """Traffic of a rank in the sum of gradients over `num_copies` copies of the weights, once per step.
+    """Returns traffic of a rank in the sum of gradients over `num_copies` copies of the weights, once per step.
 
-    shard_ranks: consecutive ranks that hold one copy, whose shards lie so far apart; 1 if weights are replicated.
+    shard_ranks: consecutive ranks of one copy, and so the distance of equal shards; 1 if weights are replicated.
     """
     if num_copies == 1:
         return Traffic()
@@ -93,9 +93,9 @@ def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int
 
 
 def round_gather_s(costs: CostModel, num_chunks: int = 1) -> float:
-    """Seconds of the gathers and the reduce-scatter of a micro-batch on one stage, as if nothing else ran meanwhile.
+    """Returns seconds of the gathers and the reduce-scatter of a micro-batch on one stage, as if nothing else ran.
 
-    0 if weights are replicated, or if the coefficients were measured: these contain what their measurement had.
+    0 if weights are replicated, or if coefficients were measured, since these include them.
     """
     if costs.parameters == "replicated" or costs.coefficients != default_coefficients(costs.model, costs.cluster):
         return 0.0
@@ -105,7 +105,7 @@ def round_gather_s(costs: CostModel, num_chunks: int = 1) -> float:
 
 
 def _around_ring(num_bytes: float, num_ranks: int, stride: int, messages: int, cluster: ClusterSpec) -> Traffic:
-    """Traffic of a rank in collectives of `num_bytes` over a ring of ranks that are `stride` apart, the mean over its ranks."""
+    """Returns mean traffic of a rank in collectives of `num_bytes` over a ring of ranks that are `stride` apart."""
     sent = num_bytes * (num_ranks - 1) / num_ranks
     num_nodes = -(-num_ranks // max(1, cluster.ranks_per_node // stride))
     far_share = 0.0 if num_nodes == 1 else num_nodes / num_ranks
