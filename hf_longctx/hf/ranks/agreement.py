@@ -155,9 +155,9 @@ def raise_together(
     headline: str = "this run cannot start",
     alike: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises RefusedRun on every rank, with the problems of all ranks, if any rank has one; so no rank waits for another.
+    """Raises RefusedRun on every rank, with the problems of all ranks, if any rank has one, so that none waits in vain.
 
-    alike: values that must not differ between ranks, by name; one that does is a problem, too.
+    alike: values by name that must be equal on all ranks; one that is not is a problem too.
     """
     settings = {name: repr(value) for name, value in (alike or {}).items()}
     everyone, all_settings = zip(*gather_objects((problems, settings), group), strict=True)
@@ -177,7 +177,7 @@ def raise_together(
 
 
 def _differing(everyone: Sequence[Mapping[str, str]]) -> list[str]:
-    """One problem per setting with several values; everyone: the settings of each rank."""
+    """Returns one problem per setting with several values. everyone: the settings of each rank."""
     problems = []
     for name in sorted(set().union(*everyone)):
         values = [rank_settings.get(name, "missing") for rank_settings in everyone]

@@ -1,1 +1,1 @@
-"""Bytes that a layer, a micro-batch and a stage hold."""
+"""Bytes of a layer, a micro-batch and a stage."""

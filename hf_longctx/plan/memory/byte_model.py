@@ -1,6 +1,6 @@
 """Counts the bytes of one model on a rank: its states, chunks and rounds, and the longest document that fits.
 
-This is the counterpart of `CostModel`. Planning a step asks for equal chunks, layers and stages again and again, so results are
+This is the counterpart of `CostModel`. Planning a step needs the same chunks, layers and stages again and again, so results are
 cached by value: every value gets a number (`_Numbers`), and results are stored under these numbers.
 """
 
@@ -69,8 +69,8 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 class _Numbers:
     """Assigns numbers to values; equal values get equal numbers.
 
-    Hashing and comparing a long plan takes longer than counting its bytes, so each object is compared only once. From then on it
-    is kept alive and found by its address.
+    Hashing and comparing a long plan takes longer than counting its bytes, so each object is compared only once. After that it is
+    kept alive and found by its address.
     """
 
     def __init__(self) -> None:
@@ -78,18 +78,18 @@ class _Numbers:
         self._of_objects: dict[int, tuple[Hashable, int]] = {}
 
     def of(self, value: Hashable) -> int:
-        """The number of a value that lives longer than the call."""
+        """Returns the number of a value that lives longer than the call."""
         found = self._of_objects.get(id(value))
         if found is None:
             found = self._of_objects[id(value)] = value, self.of_key(value)
         return found[1]
 
     def of_key(self, key: Hashable) -> int:
-        """The number of a value that exists only for this call."""
+        """Returns the number of a value that exists only for this call."""
         return self._of_values.setdefault(key, len(self._of_values))
 
     def of_layers(self, layers: tuple[LayerPolicy, ...]) -> int:
-        """The number of a chunk's layer policies, most of which are one and the same object."""
+        """Returns the number of a chunk's layer policies, most of which are the same object."""
         found = self._of_objects.get(id(layers))
         if found is None:
             found = self._of_objects[id(layers)] = layers, self.of_key(("layers", *map(self.of, layers)))
@@ -98,7 +98,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Loads of a group's chunks on one rank, the number of each load, and the number of the whole list."""
+    """Loads of a group's chunks on one rank, with the number of each load and of the whole list."""
 
     loads: list[Load]
     numbers: list[int]
@@ -117,7 +117,7 @@ class _Counted:
         # chunks on one part of a stage, and their policies by id
         self.parts: dict[Hashable, IntArray] = {}
         self.policies: dict[Hashable, tuple[tuple[ActivationPolicy, ...], list[_Policy], int]] = {}
-        # layers, each with its row in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
+        # layers with their rows in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
         self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
         self.rows: dict[tuple[int, int, int, tuple[LayerKind, ...]], list[int]] = {}
         self.table: IntArray = np.empty((0, 6), dtype=np.int64)
@@ -133,38 +133,38 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class ByteModel:
-    """Predicts bytes of `model` on a rank. Make one for each step that is planned, since it caches everything that it counts."""
+    """Predicts bytes of `model` on a rank. Make one per planned step, since it caches everything that it counts."""
 
     model: ModelSpec
     _counted: _Counted = field(default_factory=_Counted, init=False, repr=False, compare=False)
 
     def states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
+        """Returns bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
         return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def accumulated(self, parameters: Parameters, shard_ranks: int) -> int:
-        """Bytes of whole gradients on a rank without stages whose group runs several backwards in a micro-batch."""
+        """Returns bytes of whole gradients on a rank without stages whose group runs several backwards in a micro-batch."""
         return accumulated_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def host_states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes of optimizer states, and of shards of layers, in the host memory of a rank without stages."""
+        """Returns bytes of optimizer states, and of shards of layers, in the host memory of a rank without stages."""
         part = self.model.num_layers, True, True, parameters, shard_ranks
         return host_state_bytes(self.model, *part) + host_layer_bytes(self.model, *part)
 
     def resting(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Bytes of the states on a rank without stages when nothing computes, if shards of layers have come back; else 0."""
+        """Returns bytes of states on a rank without stages between computations, if shards of layers come back; else 0."""
         return resting_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
-        """Bytes of the states on a rank of one stage of the plan."""
+        """Returns bytes of the states on a rank of one stage of the plan."""
         return self._of_stage(part_state_bytes, stage, plan)
 
     def stage_waiting(self, stage: StagePlan, plan: StepPlan) -> int:
-        """Bytes of gradients that wait whole on a rank of one stage, from its first backward of a micro-batch to its last one."""
+        """Returns bytes of whole gradients on a rank of one stage, from its first to its last backward of a micro-batch."""
         return self._of_stage(accumulated_bytes, stage, plan)
 
     def _of_stage(self, count: Callable[..., int], stage: StagePlan, plan: StepPlan) -> int:
-        """Bytes that `count` finds on a rank of one stage of the plan, counted once for equal stages."""
+        """Returns the result of `count` for one stage of the plan, computed once for equal stages."""
         is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
         part = stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks
         known, key = self._counted.stages, (count, part)
@@ -175,14 +175,14 @@ class ByteModel:
     def most_states(
         self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, on_host: bool = False
     ) -> int:
-        """Bytes of states on a rank of the stage with the most, given the layers of every stage. on_host: those on its host."""
+        """Returns bytes of states on a rank of the fullest stage, given the layers of every stage. on_host: those on its host."""
         kinds = (host_state_bytes, host_layer_bytes) if on_host else (part_state_bytes,)
         counts = [sum(part.num_layers for part in own) for own in ranges]
         parts = [(count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks) for stage, count in enumerate(counts)]
         return max(sum(count_bytes(self.model, *part) for count_bytes in kinds) for part in parts)
 
     def kept_tokens(self, device_bytes: int, is_shared: bool = False) -> int:
-        """Most tokens of one document that a rank can keep whole, workspace included, in `device_bytes` besides the states.
+        """Returns the most tokens of one document that a rank can keep, with workspace, in `device_bytes` besides the states.
 
         is_shared: see `Load`.
         """
@@ -191,18 +191,18 @@ class ByteModel:
     def budget(
         self, device_bytes: int, host_bytes: int, tile_tokens: int | None = None, is_shared: bool = False
     ) -> ActivationBudget:
-        """Budget of a rank with these bytes of the device besides the states, and these of the host. is_shared: see `Load`.
+        """Makes the budget of a rank with these bytes of the device besides the states, and of the host. is_shared: see `Load`.
 
-        tile_tokens: None for as many as `tile_tokens` says.
+        tile_tokens: None for the result of the method `tile_tokens`.
         """
         tile = self.tile_tokens(device_bytes) if tile_tokens is None else tile_tokens
         return ActivationBudget(self.kept_tokens(device_bytes, is_shared), device_bytes, host_bytes, tile)
 
     def tile_tokens(self, device_bytes: int) -> int:
-        """Tokens per tile of norms and MLP for a rank with these bytes besides the states: few where that is a lot of them.
+        """Returns tokens per tile of norms and MLP for a rank with these bytes besides the states.
 
-        A device computes a tile of few tokens faster than its host starts the kernels. What exists while a tile of an MLP runs
-        backward, its inner tensors and their gradients, may take a thirty-second of the memory.
+        A device computes a tile of few tokens faster than its host starts the kernels. So tiles are as large as possible while
+        inner tensors and gradients of an MLP's tile in backward take at most a thirty-second of the memory.
         """
         element = self.model.bytes_per_element
         token_bytes = 8 * element * max(self.model.intermediate_size, self.model.hidden_size)
@@ -210,9 +210,9 @@ class ByteModel:
         return next(fitting, LEAST_TILE_TOKENS)
 
     def chunk(self, load: Load, policy: ActivationPolicy | None = None, loss_tile_tokens: int = 0) -> ChunkBytes:
-        """Bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
+        """Returns bytes that one chunk holds and works with under `policy`; without a policy everything is kept.
 
-        loss_tile_tokens: tokens per tile of the loss alone, for a policy without tiles.
+        loss_tile_tokens: tokens per tile of the loss only, for a policy without tiles.
         """
         tile_tokens = policy.tile_tokens if policy else 0
         policies = [*(policy.layers if policy else ()), *[_KEEPS_EVERYTHING] * load.num_layers][: load.num_layers]
@@ -222,7 +222,7 @@ class ByteModel:
         distinct = dict(zip(each, policies, strict=True))
         counted = {key: LAYER_NUMBERS(self._counted_layer(load, layer, tile_tokens, key[1])) for key, layer in distinct.items()}
         outside = OutsideBytes(self.model, load, (tile_tokens or loss_tile_tokens) if load.tiles_loss else 0)
-        # calibration measures a model of embedding and head alone
+        # calibration measures a model with only embedding and head
         layers = [counted[key] for key in each] or [(0,) * 6]
         found = chunk_numbers(
             np.array([layers], dtype=np.int64),
@@ -239,10 +239,10 @@ class ByteModel:
         like: Load,
         loss_tile_tokens: int = 0,
     ) -> int:
-        """Most tokens of one document on one rank for which one of the policies fits, by doubling and bisection.
+        """Finds the most tokens of one document on one rank for which a policy fits, by doubling and bisection.
 
-        policies: returns the policies to try for a number of tokens; a policy of None keeps everything. like: a load from which
-        everything but the tokens is taken. loss_tile_tokens: see `chunk`.
+        policies: returns the policies to try for a number of tokens; a policy of None keeps everything. like: a load with all
+        settings except tokens. loss_tile_tokens: see `chunk`.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -259,9 +259,9 @@ class ByteModel:
         return low
 
     def kept_peak(self, group: SequenceGroup) -> int:
-        """Most bytes on the first rank of a group that runs its one chunk over all layers at once and keeps everything.
+        """Returns the peak on the first rank of a group that runs its one chunk over all layers at once and keeps everything.
 
-        Equals the peak of `moments`, in less time, since most groups of a plain run are like this.
+        Equals the peak of `moments`, but faster, since most groups of a plain run are like this.
         """
         (chunk,) = group.chunks
         known, key = self._counted.kept, (group.shape, tuple([span.num_tokens for span in chunk.spans]))
@@ -270,11 +270,11 @@ class ByteModel:
         return known[key]
 
     def kept_bytes(self, num_tokens: int, is_shared: bool = False) -> int:
-        """Most bytes of one document with `num_tokens` tokens on a rank that keeps everything. is_shared: see `Load`."""
+        """Returns the peak of one document with `num_tokens` tokens on a rank that keeps everything. is_shared: see `Load`."""
         return self._kept(replace(Load.document(num_tokens, self.model.num_layers), is_shared=is_shared))
 
     def _kept(self, load: Load) -> int:
-        """Most bytes of a whole chunk that is kept. All layers hold as much, so the last one that runs has the most at once."""
+        """Returns the peak of a whole chunk that is kept. All layers hold equally much, so the last one reaches the peak."""
         if not self.model.states.is_empty or self.model.heads:
             found = self.chunk(load)
             return found.device + found.workspace
@@ -291,12 +291,11 @@ class ByteModel:
         tiles_loss: bool = True,
         waiting: int = 0,
     ) -> RoundMoments:
-        """Bytes that the rank at `position` of the group holds and works with in each F and B of the stage, in order.
+        """Returns bytes that the rank at `position` of the group holds and works with in each F and B of the stage, in order.
 
-        Slices run forward in their order and backward in reverse order. waiting: bytes of gradients that wait whole once a
-        backward has run.
+        Slices run forward in order and backward in reverse order. waiting: bytes of whole gradients after the first backward.
         """
-        # the objects are stored with their moments, so that their ids are not reused
+        # stores the objects with their moments, so that their ids are not reused
         known, key = self._counted.moments, (id(group.chunks), group.shape, id(stage), position, tiles_loss)
         if key not in known:
             known[key] = group.chunks, stage, self._moments(group, stage, position, tiles_loss)
@@ -304,7 +303,7 @@ class ByteModel:
         return replace(found, peak=found.peak + _waits(self.passes(stage).is_forward, waiting)) if waiting else found
 
     def _moments(self, group: SequenceGroup, stage: StagePlan, position: int, tiles_loss: bool) -> RoundMoments:
-        """The `moments` without gradients that wait."""
+        """Returns the `moments` without waiting gradients."""
         passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
         chunks = self._part_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
@@ -316,10 +315,10 @@ class ByteModel:
         return RoundMoments(saved, on_host, book.most + book.others, work, _peak(numbers, saved, is_forward, book))
 
     def least_peak(self, group: SequenceGroup, stage: StagePlan, waiting: int = 0) -> int:
-        """Lower bound on the peak of `moments` on the first rank: the most bytes in a few passes that probably need most.
+        """Returns a lower bound on the peak of `moments` on the first rank: the peak of a few passes that probably need most.
 
-        Bytes of a few chunks are counted, and those of others guessed by their tokens. Where the guess is highest, all chunks in
-        flight are counted, and so on. This takes a tenth of the time where chunks are many, and mostly finds the peak.
+        Bytes of a few chunks are counted, and those of others guessed by their tokens. At the highest guess, all chunks in flight
+        are counted, and so on. For many chunks this takes a tenth of the time, and mostly finds the peak.
         """
         passes, loads, num_parts = self.passes(stage), self._group_loads(group, 0, True), len(stage.parts)
         place, is_forward = passes.cells, passes.is_forward
@@ -355,23 +354,23 @@ class ByteModel:
             moments.append(moment)
 
     def passes(self, stage: StagePlan) -> Passes:
-        """Forwards and backwards of the stage, which do not depend on its policies."""
+        """Returns forwards and backwards of the stage, which do not depend on its policies."""
         key = id(stage.actions), len(stage.parts)
         if key not in self._counted.passes:
-            # the actions are stored too, so that their id is not reused
+            # stores the actions too, so that their id is not reused
             self._counted.passes[key] = stage.actions, Passes(stage)
         return self._counted.passes[key][1]
 
     def loads(self, group: SequenceGroup, position: int) -> list[Load]:
-        """Loads of the group's chunks on one rank; they are equal on every layer range of the model."""
+        """Returns loads of the group's chunks on one rank, which are equal on every layer range of the model."""
         return self._group_loads(group, position, True).loads
 
     def layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind = ATTENTION) -> LayerBytes:
-        """Bytes of one layer of a load."""
+        """Returns bytes of one layer of a load."""
         return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens, kind)[0]
 
     def _kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
-        """Kind of each layer of a part of the model. Windows make no difference to bytes of layers."""
+        """Returns the kind of each layer of a part of the model, without windows, which do not change bytes of layers."""
         known = self._counted.kinds
         if part not in known:
             kinds = self.model.layer_kinds(part) or (ATTENTION,) * part.num_layers
@@ -379,7 +378,7 @@ class ByteModel:
         return known[part]
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
-        """Changes that the group's chunks make in the K/V book."""
+        """Returns changes of the K/V book by the group's chunks."""
         key = self._counted.numbers.of(group.chunks), group.shape, position
         if key not in self._counted.books:
             self._counted.books[key] = book_kinds(self.model, group, position)
@@ -399,7 +398,7 @@ class ByteModel:
     def _layer(
         self, load: Load, load_number: int, policy: LayerPolicy, tile_tokens: int, kind: LayerKind
     ) -> tuple[LayerBytes, int]:
-        """Bytes of a layer, and its row in the table."""
+        """Returns bytes of a layer, and its row in the table."""
         policy = policy if policy.shares else _KEEPS_EVERYTHING
         known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens, kind)
         if key not in known:
@@ -418,7 +417,7 @@ class ByteModel:
         return HybridLayerBytes(model, load, policy, tile_tokens, mixer) if kind.attends else mixer
 
     def _layer_rows(self, load: Load, load_number: int, policy: _Policy, kinds: tuple[LayerKind, ...]) -> list[int]:
-        """Table rows of all layers of a load, including layers without a policy."""
+        """Returns the table rows of all layers of a load, including layers without a policy."""
         known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, kinds)
         if key not in known:
             layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(kinds)]
@@ -432,7 +431,7 @@ class ByteModel:
         return known[key]
 
     def _table(self) -> IntArray:
-        """`LAYER_NUMBERS` of every layer that was counted."""
+        """Returns `LAYER_NUMBERS` of every layer counted so far."""
         counted = self._counted
         if counted.new_rows:
             counted.table = np.concatenate([counted.table, np.array(counted.new_rows, dtype=np.int64)])
@@ -440,7 +439,7 @@ class ByteModel:
         return counted.table
 
     def _outside(self, load: Load, load_number: int, has_head: bool, keeps_gradients: bool, tile_tokens: int) -> tuple[int, ...]:
-        """`OUTSIDE_NUMBERS` of a load."""
+        """Returns `OUTSIDE_NUMBERS` of a load."""
         known, key = self._counted.outside, (load_number, has_head, keeps_gradients, tile_tokens)
         if key not in known:
             own = replace(load, has_head=has_head, keeps_gradients=keeps_gradients)
@@ -448,7 +447,7 @@ class ByteModel:
         return known[key]
 
     def _part_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
-        """The numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5)."""
+        """Returns the numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5)."""
         known, at_once = self._counted.parts, self.passes(stage).at_once
         found = np.empty((len(loads.loads), len(stage.parts), 5), dtype=np.int64)
         for part, owned in enumerate(stage.parts):
@@ -464,7 +463,7 @@ class ByteModel:
     def _chunks_of(
         self, group: SequenceGroup, stage: StagePlan, part: int, loads: _Loads, tiles_loss: bool, chunks: Sequence[int]
     ) -> IntArray:
-        """The numbers of `ChunkBytes` of these chunks on one part of a stage, (chunks, 5).
+        """Returns the numbers of `ChunkBytes` of these chunks on one part of a stage, (chunks, 5).
 
         Output head and loss are on the last part of the last stage.
         """
@@ -477,13 +476,13 @@ class ByteModel:
             keeps_gradients = has_head and chunk * num_parts + part in at_once
             loss_tile = policy.tile_tokens if tiles_loss else 0
             outside.append(self._outside(load, number, has_head, keeps_gradients, loss_tile))
-            # hidden states received from another part wait for their gradient only where a policy may move them
+            # hidden states received from another part wait for their gradient only if a policy may move them
             receives.append(bool(policy.layers) and not is_first)
         layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
         return chunk_numbers(layers, np.array(outside, dtype=np.int64), np.array(receives))
 
     def _policies(self, group: SequenceGroup, stage: StagePlan, part: int) -> tuple[list[_Policy], int]:
-        """Policy of every chunk on one part of a stage, and the number of the list."""
+        """Returns the policy of every chunk on one part of a stage, and the number of the list."""
         known, key = self._counted.policies, (id(stage.activations), part, len(group.chunks))
         if key not in known:
             numbers = self._counted.numbers
@@ -492,7 +491,7 @@ class ByteModel:
                 if policy.part == part:
                     found[policy.chunk] = _Policy(policy.layers, policy.tile_tokens, numbers.of_layers(policy.layers))
             number = numbers.of_key(("policies", *((policy.number, policy.tile_tokens) for policy in found)))
-            # the policies are stored too, so that their id is not reused
+            # stores the policies too, so that their id is not reused
             known[key] = stage.activations, found, number
         return known[key][1:]
 
@@ -507,21 +506,21 @@ class _Policy:
 
 
 def _in_flight(each: Numbers, is_forward: BoolArray) -> Numbers:
-    """Bytes of all chunks in flight in every pass, from those of its own: from a forward to the end of its backward."""
+    """Sums bytes of all chunks in flight, each from its forward to the end of its backward, in every pass."""
     held: Numbers = np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each)
     return held
 
 
 def _waits(is_forward: BoolArray, waiting: int) -> IntArray:
-    """Bytes of gradients that wait in every pass: while the first backward runs, they take the place of what it frees."""
+    """Returns bytes of waiting gradients in every pass: during the first backward, they replace what it frees."""
     found: IntArray = waiting * (np.arange(len(is_forward)) > np.argmin(is_forward))
     return found
 
 
 def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMoments) -> Numbers:
-    """Bytes of every pass on the device, without gradients that wait.
+    """Returns bytes of every pass on the device, without waiting gradients.
 
-    numbers: those of `ChunkBytes` of the chunk that runs, (5, passes). saved: bytes of all chunks in flight, with its own.
+    numbers: those of `ChunkBytes` of the running chunk, (5, passes). saved: bytes of all chunks in flight, including it.
     """
     device, _, forward_workspace, backward_workspace, ending = numbers
     work = np.where(is_forward, forward_workspace, backward_workspace)
@@ -530,13 +529,13 @@ def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMom
 
 
 def _has_head(group: SequenceGroup, stage: StagePlan, part: int) -> bool:
-    """Whether output head and loss are on this part: the last one of the last stage."""
+    """Whether output head and loss are on this part, the last one of the last stage."""
     return stage.stage == len(group.stages) - 1 and part == len(stage.parts) - 1
 
 
-# a forecast asks for the same few models and devices a hundred times
+# a forecast uses the same few models and devices a hundred times
 @lru_cache(maxsize=256)
 def _kept_tokens(model: ModelSpec, device_bytes: int, is_shared: bool) -> int:
-    """The `ByteModel.kept_tokens` of a model."""
+    """Computes `ByteModel.kept_tokens` of a model."""
     like = replace(Load.document(1, model.num_layers), is_shared=is_shared)
     return ByteModel(model).longest(device_bytes, 0, lambda _: (None,), like)

@@ -23,11 +23,11 @@ def lean_policy(
     keeps_attention: bool = False,
     reruns: bool = False,
 ) -> ActivationPolicy:
-    """The policy with the least device memory for a chunk with `num_tokens` tokens on a rank: only layer inputs are kept.
+    """Makes the policy with the least device memory for a chunk with `num_tokens` tokens on a rank: it keeps layer inputs only.
 
-    Tiles are small (`small_tile`). As many inputs as fit go to the host, those of the first layers first, since their backward
-    runs last. keeps_attention: attention outputs are kept and offloaded with the inputs, so that attention is not run again.
-    reruns: only every second layer keeps its input, and runs once more to make the input of the next one.
+    Tiles are small (`small_tile`). As many inputs as fit go to the host, first those of the first layers, whose backward runs
+    last. keeps_attention: keep and offload attention outputs with the inputs, so that attention is not run again. reruns: only
+    every second layer keeps its input, and runs once more to make the input of the next one.
     """
     num_layers = num_layers or model.num_layers
     input_bytes = class_bytes(model, "layer_input") * num_tokens
@@ -40,10 +40,10 @@ def lean_policy(
     return ActivationPolicy(0, 0, _lean_layers(tuple(parts), keeps_attention, reruns), small_tile(tile_tokens))
 
 
-# most chunks have all of their inputs on the device or all on the host, so that their policies are equal
+# most chunks have all inputs on the device or all on the host, so that their policies are equal
 @lru_cache(maxsize=256)
 def _lean_layers(host_parts: tuple[float, ...], keeps_attention: bool, reruns: bool) -> tuple[LayerPolicy, ...]:
-    """Layers of a `lean_policy` with these shares of their inputs on the host."""
+    """Makes the layers of a `lean_policy` with these shares of their inputs on the host."""
     again = [TensorShare(name, recompute=1.0) for name in TENSOR_CLASSES]
     # equal layers share one object, which is counted once
     known = {
@@ -63,7 +63,7 @@ def _lean_layers(host_parts: tuple[float, ...], keeps_attention: bool, reruns: b
 
 
 def in_pieces(policy: ActivationPolicy, head_pieces: int) -> ActivationPolicy:
-    """The policy of a lean chunk with attention of every layer in so many pieces of heads."""
+    """Returns the policy of a lean chunk with attention in this many pieces of heads in every layer."""
     if head_pieces == 1:
         return policy
     # equal layers share one object
@@ -72,12 +72,12 @@ def in_pieces(policy: ActivationPolicy, head_pieces: int) -> ActivationPolicy:
 
 
 def may_rerun(model: ModelSpec, parameters: Parameters) -> bool:
-    """Whether layers of a run without stages may run once more to make the next layer's input: they meet no other ranks then."""
+    """Whether layers of a run without stages may run once more to make the next layer's input: if that needs no messages."""
     is_plain = model.states.is_empty and model.index.is_empty and not model.experts.num_experts
     return is_plain and parameters == "replicated" and model.num_layers > 1
 
 
-# a forecast asks for the same few models and devices some forty times
+# a forecast uses the same few models and devices some forty times
 @lru_cache(maxsize=256)
 def most_tokens(
     model: ModelSpec,
@@ -88,16 +88,16 @@ def most_tokens(
     head_pieces: int = 1,
     **load: Any,
 ) -> int:
-    """The longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
+    """Returns the longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
 
-    device_bytes: bytes of the device that weights, gradients and optimizer states leave free. reruns: layers may run once more to
-    make the next layer's input, see `may_rerun`. head_pieces: most pieces of heads in which attention may run. load: fields of
-    `Load` such as is_shared, with which the result is a rank's share of the document.
+    device_bytes: bytes of the device besides weights, gradients and optimizer states. reruns: layers may run once more to make
+    the next layer's input, see `may_rerun`. head_pieces: most pieces of heads in which attention may run. load: fields of `Load`
+    such as is_shared, with which the result is a rank's share of the document.
     """
 
     def policies(num_tokens: int) -> Iterator[ActivationPolicy]:
-        # the first that fits is enough, and the leanest come first; copies that come back from the host take device memory too,
-        # so with few layers offloading may not pay
+        # the first that fits is enough, and the leanest come first; copies from the host take device memory too, so with few
+        # layers offloading may not pay
         for again in dict.fromkeys((reruns, False)):
             for limit in dict.fromkeys((host_bytes, 0)):
                 lean = lean_policy(model, num_tokens, limit, tile_tokens, reruns=again)

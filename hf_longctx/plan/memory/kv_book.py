@@ -1,16 +1,15 @@
-"""Bytes of the K/V book: keys and values of sliced sequences and their gradients, as `runtime/attention/kv_book.py` holds them.
+"""Counts bytes of the K/V book: keys and values of sliced sequences and their gradients (`runtime/attention/kv_book.py`).
 
 A layer that sees all tokens holds a sequence's keys and values from its first slice's forward to its first slice's backward. From
-the last slice's backward on it also holds gradients of all tokens in front of that slice. A layer whose window w is shorter than
-the sequence holds every slice on its own, from its forward to its backward. Where the layer will be replayed, it holds the
-slice's last w - 1 tokens, which later slices see (none of the last slice); where it is not replayed, or once it has been, all
-tokens. It holds gradients of the last w - 1 tokens before the slice that ran backward most recently. In a ring, a rank holds
-those of all these tokens that are in its own block.
+the last slice's backward on it also holds gradients of all tokens before that slice. A layer with a window w shorter than the
+sequence holds every slice separately, from its forward to its backward: if the layer will be replayed, the slice's last w - 1
+tokens, which later slices see (none of the last slice); if not, or after the replay, all tokens. It holds gradients of the last
+w - 1 tokens before the slice that ran backward most recently. In a ring, a rank holds those of these tokens in its own block.
 
-The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state, alone or beside attention, holds
-the state after a slice, if the sequence goes on, from the slice's forward to its backward, and its gradient from the backward of
-the next slice on. A layer with an index holds the index keys of slices after which the
-sequence goes on, from then to the end of the micro-batch.
+The book of states (`runtime/attention/state_book.py`) is counted with it. A layer with a state, with or without attention, holds
+the state after a slice, if the sequence continues, from the slice's forward to its backward, and its gradient from the backward
+of the next slice on. A layer with an index holds index keys of slices after which the sequence continues, to the end of the
+micro-batch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class BookMoments(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """Bytes by which each chunk changes one layer's K/V book: in its forward, in its replay, by gradients, and when freed."""
+    """Bytes by which each chunk changes one layer's K/V book: in its forward, in its replay, by gradients, and by freeing."""
 
     written: IntArray
     rewritten: IntArray
@@ -51,8 +50,7 @@ class _Changes(NamedTuple):
 class BookKinds(NamedTuple):
     """Kinds of a model's layers, and for each kind the bytes by which every chunk changes a layer's books.
 
-    A kind has two entries: one for layers that are not replayed, then one for layers that are. A model of layers with full
-    attention has only one entry.
+    A kind has two entries, for layers that are not replayed and that are; a model with only full attention has one entry.
     """
 
     kinds: list[LayerKind]
@@ -60,11 +58,11 @@ class BookKinds(NamedTuple):
 
 
 def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKinds:
-    """Changes of the book on the rank at `position` of the group; they are equal on every stage and under every policy."""
+    """Returns changes of the book on the rank at `position` of the group, equal on every stage and under every policy."""
     block = group.shape.ulysses
     held = {sequence: _held(group, sequence, position // block) for sequence in sequence_ends(group.chunks)}
     kinds = [kind for kind, _ in model.kind_shares()]
-    # replays make no difference where all layers see all tokens
+    # replays make no difference if all layers see all tokens
     replays = (False,) if kinds == [ATTENTION] else (False, True)
     index_bytes = 0 if model.index.is_empty else model.index.head_dim * model.bytes_per_element
     states = _state_changes(group, _boundary_bytes(model, group.shape, position))
@@ -84,7 +82,7 @@ def book_kinds(model: ModelSpec, group: SequenceGroup, position: int) -> BookKin
     return BookKinds(kinds, changes)
 
 
-# number of the first so many tokens of a sequence that a rank's block holds
+# number of first tokens of a sequence -> number of these in a rank's block
 _Held = Callable[[int], int]
 
 
@@ -100,10 +98,10 @@ def _held(group: SequenceGroup, sequence: int, block: int) -> _Held:
 
 
 def _boundary_bytes(model: ModelSpec, shape: GroupShape, position: int) -> int:
-    """Bytes of one layer's state at the end of a slice, on the rank at `position` of its group."""
+    """Returns bytes of one layer's state at the end of a slice, on the rank at `position` of its group."""
     states, block = model.states, shape.ulysses
     heads = states.heads
-    # ranks that pass states on have all heads
+    # ranks that pass on states have all heads
     if heads and not passes_states(shape.num_blocks, block, heads // states.scans):
         own = heads // states.scans
         heads = states.scans * head_shares(own, states.read_heads or own, block)[position % block].num_q
@@ -113,7 +111,7 @@ def _boundary_bytes(model: ModelSpec, shape: GroupShape, position: int) -> int:
 def book_moments(
     model: ModelSpec, stage: StagePlan, kinds: BookKinds, num_chunks: int, place: IntArray, is_forward: BoolArray
 ) -> BookMoments:
-    """Bytes of the book in every pass of a round.
+    """Returns bytes of the book in every pass of a round.
 
     place: chunk * parts + part of each pass. is_forward: whether the pass is a forward.
     """
@@ -140,20 +138,20 @@ def book_moments(
     return BookMoments(first, last, most, others)
 
 
-# bytes for every chunk: change by its forward, change by its backward; then, relative to the book before its backward, the bytes
-# when the first of its layers runs backward, when the last one does, and the most in between
+# bytes for every chunk: change by its forward, change by its backward; then, relative to the book before its backward, bytes
+# while the first of its layers runs backward, while the last one does, and the most in between
 _PassChanges = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
 def _equal_layers(changes: _Changes, num_layers: int) -> _PassChanges:
-    """Changes of a part whose layers all see every token."""
+    """Returns changes of a part whose layers all see every token."""
     net = changes.left - changes.gone
     last_run = (num_layers - 1) * net + changes.left
     return num_layers * changes.written, num_layers * net, changes.left, last_run, np.maximum(changes.left, last_run)
 
 
 def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
-    """Changes of a part whose layers are of these kinds, [chunks, layers]; layers run one after the other."""
+    """Returns changes of a part with layers of these kinds, [chunks, layers], which run one after the other."""
     known = np.array([list(each) for each in changes], dtype=np.int64).transpose(1, 0, 2)
     # last layer first
     written, rewritten, left, gone = known[:, kind_CL[:, ::-1], np.arange(len(kind_CL))[:, None]]
@@ -164,7 +162,7 @@ def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
 
 
 def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, known_kinds: list[LayerKind], num_chunks: int) -> IntArray:
-    """Kind of every layer of a part for every chunk, [C, L]: 2 * index of its kind, plus 1 where the layer is replayed."""
+    """Returns the kind of every layer of a part for every chunk, [C, L]: 2 * index of its kind, plus 1 if it is replayed."""
     layers = stage.parts[part]
     places = np.array([2 * known_kinds.index(kind) for kind in model.layer_kinds(layers)], dtype=np.int64)
     kinds = np.broadcast_to(places, (num_chunks, layers.num_layers)).copy()
@@ -181,19 +179,19 @@ def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, known_kinds: lis
 
 
 def _no_changes(group: SequenceGroup) -> _Changes:
-    """Changes of a layer without a book, to which others are added."""
+    """Makes changes of zero, to which others are added."""
     return _Changes(*(np.zeros(len(group.chunks), dtype=np.int64) for _ in _Changes._fields))
 
 
 def _state_changes(group: SequenceGroup, num_bytes: int) -> _Changes:
-    """Bytes by which the passes of every chunk change the book of a layer whose state takes `num_bytes`."""
+    """Returns bytes by which every chunk's passes change the book of a layer whose state takes `num_bytes`."""
     ends, found = sequence_ends(group.chunks), _no_changes(group)
     for index, span in ((chunk.index, span) for chunk in group.chunks for span in chunk.spans):
         if span.start:
             found.left[index] += num_bytes
         if span.stop < ends[span.sequence]:
             found.written[index] += num_bytes
-            # a state goes with its gradient before the layer's backward leaves one for the state before
+            # a state is freed with its gradient before the layer's backward leaves one for the state before
             found.rewritten[index] -= 2 * num_bytes
     return found
 
@@ -205,7 +203,7 @@ def _layer_changes(
     is_replayed: bool,
     token_sizes: tuple[int, int, int],
 ) -> _Changes:
-    """Bytes by which the passes of every chunk change the book of a layer with this window (None: it sees all tokens).
+    """Returns bytes by which every chunk's passes change the book of a layer with this window (None: it sees all tokens).
 
     token_sizes: bytes of a token's keys and values, of their gradients, and of an index key, which every rank holds.
     """

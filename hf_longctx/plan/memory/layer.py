@@ -1,19 +1,16 @@
 """Counts bytes of one decoder layer on a rank, and of everything outside the layers, moment by moment.
 
-Each moment is a sum over the tensors that are alive in it. The lists of tensors come from reading the runtime and Hugging Face's
-modules; tests compare the sums with the memory that torch allocates. Letters as in `saved_tensors.py`: d hidden, a all query
-heads, k all KV heads, f intermediate, h heads, e bytes per element; in the code d, a, k and f are bytes per token.
+Each moment is a sum over the tensors that are alive in it. The lists of tensors follow the code of the runtime and of Hugging
+Face's modules; tests compare the sums with the memory that torch allocates. Letters as in `saved_tensors.py`: d hidden, a all
+query heads, k all KV heads, f intermediate, h heads, e bytes per element; in the code d, a, k and f are bytes per token.
 
-Ranks that share attention by heads work on as many elements as a rank with 1/degree of the tokens would. Their exchanges take
-more memory, which is counted as one copy of the tensors that are sent.
+Ranks that share attention by heads work on as many elements as a rank with 1/degree of the tokens. Their exchanges take more
+memory, which is counted as one copy of the sent tensors.
 
-Counts bytes of a layer whose attention runs in pieces of its heads (`runtime/activations/head_pieces.py`).
-
-Queries, keys, values and the work of attention exist for one piece at a time; outputs of all heads stay beside it, and so
-do the module's input and the sum over pieces. Of adapters on the projections, the products of their first matrices stay. Letters
-as in `layer.py`.
-
-Counts bytes of one decoder layer without attention, moment by moment: with a state along the sequence, or an MLP alone.
+`LayerBytes` is a layer with attention, `PiecedLayerBytes` one whose attention runs in pieces of its heads
+(`runtime/activations/head_pieces.py`): queries, keys, values and workspace exist for one piece at a time; outputs of all heads,
+the module's input, the sum over pieces, and products of adapters' first matrices stay. Other classes are layers with a state
+along the sequence, or with only an MLP.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from hf_longctx.plan.memory.saved_tensors import (
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import ModelSpec
 
-# most elements of a matrix of scores, as in `runtime/tiles/plain.py`
+# most elements of a score matrix, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 # shares of a layer that keeps everything, made once, since most layers do
@@ -86,7 +83,7 @@ class Load:
 
     @classmethod
     def document(cls, num_tokens: int, num_layers: int) -> Load:
-        """One document whole on one rank."""
+        """Makes the load of one whole document on one rank."""
         return cls(num_tokens, (num_tokens,), num_layers)
 
 
@@ -104,7 +101,7 @@ class LayerBytes:
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
         self.model, self.load, self.policy = model, load, policy
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
-        # norms and MLPs take tiles where the runtime can run them alone
+        # norms and MLPs run in tiles if the runtime can run them separately
         self.tiles_norms = tile_tokens > 0 and model.tiles_norms
         self._mlp_tile, self._tiles_mlp = (self.tokens, False) if model.runs_mlps_whole else (self.tile, tile_tokens > 0)
         self.is_plain = policy.keeps_everything
@@ -120,14 +117,14 @@ class LayerBytes:
         moments = self._result_backward(), self._mlp_backward(), self._norm_backward(), self._attention_backward()
         self.backward = max(moments) + adapters + own_input_gradients(model) * load.num_tokens
         if again := self._recomputed("layer_input") * class_bytes(model, "layer_input"):
-            # the layer input lies beside all of these; before, the layer before makes it while this layer's gradient waits
+            # the layer input exists in addition; first, the layer before makes it while this layer's gradient waits
             self.backward = again + max(self.backward, self.forward)
 
     @cached_property
     def _sizes(self) -> tuple[int, int, int, int]:
-        """Bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
+        """Returns bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
 
-        Where values have another head size than keys: the larger of queries and outputs, and half of keys and values together.
+        If values have another head size than keys: the larger of queries and outputs, and half of keys and values together.
         """
         model = self.model
         e = model.bytes_per_element
@@ -136,25 +133,25 @@ class LayerBytes:
 
     @property
     def _kept_heads(self) -> tuple[int, int]:
-        """Bytes per token of all query heads, and of all KV heads, as a layer that keeps everything saves them."""
+        """Returns bytes per token of all query heads, and of all KV heads, saved by a layer that keeps everything."""
         _, a, k, _ = self._sizes
         e, kept = self.model.bytes_per_element, matrix_bytes(self.model)
         return a * kept // e, k * kept // e
 
     @property
     def _has_own_attention(self) -> bool:
-        """Whether attention runs in tiles even where everything is kept, since torch's own would make whole score matrices."""
+        """Whether attention runs in tiles even if everything is kept, since torch's own would make whole score matrices."""
         return self._has_plain_tiles or self.model.value_head_dim > 0
 
     def _adapters(self) -> int:
-        """Bytes that adapters save in a replayed layer, where they exist only during its own forward and replay.
+        """Returns bytes that adapters save in a replayed layer, during its own forward and replay only.
 
-        What those in a kept MLP save is held with it.
+        Those in a kept MLP are held with it.
         """
         adapters, again = self.model.adapters, self._recomputed("mlp")
         in_mlp = adapters.mlp_saved_bytes * again
         if self._tiles_mlp:
-            # those of an MLP in tiles belong to one tile at a time
+            # in an MLP with tiles, they exist for one tile at a time
             in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
         return adapters.attention_saved_bytes * self.tokens + in_mlp
 
@@ -164,7 +161,7 @@ class LayerBytes:
         return self.model.caps_scores or self.model.drops_weights or not self.model.index.is_empty
 
     def _score_blocks(self, num_queries: int, num_keys: int) -> int:
-        """Bytes of the matrices of scores that are capped, of chosen keys or of weights with dropout.
+        """Returns bytes of score matrices for capped scores, chosen keys or dropout.
 
         They are three per block of queries, of at least one query, and a mask of bytes for dropout. The scores of an index take
         as much at another moment.
@@ -179,9 +176,9 @@ class LayerBytes:
 
     @property
     def _choice(self) -> int:
-        """Bytes of chosen keys while attention runs: those of other ranks of the block, and their numbers within a tile.
+        """Returns bytes of chosen keys while attention runs (those of other ranks of the block, and their numbers within a tile).
 
-        And of the index keys of all tokens of the group, as they arrive and in order.
+        Includes index keys of all tokens of the group, as they arrive and in order.
         """
         index, load = self.model.index, self.load
         ranks, block = self._choosing_ranks, max(load.block_ranks, index.most_ranks if load.is_shared else 1)
@@ -191,24 +188,23 @@ class LayerBytes:
 
     @property
     def _choosing_ranks(self) -> int:
-        """Ranks whose tokens have index keys that this rank holds: those of its group, or of any that the run may have."""
+        """Number of ranks whose index keys this rank holds: those of its group, or of any that the run may have."""
         load = self.load
         return max(load.block_ranks * load.num_blocks, self.model.index.most_ranks if load.is_shared else 1)
 
     @property
     def _wide(self) -> int:
-        """Bytes of an element in at least fp32, as a multiple of those of an element in the model's format."""
+        """Bytes of an element in at least fp32, as a multiple of those in the model's dtype."""
         return max(1, 4 // self.model.bytes_per_element)
 
     def _plain_held(self) -> tuple[int, int]:
         load, (a, k) = self.load, self._kept_heads
         held = plain_layer_bytes(self.model) * self.tokens
-        # outputs that a matrix or an adapter reads are there once more, in one piece, or from before they were sent, or with
-        # tokens first
+        # outputs that a matrix or an adapter reads exist twice: in one piece, or before they were sent, or with tokens first
         copy = a if saves_attention(self.model) else 0
         if load.sliced_tokens:
-            # keys and values of slices are in the K/V book; a merged output has heads as its first dimension, so it is copied
-            # with tokens as the first, unless it is concatenated with others
+            # keys and values of slices are in the K/V book; a merged output has heads first, so it is copied with tokens first,
+            # unless it is concatenated with others
             is_copied = len(load.documents) == 1
             return held - 2 * k * load.sliced_tokens + (copy * self.tokens if is_copied else 0), 0
         # torch's own attention saves keys and values as many times as query heads read them
@@ -222,11 +218,11 @@ class LayerBytes:
             token_bytes = class_bytes(self.model, name, self.kind)
             host += (host_stop - host_start) * token_bytes
             device += (self.tokens - host_stop) * token_bytes
-        # the next layer's replay gets it, too
+        # the next layer's replay gets it too
         return device + self.model.index.passed_bytes * self.tokens, host
 
     def _sent(self) -> int:
-        """Bytes of tensors that are alive until their part for the host has left; an MLP makes its own in tiles, or in parts."""
+        """Returns bytes of tensors that stay until their host part has left; an MLP makes its own in tiles, or in parts."""
         sent = 0
         for name in TENSOR_CLASSES:
             host_start, host_stop = self._cuts[name]
@@ -235,35 +231,35 @@ class LayerBytes:
         return sent
 
     def _recomputed(self, name: TensorClass) -> int:
-        """Number of tokens for which a tensor class is recomputed."""
+        """Returns the number of tokens for which a tensor class is recomputed."""
         return 0 if self.is_plain else self._cuts[name][0]
 
     @property
     def _whole_input(self) -> int:
-        """Bytes of a layer input that was split between device and host, and is put together again."""
+        """Returns bytes of a layer input that was split between device and host, and is joined again."""
         d, _, _, _ = self._sizes
         share = self._input_share
         return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
 
     def _norm(self, saves_output: bool) -> int:
-        """Bytes per token that a norm saves in a replay, and the scales of a residual. In fp32 the residual is its input."""
+        """Returns bytes per token that a norm and the scales of a residual save in a replay. In fp32 the residual is its input."""
         d, _, _, _ = self._sizes
         saved = d + (d if saves_output else 0) if self.tiles_norms else norm_bytes(self.model, saves_output)
         return saved + scale_bytes(self.model)
 
     @property
     def _second_norm(self) -> int:
-        """Bytes per token that the norm before the MLP saves, with its output, of which tiles of an MLP keep the whole."""
+        """Returns bytes per token that the norm before the MLP saves, with its output, which tiles of an MLP keep whole."""
         return self._norm(not self.is_plain or saves_second_norm(self.model))
 
     @cached_property
     def _replayed_attention(self) -> int:
-        """Bytes that a replay saves up to the output of what mixes tokens, beyond the layer input and the kept tensors."""
+        """Returns bytes that a replay saves up to the output of attention or mixer, besides layer input and kept tensors."""
         return 0 if self.is_plain else self._first_norm * self.tokens + self._replayed_mixing + self._whole_input
 
     @property
     def _replayed_mixing(self) -> int:
-        """Bytes of these that attention or the mixer saves."""
+        """Returns bytes of `_replayed_attention` that attention or the mixer saves."""
         _, _, k, _ = self._sizes
         model = self.model
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
@@ -275,7 +271,7 @@ class LayerBytes:
 
     @property
     def _first_norm(self) -> int:
-        """Bytes per token that a replay's first norm saves beside the layer input."""
+        """Returns bytes per token that a replay's first norm saves besides the layer input."""
         d, _, _, _ = self._sizes
         shares_input = self.tiles_norms or self.model.fuses_norms or self.model.bytes_per_element == 4
         return self._norm(self._saves_first_norm) - (d if shares_input else 0)
@@ -289,9 +285,9 @@ class LayerBytes:
         if self.is_plain:
             return self._plain_forward()
         inner = (3 if self.model.gated_mlp else 2) * f
-        # beside the norm of attention's result: that, and the residual
+        # besides the norm of attention's result: that result, and the residual
         norm = ((4 if self.model.norms_results else 2) * d + 8 * self.model.hidden_size) * self.tokens
-        # the input, the residual, the norm's output and what is kept of attention
+        # input, residual, the norm's output and kept tensors of attention
         mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
         mlp += (d * self.tokens if self._tiles_mlp else 0) + inner * self._mlp_tile + self._travelling
         return max(self._mixing_forward(), norm, mlp)
@@ -302,13 +298,13 @@ class LayerBytes:
         return self._score_blocks(longest, longest + self.load.front_tokens)
 
     def _plain_forward(self) -> int:
-        """Most bytes in the forward of a layer that keeps everything."""
+        """Returns the most bytes in the forward of a layer that keeps everything."""
         beside = self._passing + self._hops_ahead + self._scores + self._choice + self._travelling
         return self.held + self._sizes[0] * self.tokens + beside
 
     @property
     def _passing(self) -> int:
-        """Most bytes of tensors that frozen weights leave unsaved, while a layer that keeps everything runs.
+        """Returns the most bytes of tensors that frozen weights do not save, while a layer that keeps everything runs.
 
         They are the MLP's input and what its last matrix multiplies, outputs of adapters before they are added, or attention's
         output with tokens first.
@@ -321,12 +317,12 @@ class LayerBytes:
 
     @property
     def _travelling(self) -> int:
-        """Bytes of rows that travel to experts and back, or of their gradients: two copies beside those that are saved."""
+        """Returns bytes of rows that travel to experts and back, or of their gradients: two copies besides saved ones."""
         experts, d = self.model.experts, self._sizes[0]
         return 2 * d * self.tokens * experts.travelling_rows // self.model.num_layers
 
     def _mixing_forward(self) -> int:
-        """Most bytes up to attention's output, in the forward of a layer that keeps a part."""
+        """Returns the most bytes up to attention's output, in the forward of a layer that keeps a part."""
         d, a, k, _ = self._sizes
         documents = self.load.documents
         expanded = 2 * a if a != k and not self.load.groups_heads else 0
@@ -335,13 +331,13 @@ class LayerBytes:
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
         attention += self._exchange + self._hops_ahead + self._cut_bytes + self._unrotated
         attention += self._scores + self._choice + self._latents
-        # rotary embedding: the queries, and three more tensors of their size; then the keys and as many, beside rotated queries
+        # rotary embedding: queries and three more tensors of their size; then keys and as many, besides rotated queries
         rotation = (2 * d + 2 * k + max(4 * a, 2 * a + 3 * k)) * self.tokens
         return max(rotation, attention) + (a * self.tokens if self.model.gates_output else 0)
 
     @property
     def _cut_bytes(self) -> int:
-        """Bytes of the device parts of layer input and attention output, which are copies where only a part stays."""
+        """Returns bytes of the device parts of layer input and attention output, which are copies if only a part stays."""
         num_bytes = 0
         for name in _CUT_CLASSES:
             stop = self._cuts[name][1]
@@ -350,14 +346,14 @@ class LayerBytes:
 
     @property
     def _unrotated(self) -> int:
-        """Bytes of kept projections beside the queries and keys made from them; values are shared unless they are split."""
+        """Returns bytes of kept projections besides queries and keys made from them; values are shared unless split."""
         _, a, k, _ = self._sizes
         stop = self._cuts["qkv"][1]
         return (a + (2 * k if stop else k)) * (self.tokens - stop)
 
     @property
     def _latents(self) -> int:
-        """Bytes that low-rank projections still hold while attention runs: latents, and the tensors made from them."""
+        """Returns bytes that low-rank projections hold while attention runs: latents, and tensors made from them."""
         model = self.model
         if not model.kv_rank:
             return 0
@@ -367,15 +363,15 @@ class LayerBytes:
 
     @property
     def _exchange(self) -> int:
-        """Bytes of one copy of the queries, keys and values that are sent between ranks."""
+        """Returns bytes of one copy of the queries, keys and values sent between ranks."""
         _, a, k, _ = self._sizes
         return (a + 2 * k) * self.tokens if self.load.is_shared else 0
 
     def _hops(self, num_sums: int) -> int:
-        """Bytes of what travels around a ring while a hop is computed: keys and values of two hops, and `num_sums` gradient sums.
+        """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
 
         All but the last of the zigzag pieces travel, and those of earlier slices. A rank with a slice also copies its keys and
-        values beside the earlier ones, and sums their gradients, before they are added to those in the book.
+        values next to earlier ones, and sums their gradients, before they are added to those in the book.
         """
         load, blocks, (_, _, k, _) = self.load, self.load.num_blocks, self._sizes
         if blocks == 1:
@@ -386,9 +382,9 @@ class LayerBytes:
 
     @property
     def _hops_ahead(self) -> int:
-        """Bytes of `_hops` in the forward, and of the output of a tile before it is merged, in at least fp32.
+        """Returns bytes of `_hops` in the forward, and of a tile's output before merging, in at least fp32.
 
-        The tile of a slice with all earlier keys has all of its rows, which are copied, and its own keys and values are joined.
+        The tile of a slice with all earlier keys has all its rows, which are copied, and its own keys and values are joined.
         """
         (_, a, k, _), load = self._sizes, self.load
         if load.num_blocks == 1:
@@ -398,16 +394,16 @@ class LayerBytes:
 
     @property
     def _hops_back(self) -> int:
-        """Bytes of `_hops` in the backward: sums that are computed, and, if there are several hops, that leave and arrive."""
+        """Returns bytes of `_hops` in the backward: computed sums and, with several hops, leaving and arriving ones."""
         return self._hops(3 if self.load.num_blocks > 2 else 2)
 
     @cached_property
     def _results(self) -> tuple[int, int]:
-        """Bytes that the norm of attention's result saves, and with it all that follows attention and the MLP."""
+        """Returns bytes that the norm of attention's result saves, with all that follows attention and the MLP."""
         return result_norm_bytes(self.model) * self.tokens, result_bytes(self.model) * self.tokens
 
     def _result_backward(self) -> int:
-        """Bytes in the norms of what the MLP returns, and of what is added after it, which run backward first."""
+        """Returns bytes in norms of the MLP's result, and of what is added after it, which run backward first."""
         (_, results), d = self._results, self._sizes[0]
         if not results:
             return 0
@@ -418,19 +414,19 @@ class LayerBytes:
         return work + self._replayed_attention + self._second_norm * self.tokens + results + whole
 
     def _mlp_backward(self) -> int:
-        """Bytes in the MLP's backward, gradients of inner tensors included; the second matrix has released its input."""
+        """Returns bytes in the MLP's backward, with gradients of inner tensors; the second matrix has released its input."""
         d, _, _, f = self._sizes
         gradients = (2 if self.model.gated_mlp else 1) * f
         inner = (6 if self.model.gated_mlp else 3) * f
         gradient = d * self.tokens
         if self.is_plain:
-            # nothing is released before, if what the second matrix multiplied was not saved
+            # nothing is released if the second matrix's input was not saved
             gradients += 0 if saves_product(self.model) else f
             return gradient + gradients * self.tokens + self._travelling
         before = self._replayed_attention + self._second_norm * self.tokens + self._results[0] + gradient
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
             return before + inner * self.tokens + self._travelling
-        # input gradients are collected in one tensor, weight gradients of the tiles are summed in fp32
+        # input gradients are collected in one tensor, weight gradients of tiles are summed in fp32
         matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
         weights = matrices * (1 + self._wide) if self.model.trains_layers else 0
         recomputed = min(self.tile, self._recomputed("mlp"))
@@ -439,27 +435,27 @@ class LayerBytes:
 
     @property
     def _held_mlp(self) -> int:
-        """Bytes of kept MLP tensors, which its backward frees."""
+        """Returns bytes of kept MLP tensors, which its backward frees."""
         if self.is_plain:
             return (inner_bytes(self.model) - self.model.bytes_per_element * self.model.routed_elements) * self.tokens
         _, host_stop = self._cuts["mlp"]
         return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
 
     def _norm_backward(self) -> int:
-        """Bytes between the MLP and the second norm, and inside the norm: its fp32 input and four or five more of its size."""
+        """Returns bytes between MLP and second norm, and in the norm: its fp32 input and four or five tensors of its size."""
         d, _, _, f = self._sizes
         hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
         first, results = self._results
         before = self._replayed_attention - self._held_mlp + (first - results if self.is_plain else first)
         saved = 0 if self.is_plain else self._second_norm
-        # two gradients of the norm's output meet, beside those of inner tensors where the MLP ran whole
+        # two gradients of the norm's output are added, besides those of inner tensors if the MLP ran whole
         inner = 0 if self._tiles_mlp and not self.is_plain else (2 if self.model.gated_mlp else 1) * f
         meeting = (saved + 3 * d + inner) * self.tokens
         if self.tiles_norms and not self.is_plain:
             tiles = 4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile
             return before + max(tiles, meeting if inner else 0)
         inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
-        # the norm's output, and its product before the weight, are released before if they were saved
+        # the norm's output, and its product before the weight, are released first if they were saved
         released = d * (saves_second_norm(self.model) + self.model.trains_layers) if self.is_plain else 0
         return before + max(meeting, inside - released * self.tokens)
 
@@ -468,7 +464,7 @@ class LayerBytes:
         load = self.load
         if self.is_plain and not load.sliced_tokens and not self._has_own_attention:
             return self._fused_attention_backward() + self._hops_back
-        # gradients of the residual and of the output; then for a lone document sums over heads in fp32, else gradients of the
+        # gradients of the residual and of the output; then for a single document sums over heads in fp32, else gradients of
         # queries, keys and values of all documents
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
         outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
@@ -479,19 +475,19 @@ class LayerBytes:
 
     @property
     def _lone_sums(self) -> int:
-        """Bytes per token of gradients of keys and values of a lone document, summed over the query heads that read them."""
+        """Returns bytes per token of a single document's gradients of keys and values, summed over their query heads."""
         _, a, k, _ = self._sizes
         return 2 * k * self._wide if a != k else 0
 
     def _operator_backward(self) -> int:
-        """Bytes of attention's backward beside its inputs and the gradients that it returns."""
+        """Returns bytes of attention's backward besides its inputs and the gradients that it returns."""
         _, a, k, _ = self._sizes
         load, most = self.load, 0
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
         for before, document in pairwise((0, *load.documents)):
             # gradients of the document before, with those of keys and values summed over heads in fp32
             found = (a + 2 * k * self._wide) * before
-            # gradients of all heads beside the operator, where that takes only a share of the heads at once
+            # gradients of all heads besides the operator, if that takes only a share of the heads at once
             share, whole = self._heads_at_once(document + load.front_tokens), 0
             if share < 1:
                 whole = (a if is_lone else a + 2 * k * self._wide) * document
@@ -500,24 +496,24 @@ class LayerBytes:
                 most = max(most, found + whole + math.ceil(share * ((3 + self._wide) * a + 2 * k) * document))
                 continue
             expanded = 2 * a * document if a != k else 0
-            # operators take dense queries, outputs and gradients and return gradients for expanded heads; inside they use one
-            # more fp32 tensor as large as the queries
+            # operators take dense queries, outputs and gradients and return gradients for expanded heads; inside they use another
+            # fp32 tensor of the queries' size
             inside = expanded + (6 + self._wide) * a * document
             most = max(most, found + whole + math.ceil(share * inside))
         if self.model.saves_kv_once:
             most = max(most, self._call_bytes * self._packed_rows)
         if load.sliced_tokens:
-            # gradient sums of the slice's own keys and values; the front, which runs after the slice itself, has gradients too
+            # gradient sums of the slice's own keys and values; the front, which runs after the slice, has gradients too
             own = 2 * k * self._wide * load.sliced_tokens
             front = 2 * k * (1 + (self._wide > 1)) * load.front_tokens + (5 + 2 * self._wide) * a * load.sliced_tokens
             most = own + max(most, front if load.front_tokens else 0)
         longest = max(load.documents, default=0)
-        # values, outputs and their gradients are copied where values are widened to the head size of keys, or keys to theirs
+        # values, outputs and their gradients are copied if values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
         return most + self._hops_back + self._choice + self._score_blocks(longest, longest + load.front_tokens)
 
     def _heads_at_once(self, num_tokens: int) -> float:
-        """Share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of the keys."""
+        """Returns the share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of keys."""
         model, block = self.model, max(1, self.load.block_ranks)
         heads = -(-model.num_heads // block)
         per_kv = max(1, min(heads, model.num_heads // model.num_kv_heads))
@@ -525,7 +521,7 @@ class LayerBytes:
 
     @property
     def _packed_rows(self) -> int:
-        """Most rows of short documents that share a call, in a rank's share: it has all tokens of its block, and some heads."""
+        """Returns the most rows of short documents in one call, as a rank's share: all tokens of its block, and some heads."""
         load = self.load
         if load.num_blocks > 1:
             return 0
@@ -533,18 +529,18 @@ class LayerBytes:
 
     @property
     def _call_bytes(self) -> int:
-        """Bytes per row in the backward of an operator for GPUs, its results included."""
+        """Returns bytes per row in the backward of an operator for GPUs, including its results."""
         _, a, k, _ = self._sizes
-        # copies of inputs, of the output and of its gradient, a sum in fp32, gradients; those of keys and values also for
+        # copies of inputs, of the output and its gradient, a sum in fp32, gradients; those of keys and values also for
         # expanded heads
         return (4 + self._wide) * a + 4 * k + (2 * a if a != k else 0)
 
     def _fused_attention_backward(self) -> int:
-        """Bytes in the backward of attention without slices, where nothing is recomputed."""
+        """Returns bytes in the backward of attention without slices, if nothing is recomputed."""
         d, a, k, _ = self._sizes
         documents = self.load.documents
         if self.model.saves_kv_once:
-            # the gradient of the output, and of several calls the gradients before they are in one tensor
+            # the gradient of the output and, for several calls, gradients before they are in one tensor
             outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1] + self._exchange
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
             return outside + joined + self._call_bytes * max((*documents, self._packed_rows))
@@ -558,7 +554,7 @@ class OutsideBytes:
     """Bytes outside the layers: rotary embeddings and labels (shared), the final norm and the loss.
 
     shared: bytes of rotary embeddings, token ids and labels. head: bytes held from forward to backward; on a stage without a
-    head, the hidden states that it sends on, from which backward starts. forward, backward: most bytes while the loss runs,
+    head, the hidden states that it sends, from which backward starts. forward, backward: most bytes while the loss runs,
     without those that layers and `shared` hold.
     """
 
@@ -599,7 +595,7 @@ class OutsideBytes:
             return
         logits = tokens * vocabulary
         self.head = norm + (hidden if trains_head else 0) + (wide + capped) * logits
-        # beside the log-probabilities: logits, and their fp32 copy
+        # besides log-probabilities: logits, and their fp32 copy
         self.forward = max(inside, norm + hidden + logits * (e + wide + (wide if e < 4 else 0) + capped))
         # log-probabilities and two of their gradients; then gradients of logits, input and weights
         last = norm + 2 * hidden + logits * (e + (wide if e < 4 else 0) + capped) + e * weights
@@ -611,7 +607,7 @@ class PiecedLayerBytes(LayerBytes):
 
     @cached_property
     def _piece(self) -> LayerBytes:
-        """The bytes of a layer that has the heads of one piece alone."""
+        """Returns the bytes of a layer with only the heads of one piece."""
         model = piece_model(self.model, self.policy.head_pieces, max(1, self.load.block_ranks))
         return LayerBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
 
@@ -636,16 +632,16 @@ class PiecedLayerBytes(LayerBytes):
 
     @property
     def _outputs(self) -> int:
-        """Bytes of outputs and LSEs of all pieces."""
+        """Returns bytes of outputs and LSEs of all pieces."""
         return class_bytes(self.model, "attention_output") * self.tokens
 
     def _mixing_forward(self) -> int:
-        # while the last piece runs: the outputs of those before it, and the sum over them, which is the layer's output
+        # while the last piece runs: outputs of those before it, and their sum, which is the layer's output
         d, *_ = self._sizes
         others = self._outputs - class_bytes(self._piece.model, "attention_output") * self.tokens
         host_start, host_stop = self._cuts["attention_output"]
         if host_stop > host_start:
-            # they are on their way to the host, which `sent` counts
+            # in flight to the host, which `sent` counts
             others = 0
         return self._piece._mixing_forward() + d * self.tokens + max(0, others) + self._cut_bytes - self._piece._cut_bytes
 
@@ -658,18 +654,18 @@ class PiecedLayerBytes(LayerBytes):
             outside += (self.model.query_size + self.model.kv_size + self.model.output_size) * d
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         made = a * self.tokens + kv + head_norm_bytes(piece.model) * self.tokens
-        # projections before they are rotated, and what that makes
+        # projections before rotation, and tensors that rotation makes
         rotation = (2 * k + max(4 * a, 2 * a + 3 * k)) * self.tokens
         # the gradient of the piece's output, of its queries, keys and values
         is_lone = len(self.load.documents) == 1 and not self.load.sliced_tokens
         gradients = (a + (piece._lone_sums if is_lone else a + 2 * k)) * self.tokens
         work = max(rotation, made + gradients + piece._exchange + piece._operator_backward())
-        # before, the replay makes the outputs
+        # first, the replay makes the outputs
         return max(outside + work, self._mixing_forward())
 
 
 def piece_model(model: ModelSpec, head_pieces: int, block_ranks: int) -> ModelSpec:
-    """The model with the heads of one piece: those of the rank with the most, times the ranks of a block.
+    """Returns the model with the heads of one piece: those of the rank with the most, times the ranks of a block.
 
     Several ranks may read one KV head, which all of them receive.
     """
@@ -682,7 +678,7 @@ def piece_model(model: ModelSpec, head_pieces: int, block_ranks: int) -> ModelSp
 
 
 class StateLayerBytes(LayerBytes):
-    """Bytes of one layer with a state along the sequence, whose mixer a policy can only keep or recompute as a whole."""
+    """Bytes of one layer with a state along the sequence, whose mixer is kept or recomputed as a whole."""
 
     kind = LayerKind(0, has_state=True)
 
@@ -704,28 +700,28 @@ class StateLayerBytes(LayerBytes):
 
     @cached_property
     def _scanned(self) -> list[int]:
-        """Tokens of every document, filled up to whole tiles."""
+        """Tokens of every document, padded to whole tiles."""
         tile = self.model.states.tile_tokens
         return [-(-document // tile) * tile for document in self.load.documents]
 
     @property
     def _at_once(self) -> int:
-        """Most tokens that the scan runs at once: a document or, in blocks, part of one, or those that share a kernel's block."""
+        """Most tokens that the scan runs at once: a document, or a block with a part of one or with several."""
         return min(sum(self._scanned), self.model.states.block_tokens) if self._is_cut else max(self._scanned, default=0)
 
     @property
     def _scan(self) -> int:
-        """Bytes alive at once inside the forward of the scan, which runs documents one after the other."""
+        """Returns bytes alive at once inside the scan's forward, which runs documents one after the other."""
         states, at_once = self.model.states, self._at_once
         outside = self.model.bytes_per_element * states.saved_elements * (self.tokens - at_once)
         return 4 * states.work_wide * at_once + outside + self._added
 
     @property
     def _added(self) -> int:
-        """Bytes that are saved to find what an earlier state adds.
+        """Returns bytes saved for the effect of an earlier state.
 
-        On a rank that passes states on, all tokens count, although those at the start of a document need no more; elsewhere
-        all sliced tokens of slices after the first.
+        On a rank that passes on states, all tokens count, although those at the start of a document need none; elsewhere all
+        sliced tokens of slices after the first.
         """
         states, load = self.model.states, self.load
         wide = max(4, self.model.bytes_per_element)
@@ -747,7 +743,7 @@ class StateLayerBytes(LayerBytes):
 
     def _mixing_forward(self) -> int:
         states, e = self.model.states, self.model.bytes_per_element
-        # all that is made outside the scan, without the convolution's input, if the scan runs in blocks
+        # all tensors outside the scan, without the convolution's input, if the scan runs in blocks
         outside = (states.outside_bytes(e) - states.input_bytes(e)) * self.tokens if self._is_cut else 0
         return 2 * self._sizes[0] * self.tokens + max(outside, self._scan) + self._exchange
 
@@ -762,7 +758,7 @@ class StateLayerBytes(LayerBytes):
         if self.is_plain:
             outside -= self._second_norm * self.tokens
         if not self._is_cut:
-            # the scan's backward frees what it saved as it makes gradients, of which two fifths are alive beside it
+            # the scan's backward frees saved tensors as it makes gradients, of which two fifths exist in addition
             return outside + 2 * max(0, self._scan) // 5
         states, e = self.model.states, self.model.bytes_per_element
         block = states.scan_bytes(e) * self._at_once // states.scans + 2 * 4 * states.work_wide * self._at_once // 5
@@ -770,11 +766,11 @@ class StateLayerBytes(LayerBytes):
         return outside + (states.output_bytes(e) + states.input_bytes(e)) * self.tokens + block
 
     def mixing_forward(self) -> int:
-        """Most bytes up to the mixer's output, in the forward of a layer that keeps a part."""
+        """Returns the most bytes up to the mixer's output, in the forward of a layer that keeps a part."""
         return self._mixing_forward()
 
     def mixing_backward(self) -> int:
-        """Most bytes in the mixer's backward, beyond those that layers up to this one hold."""
+        """Returns the most bytes in the mixer's backward, besides those that layers up to this one hold."""
         return self._attention_backward()
 
 
@@ -784,7 +780,7 @@ class HybridLayerBytes(LayerBytes):
     kind = LayerKind(None, has_state=True)
 
     def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int, mixer: StateLayerBytes) -> None:
-        """mixer: bytes of a layer that has the state alone."""
+        """Adds the bytes of `mixer`, a layer with only the state."""
         self.beside = mixer
         super().__init__(model, load, policy, tile_tokens)
 
@@ -802,14 +798,14 @@ class HybridLayerBytes(LayerBytes):
         return waiting + max(super()._mixing_forward(), self.beside.mixing_forward())
 
     def _attention_backward(self) -> int:
-        # whichever runs backward first, the other's saved tensors are still there
+        # while one runs backward, the other's saved tensors still exist
         own = super()._attention_backward()
         attention = 0 if self.is_plain else super()._replayed_mixing
         return max(own, self.beside.mixing_backward() + attention)
 
 
 class UnmixedLayerBytes(LayerBytes):
-    """Bytes of one layer that mixes no tokens: norms and an MLP or experts."""
+    """Bytes of one layer without attention or mixer: norms and an MLP or experts."""
 
     kind = LayerKind(0)
 

@@ -7,20 +7,20 @@ decoder layer of plain Hugging Face around fused attention saves
     2 e a + 2 e k + l h  rotated queries and keys, values, output, LSE
     4 e f                gate, its activation, up, product
 
-which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes an element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv),
-experts e times the elements that routing keeps. Where heads of values have another size than those of keys, outputs have that
-size too; tensors that low-rank projections keep come on top. Wide norms keep the product in fp32, 8 + e in place of 4 + 2 e and 8
-in place of 4 + e; a gate on the output adds 2 e a. A layer with a state has its mixer's tensors in place of heads or beside them
+which is 16 d + 4 a + 4 k + 8 f + 4 h + 8 at two bytes per element. Norms of queries and keys add (4 + e) (a + k) + 4 (h + h_kv),
+experts e times the elements that routing keeps. If heads of values have another size than those of keys, outputs have that size
+too; tensors of low-rank projections come on top. Wide norms keep the product in fp32, 8 + e in place of 4 + 2 e and 8 in place of
+4 + e; a gate on the output adds 2 e a. A layer with a state has its mixer's tensors in place of heads or in addition
 (`StateSpec`); one that mixes no tokens has neither.
 
 Frozen matrices save no inputs, and frozen norms no product before their weight. Under adapters, which freeze all weights of the
 layers, the same layer saves
 
     2 * 4 d + 8          two norms: fp32 input, fp32 root mean square
-    2 s a + 2 s k + l h  as above; s bytes an element are those of outputs of matrices, fewer than e under autocast
+    2 s a + 2 s k + l h  as above; s: bytes per element of outputs of matrices, fewer than e under autocast
     3 s f                gate, its activation, up
 
-and what the adapters save (`AdapterSpec`), with every input that one of them reads as it is.
+and what the adapters save (`AdapterSpec`), including every input that one of them reads without a copy.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:
-    """Bytes of one class per token and layer, as the activation engine holds it.
+    """Returns bytes of one class per token and layer in the activation engine.
 
-    kind: that of the layer. num_tokens: tokens of the chunk on the rank, if few (`StateSpec.saved_bytes`).
-    Under autocast the outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights
-    that a kept MLP then holds are not counted.
+    kind: kind of the layer. num_tokens: tokens of the chunk on the rank, if few (`StateSpec.saved_bytes`). Under autocast the
+    outputs of matrices have fewer bytes per element than the hidden states between layers. Copies of weights that a kept MLP then
+    holds are not counted.
     """
     e, model = model.bytes_per_element, model.of_kind(kind)
     if tensor_class == "layer_input":
@@ -46,7 +46,7 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = A
         return entered + inner_bytes(model)
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
-        # only a layer that keeps everything keeps what its mixer saves
+        # a mixer's tensors are kept only by a layer that keeps everything
         mixer = model.states.saved_bytes(e, num_tokens) if kind.has_state else 0
         return mixer + (s * (model.query_size + model.kv_size) if kind.attends else 0)
     if tensor_class == "attention_output":
@@ -55,14 +55,14 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = A
 
 
 def layer_class_bytes(model: ModelSpec) -> int:
-    """Bytes of all classes per token and layer, as the activation engine holds them; the mean over layers."""
+    """Returns bytes of all classes per token and layer in the activation engine; the mean over layers."""
     return round(sum(share * class_bytes(model, name, kind) for kind, share in model.kind_shares() for name in TENSOR_CLASSES))
 
 
 def matrix_bytes(model: ModelSpec) -> int:
-    """Bytes of one element that a matrix of a layer makes: under autocast fewer than of hidden states, if weights are frozen.
+    """Returns bytes of one output element of a layer's matrix: fewer than of hidden states under autocast with frozen weights.
 
-    Trained matrices count as if there were no autocast; rounded copies of their inputs take less than what is then too much.
+    Trained matrices count as if there were no autocast; rounded copies of their inputs take less than this adds.
     """
     e = model.bytes_per_element
     return e if model.trains_layers else model.bytes_sent_per_element or e
@@ -74,35 +74,35 @@ def saves_first_norm(model: ModelSpec) -> bool:
 
 
 def saves_second_norm(model: ModelSpec) -> bool:
-    """Whether it saves the output of the norm before the MLP."""
+    """Whether a layer that keeps everything saves the output of the norm before the MLP."""
     return model.trains_layers or model.adapters.reads_second_norm
 
 
 def saves_attention(model: ModelSpec) -> bool:
-    """Whether attention's output is saved as its last projection reads it, besides what attention itself saves."""
+    """Whether the last projection saves attention's output, in addition to what attention saves."""
     return model.trains_layers or model.adapters.reads_attention or model.gates_output
 
 
 def saves_product(model: ModelSpec) -> bool:
-    """Whether an MLP saves what its last matrix multiplies."""
+    """Whether an MLP saves its last matrix's input."""
     return model.trains_layers or model.adapters.reads_product
 
 
 def norm_bytes(model: ModelSpec, saves_output: bool) -> int:
-    """Bytes per token that one norm of hidden states saves, with its output or without."""
+    """Returns bytes per token that one norm of hidden states saves, with or without its output."""
     e, d = model.bytes_per_element, model.hidden_size
     if model.fuses_norms:
         return (2 if saves_output else 1) * e * d
     if model.trains_layers:
         inside = 8 if model.has_wide_norms else 4 + e
     else:
-        # the input, in the dtype of hidden states where torch's own operator takes it
+        # the input, in the dtype of hidden states for torch's own operator
         inside = max(4, e)
     return (inside + (e if saves_output else 0)) * d + 4
 
 
 def inner_bytes(model: ModelSpec) -> int:
-    """Bytes per token that an MLP saves besides its input: inner tensors, routing, and what adapters in it save."""
+    """Returns bytes per token that an MLP saves besides its input: inner tensors, routing, and tensors of its adapters."""
     # a kernel of a gate keeps no activation
     count = (1 if not model.gated_mlp else 2 if model.fuses_gates else 3) + saves_product(model)
     routed = model.bytes_per_element * model.routed_elements
@@ -110,15 +110,15 @@ def inner_bytes(model: ModelSpec) -> int:
 
 
 def scale_bytes(model: ModelSpec) -> int:
-    """Bytes per token that the scales of one residual save: the residual and what is added to it."""
+    """Returns bytes per token that the scales of one residual save: the residual and what is added to it."""
     e = model.bytes_per_element
     return ((max(4, e) if model.has_wide_hidden else e) + e) * model.hidden_size if model.scales_residuals else 0
 
 
 def shared_kv_bytes(model: ModelSpec) -> int:
-    """Bytes per token of keys and values that wait for later layers, with gradients if some read them.
+    """Returns bytes per token of keys and values for later layers, with gradients if some read them.
 
-    The last layer of every window that makes its own hands them on.
+    They come from the last layer of every window that makes its own.
     """
     if not model.hands_kv_on:
         return 0
@@ -128,7 +128,7 @@ def shared_kv_bytes(model: ModelSpec) -> int:
 
 
 def head_norm_bytes(model: ModelSpec) -> int:
-    """Bytes per token that norms of queries and keys save."""
+    """Returns bytes per token that norms of queries and keys save."""
     if model.fuses_norms and not model.norms_values:
         heads = model.num_heads + (model.num_kv_heads if model.num_made else 0)
         return matrix_bytes(model) * model.head_dim * heads if model.qk_norms else 0
@@ -142,28 +142,28 @@ def head_norm_bytes(model: ModelSpec) -> int:
 
 
 def gate_bytes(model: ModelSpec) -> int:
-    """Bytes per token that a gate on attention's output saves: the gate, the product, and in fp32 queries before their norm."""
+    """Returns bytes per token that a gate on attention's output saves: gate, product, and fp32 queries before their norm."""
     e = model.bytes_per_element
     count = 2 if model.trains_layers or model.adapters.reads_attention else 1
     return (count * e + (4 if e == 4 else 0)) * model.output_size if model.gates_output else 0
 
 
 def outer_bytes(model: ModelSpec) -> int:
-    """Bytes per token that one layer saves for backward outside attention or mixer: of two norms and scales, MLP and adapters."""
+    """Returns bytes per token that a layer saves outside attention or mixer: of two norms and scales, MLP and adapters."""
     norms = norm_bytes(model, saves_first_norm(model)) + norm_bytes(model, saves_second_norm(model))
     return norms + 2 * scale_bytes(model) + inner_bytes(model) + model.adapters.attention_saved_bytes + result_bytes(model)
 
 
 def result_norm_bytes(model: ModelSpec) -> int:
-    """Bytes per token that the norm of what attention, or the MLP, returns saves, in models that have one."""
+    """Returns bytes per token that the norm of attention's or the MLP's result saves, in models that have one."""
     return norm_bytes(model, saves_output=False) if model.norms_results else 0
 
 
 def result_bytes(model: ModelSpec) -> int:
-    """Bytes per token that a layer saves of what follows attention and the MLP: their norms, and an input of its own.
+    """Returns bytes per token that a layer saves after attention and MLP: norms of their results, and its own input.
 
-    A gate makes as many elements of hidden states as the input has, an activation and the input multiply them, and a matrix and a
-    norm make hidden states of them. The input itself lies outside the layers.
+    A gate maps hidden states to the size of the input, an activation and the input multiply the result, and a matrix and a norm
+    map it back to hidden states. The input itself is outside the layers.
     """
     if not model.own_input_size:
         return 2 * result_norm_bytes(model)
@@ -173,32 +173,32 @@ def result_bytes(model: ModelSpec) -> int:
 
 
 def own_input_bytes(model: ModelSpec) -> int:
-    """Bytes per token that inputs of layers' own take outside the layers; trained, with their norm in fp32 and its product."""
+    """Returns bytes per token of layers' own inputs, outside the layers; if trained, with their norm in fp32 and its product."""
     e = model.bytes_per_element
     return (8 + e if model.trains_layers else e) * model.num_layers * model.own_input_size
 
 
 def own_input_gradients(model: ModelSpec) -> int:
-    """Bytes per token of gradients of these inputs in backward, where every layer adds one of all inputs to their sum."""
+    """Returns bytes per token of gradients of these inputs in backward, where every layer adds one to the sum of all."""
     return 2 * model.bytes_per_element * model.num_layers * model.own_input_size if model.trains_layers else 0
 
 
 def attention_bytes(model: ModelSpec) -> int:
-    """Bytes per token that attention saves for backward when nothing is recomputed."""
+    """Returns bytes per token that attention saves for backward if nothing is recomputed."""
     e, h = matrix_bytes(model), model.num_heads
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
     return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes + model.index.token_bytes
 
 
 def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:
-    """Bytes per token that one layer saves for backward when nothing is recomputed. num_tokens: see `class_bytes`."""
+    """Returns bytes per token that one layer saves for backward if nothing is recomputed. num_tokens: see `class_bytes`."""
     attention = attention_bytes(model.of_kind(kind)) if kind.attends else 0
     mixer = model.states.saved_bytes(model.bytes_per_element, num_tokens) if kind.has_state else 0
     return outer_bytes(model) + attention + mixer
 
 
 def saved_token_bytes(model: ModelSpec) -> int:
-    """Bytes per token that all layers and the loss save for backward when nothing is recomputed.
+    """Returns bytes per token that all layers and the loss save for backward if nothing is recomputed.
 
     The loss in one piece keeps logits, their fp32 copy, its log-probabilities and a gradient of these, and capped logits.
     """
@@ -212,10 +212,10 @@ def saved_token_bytes(model: ModelSpec) -> int:
 def held_bytes(
     model: ModelSpec, policy: ActivationPolicy, num_layers: int, num_tokens: int, first_layer: int = 0, counts_kept: bool = True
 ) -> tuple[int, int]:
-    """(device, host) bytes that wait for backward after one forward of `num_tokens` tokens on a rank under `policy`.
+    """Returns (device, host) bytes held for backward after one forward of `num_tokens` tokens on a rank under `policy`.
 
-    num_layers, first_layer: layers that run. counts_kept: whether layers that keep everything count, which the activation engine
-    does not see.
+    num_layers, first_layer: layers that run. counts_kept: whether to count layers that keep everything, which the activation
+    engine does not handle.
     """
     layers = [*policy.layers, *[LayerPolicy()] * (num_layers - len(policy.layers))]
     on_device = on_host = 0

@@ -2,12 +2,9 @@
 
 The first stage has the embeddings, the last one the output head. If they are tied, both stages hold a copy with its own states.
 
-Counts bytes of chunks and rounds on a rank: those held between a forward and its backward, and the workspace beside them.
-
 A chunk's *held* bytes stay from its forward to its backward, on the device or on the host. Its *workspace* is the most that one
-of its passes needs beyond the bytes that are held when the forward is complete: a layer's replay and backward, or the loss
-(`layer.py`). A round adds up the chunks in flight, keys and values of slices (`kv_book.py`), and the workspace of the running
-action; `byte_model.py` counts both.
+of its passes needs besides the bytes held at the end of the forward: a layer's replay and backward, or the loss (`layer.py`). A
+round adds up the chunks in flight, keys and values of slices (`kv_book.py`), and the workspace of the running action.
 """
 
 from __future__ import annotations
@@ -36,18 +33,17 @@ from hf_longctx.plan.model.model_spec import UPDATE_PART_BYTES, ModelSpec
 def part_state_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes on a rank of `num_layers` layers' weights, gradients and Adam's states, shared by `shard_ranks` if sharded.
+    """Returns bytes on a rank of `num_layers` layers' weights, gradients and Adam's states, shared by `shard_ranks` if sharded.
 
-    Adam's states are two fp32 moments for each trained parameter, or fewer bytes of an optimizer that keeps them in a few bits.
-    Master weights add an fp32 copy of each in half precision, and an fp32 sum of its gradients. Copies and moments may lie on the
-    host; see `host_state_bytes`.
+    Adam's states are two fp32 moments for each trained parameter, or fewer bytes with low-bit moments. Master weights add an fp32
+    copy of each in half precision, and an fp32 sum of its gradients. Copies and moments may be on the host; see
+    `host_state_bytes`.
 
-    is_first, is_last: the embedding and the head are included. Sharded states also need gathered tensors beside the shards:
-    weights and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights
-    that autocast rounds are gathered in two bytes. Where shards of layers lie on the host meanwhile, the device has those of two
-    layers, and needs `resting_bytes` when nothing computes. Experts that are spread over the ranks are not gathered. Frozen
-    weights, such as those of towers beside the embedding, have neither gradients nor moments. Every rank holds all scales of
-    packed weights, and one unpacked matrix.
+    is_first, is_last: include the embedding and the head. Sharded states also need gathered tensors besides the shards: weights
+    and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights that
+    autocast rounds are gathered in two bytes. If shards of layers are on the host during steps, the device has those of two
+    layers, and needs `resting_bytes` otherwise. Spread experts are not gathered. Frozen weights, such as those of towers, have
+    neither gradients nor moments. Every rank holds all scales of packed weights, and one unpacked matrix.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -57,10 +53,10 @@ def part_state_bytes(
         return weights + gradients + updates + beside
     unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
     if parameters == "sharded":
-        # experts that are spread over ranks stay where they are
+        # spread experts are not gathered
         unit_weights -= min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
         unit_gradients -= min(num_layers, 2) * model.spread_gradients * model.bytes_per_element
-    # gathered beside the shards, which keep their width
+    # gathered in addition to the shards, which keep their width
     gathered = unit_weights if parameters == "sharded" else weights
     gathered -= model.rounded_bytes(min(num_layers, 2) if parameters == "sharded" else num_layers, is_last)
     away = _layer_bytes(model, num_layers) - _layer_bytes(model, min(num_layers, 2)) if _leave(model, parameters) else 0
@@ -70,9 +66,9 @@ def part_state_bytes(
 def resting_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes of the states on a rank outside of forwards and backwards, where shards of layers have come back; 0 if none leave.
+    """Returns bytes of the states on a rank outside of forwards and backwards, with shards of layers back; 0 if none leave.
 
-    Memory of shards of two layers stays beside them.
+    Memory of shards of two layers is included.
     """
     if not _leave(model, parameters):
         return 0
@@ -83,7 +79,7 @@ def resting_bytes(
 def host_layer_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes of host memory for shards of layers; weights that the host updates have theirs in `host_state_bytes`."""
+    """Returns bytes of host memory for shards of layers; `host_state_bytes` has those of weights that the host updates."""
     if not _leave(model, parameters):
         return 0
     own = _layer_bytes(model, num_layers)
@@ -94,7 +90,7 @@ def host_layer_bytes(
 
 
 def layer_shard_bytes(model: ModelSpec, num_layers: int, parameters: Parameters, shard_ranks: int) -> int:
-    """Bytes of the shards that leave the device while a step computes; 0 if none do."""
+    """Returns bytes of the shards that leave the device while a step computes; 0 if none do."""
     return -(-_layer_bytes(model, num_layers) // shard_ranks) if _leave(model, parameters) else 0
 
 
@@ -103,7 +99,7 @@ def _leave(model: ModelSpec, parameters: Parameters) -> bool:
 
 
 def _layer_bytes(model: ModelSpec, num_layers: int) -> int:
-    """Bytes of the weights of layers, before they are sharded, without experts that are spread over ranks."""
+    """Returns bytes of the weights of layers, before sharding, without spread experts."""
     weights, _, _ = _part_bytes(model, num_layers, False, False)
     return weights - num_layers * model.experts.spread_parameters * model.bytes_per_element
 
@@ -111,9 +107,9 @@ def _layer_bytes(model: ModelSpec, num_layers: int) -> int:
 def accumulated_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes of gradients that a rank of a stage holds, beside its states, while a micro-batch runs more than one backward.
+    """Returns bytes of gradients on a rank of a stage, besides its states, while a micro-batch runs several backwards.
 
-    FSDP2 reduce-scatters gradients in the last backward only. Until then those of all weights lie whole on every rank, those of
+    FSDP2 reduce-scatters gradients in the last backward only. Until then every rank has whole gradients of all weights, those of
     half-precision weights in fp32.
     """
     if parameters == "replicated" or shard_ranks == 1:
@@ -127,10 +123,10 @@ def accumulated_bytes(
 def host_state_bytes(
     model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
 ) -> int:
-    """Bytes of host memory that a rank's updates need; 0 if the device has them.
+    """Returns bytes of host memory for a rank's updates; 0 if they are on the device.
 
-    Copies of the weights and two moments are fp32. Gradients and weights pass through pinned homes in their own dtype, and the
-    gradients of one part of the weights are in fp32 beside these (`runtime/parameters/host_steps.py`).
+    Copies of the weights and two moments are fp32. Gradients and weights pass through pinned homes in their own dtype; gradients
+    of one part of the weights are also in fp32 (`runtime/parameters/host_steps.py`).
     """
     if not model.updates_on_host:
         return 0
@@ -143,7 +139,7 @@ def host_state_bytes(
 
 
 def update_part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, share: int) -> int:
-    """Most bytes of the weights that an update on the host moves at once, each rank those of its share.
+    """Returns the most bytes of weights that a rank's update on the host moves at once.
 
     A part may be one large matrix, which is at most a layer, the embedding or the head.
     """
@@ -154,15 +150,15 @@ def update_part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last
 
 
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
-    """Bytes of weights, of gradients, and of all else that updates need."""
+    """Returns bytes of weights, of gradients, and of everything else for updates."""
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     held = model.part_weight_bytes(num_layers, is_first, is_last) + (0 if model.adapters.is_empty else trained_bytes)
     held += model.tower_parameters * model.bytes_per_element * is_first
     num_half = max(0, 4 * trained - trained_bytes) // 2
     if model.updates_on_host:
-        # gradients add up in fp32, and are halved when the sum is known
+        # gradients add up in fp32, and are rounded when the sum is known
         return held, trained_bytes, 2 * num_half
-    # without master weights, the moments of a half-precision weight are as narrow
+    # without master weights, moments of a half-precision weight have its dtype
     wide = 8 * trained - 4 * num_half * (not model.has_master_weights)
     moments = math.ceil(model.moment_bytes * trained) or wide
     # fp32 sums of gradients, and master weights
@@ -170,7 +166,7 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
 
 
 def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
-    """Trained parameters and their bytes: those of adapters, or all of the model's own that are not frozen."""
+    """Returns the number of trained parameters and their bytes: of adapters, or of all own weights that are not frozen."""
     if model.adapters.is_empty:
         frozen, part = num_layers * model.frozen_parameters, (num_layers, is_first, is_last)
         return model.part_parameters(*part) - frozen, model.part_weight_bytes(*part) - frozen * model.bytes_per_element
@@ -178,7 +174,7 @@ def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bo
 
 
 def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:
-    """Most forwards of a stage that wait for their backward at one time; size: weight of each forward, 1 by default."""
+    """Returns the most forwards of a stage that wait for their backward at one time; size: weight of each forward (1)."""
     waiting = most = 0
     for action in actions:
         if action.kind in ("F", "B"):
@@ -188,9 +184,9 @@ def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = la
 
 
 def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_parts: int = 1) -> int:
-    """Most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
+    """Returns the most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
 
-    A chunk counts once, from its first forward to its last backward, on however many parts it waits.
+    A chunk counts once, from its first forward to its last backward, on any number of parts.
     """
     change = np.array(tokens, dtype=np.int64)[chunks]
     if num_parts == 1:
@@ -202,7 +198,7 @@ def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequenc
 
 
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
-    """Bytes of messages that no chunk in flight holds, where a chunk has at most `num_tokens` tokens on the rank.
+    """Returns bytes of messages that no chunk in flight holds, for chunks of at most `num_tokens` tokens on the rank.
 
     Each direction has a buffer for its next message before that arrives. A gradient that arrived stays while its backward runs; a
     gradient that is sent stays until the next one is sent.
@@ -241,7 +237,7 @@ class Passes:
         parts: IntArray = np.array([action.part for action in self.actions], dtype=np.int64)
         # chunk * parts + part of every pass
         self.cells: IntArray = self.chunks * len(stage.parts) + parts
-        # cells whose backward comes directly after their forward
+        # cells with the backward directly after the forward
         behind = self.cells[1:] == self.cells[:-1]
         self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())
 
@@ -278,30 +274,30 @@ class RoundMoments:
 
     @property
     def most(self) -> RoundBytes:
-        """The largest of each over all passes."""
+        """Returns the largest of each over all passes."""
         return RoundBytes(*(int(getattr(self, one.name).max(initial=0)) for one in fields(RoundBytes)))
 
 
 def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> IntArray:
-    """The numbers of `ChunkBytes` of many chunks on a part of the model, (chunks, 5).
+    """Computes the numbers of `ChunkBytes` of many chunks on a part of the model, (chunks, 5).
 
     layers: `LAYER_NUMBERS` of every layer, (chunks, layers, 6). outside: `OUTSIDE_NUMBERS`, (chunks, 4). receives: see `Load`.
     """
     held, host, forward, backward, input_host, sent = np.moveaxis(layers, 2, 0)
     shared, head, loss_forward, loss_backward = outside.T
-    # the model's forward holds the embeddings to its end, wherever the first layer's input is stored; hidden states of another
-    # part stay until their gradient is there, while the model's own embeddings are freed after the forward
+    # the model's forward holds the embeddings to its end, even if the first layer's input is stored elsewhere; hidden states of
+    # another part stay until their gradient arrives, while the model's own embeddings are freed after the forward
     waiting, embeddings = np.where(receives, input_host[:, 0], 0), np.where(receives, 0, input_host[:, 0])
     under = (shared + waiting)[:, None]
     upto = under + np.cumsum(held, axis=1)
-    # a layer's own host tensors are back in its backward, and those of the layer that runs backward next arrive meanwhile
+    # a layer's own host tensors are back in its backward, while those of the next one arrive
     arriving = host.copy()
     arriving[:, 1:] += host[:, :-1]
-    # tensors on their way to the host take as much as one layer has sent; the device waits for them behind a layer that sends
-    # nothing, and behind the last layer
+    # tensors in flight to the host take as much as one layer has sent; the device waits for them after a layer that sends
+    # nothing, and after the last layer
     leaving, is_near = sent.max(axis=1), sent > 0
     is_near[:, 1:] |= sent[:, :-1] > 0
-    # a layer's forward counts its own input already, which may be on its way
+    # a layer's forward already counts its own input, which may be in flight
     most_forward = np.max(upto - held + forward - input_host + np.where(is_near, leaving[:, None], 0), axis=1)
     most_backward = np.max(upto + arriving + backward, axis=1)
     below = upto[:, -1]
@@ -314,9 +310,9 @@ def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> I
 
 
 def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, ends: Mapping[int, int] | None = None) -> Load:
-    """The rank's load of one chunk of its group, with the other settings of `like`. Documents are shared evenly.
+    """Makes the rank's load of one chunk of its group, with the other settings of `like`. Documents are divided evenly.
 
-    ends: length of every sequence of the group; a caller with many chunks computes it once.
+    ends: length of every sequence of the group, for callers with many chunks.
     """
     shape, degree = group.shape, group.degree
     ends = sequence_ends(group.chunks) if ends is None else ends
