@@ -1,1 +1,1 @@
-"""Simulate training steps without running them: workloads, forecasts, baselines, memory, tables and pictures."""
+"""Simulates training steps without running them: workloads, forecasts, baselines, memory, tables and pictures."""

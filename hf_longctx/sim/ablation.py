@@ -1,4 +1,4 @@
-"""Predicts a step as each of four systems alone would run it, and as all together do, with one cost model and memory limit.
+"""Predicts a step under each of four systems alone, and under all together, with one cost model and memory limit.
 
     FlexSP (arXiv 2412.01523)      groups of different sizes, whole sequences
     Seq1F1B (arXiv 2406.03488)     equal groups, equal chunks of a quarter of the longest sequence, as many chunks in flight as
@@ -10,8 +10,8 @@
 
 Each system with stages runs at the best number of stages that fits. FlexSP and Seq1F1B choose nothing layer by layer, so each
 runs with everything kept, with selective and with full checkpointing, and the fastest that fits is shown.
-InfiniPipe and SPPO choose what to recompute and to offload by the programs of our own planner. Where Seq1F1B checkpoints, norms
-and MLPs run in tiles too, as in our plans.
+InfiniPipe and SPPO choose what to recompute and to offload by our planner's programs. With checkpointing, norms and MLPs of
+Seq1F1B also run in tiles, as in our plans.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from hf_longctx.sim.baselines import (
     most_tokens,
 )
 
-# maps sequences of a group {number: tokens}, how its ranks share them, and the cost model to several ways of chunking them
+# (sequences of a group {number: tokens}, shape of the group, cost model) -> several ways of chunking them
 _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[Chunk, ...]]]
 
 _SLICES = (2, 4, 8, 16)
 _SEQ1F1B_SLICES = 4
-# stage counts in a row that may be slower than the best before the search stops
+# consecutive stage counts slower than the best after which the search stops
 _GIVEN_UP = 2
 # layer ranges per stage in interleaved plans
 _INTERLEAVE = 2
@@ -59,7 +59,7 @@ _INTERLEAVE = 2
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One system alone, or all together: seconds of the step (0 if nothing fits), and how the step is run or why it cannot."""
+    """One system alone, or all together: seconds of the step (0 if nothing fits), and how it runs or why it cannot."""
 
     name: str
     step_s: float
@@ -72,7 +72,7 @@ class AblationRow:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A plan under one checkpointing, with its costs, the memory that it may use, and its predicted run."""
+    """A plan under one checkpointing, with its costs, memory limits, and predicted run."""
 
     plan: StepPlan
     costs: CostModel
@@ -81,7 +81,7 @@ class _Option:
     checkpointing: Checkpointing = KEPT
 
     def fitted(self, has_policies: bool) -> AblationRow:
-        """The row of the plan, made to fit with policies if it may have any; zero seconds if it does not fit."""
+        """Makes the plan fit, with policies if it may have any, and returns its row; zero seconds if it does not fit."""
         plan, run = self.plan, self.run
         if has_policies:
             try:
@@ -109,19 +109,19 @@ class Machine:
     tile_tokens: int = 2048
 
     def stage_counts(self) -> list[int]:
-        """Numbers of pipeline stages that a run may have, at least two."""
+        """Returns numbers of pipeline stages that a run may have, at least two."""
         counts = stage_counts(self.costs.cluster.num_ranks, self.costs.model.num_layers, self.config.degrees)
         return [count for count in counts if count > 1]
 
     def staged_costs(self, num_stages: int) -> CostModel:
-        """Costs on stages whose ranks share weights: no rings (slices do not run on them), weights gathered per round."""
+        """Returns costs on stages whose ranks share weights: no rings, which cannot run slices; weights gathered per round."""
         per_stage = self.costs.cluster.num_ranks // num_stages
         if per_stage == 1 or self.costs.parameters == "replicated":
             return replace(self.costs, method="ulysses", parameters="replicated", shard_ranks=1)
         return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
 
     def budget(self, costs: CostModel, ranges: Ranges, host_bytes: int) -> ActivationBudget:
-        """Memory that the states of the largest stage leave; raises ValueError if they leave none."""
+        """Returns memory besides the states of the largest stage; raises ValueError if there is none."""
         byte_model = ByteModel(costs.model)
         held = byte_model.most_states(ranges, costs.parameters, costs.shard_ranks)
         if (left := self.device_bytes - held) <= 0:
@@ -130,7 +130,7 @@ class Machine:
 
 
 def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:
-    """Rows for one step of these sequences; the row of all systems together comes last."""
+    """Returns rows for one step of these sequences; the row of all systems together comes last."""
     return (
         _flexsp(lengths, machine),
         _quickest("Seq1F1B alone", _checkpointed(_options(lengths, machine, _quarters, 0), machine), has_policies=False),
@@ -142,7 +142,7 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 
 
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
-    """All four systems in one plan, at the best number of stages; numbers are tried in turn until two in a row are slower.
+    """Plans with all four systems at the best number of stages, trying numbers in turn until two in a row are slower.
 
     Stages are interleaved only if parameters are replicated on every rank of a stage, as in a run.
     """
@@ -159,7 +159,7 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
 
 
 def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
-    """All four systems in one plan whose idle stages lend ranks (`lend_stages=True`), at the best number of stages.
+    """Plans with all four systems and idle stages that lend ranks (`lend_stages=True`), at the best number of stages.
 
     None for a job without adapters or without stages, since a run refuses the setting for it.
     """
@@ -183,13 +183,13 @@ def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSe
     most = max(1, budget.kept_tokens, machine.config.tokens_per_rank)
     config = replace(machine.config, activations=budget, degrees=degrees, stages=ranges, tokens_per_rank=most)
     if (budget, degrees) != (machine.config.activations, machine.config.degrees):
-        # no longer sequence was tried in that memory
+        # longer sequences were not tried in that memory
         config = replace(config, longest_tokens=0)
     return StageSetup(costs, config)
 
 
 def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup]) -> AblationRow:
-    """The planner's plan at the best of these numbers of stages."""
+    """Returns the planner's plan at the best of these numbers of stages."""
     try:
         best = stage_options(lengths, counts, setup_of, _GIVEN_UP, interleave=_INTERLEAVE)[0]
     except ValueError as error:
@@ -198,12 +198,12 @@ def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: 
 
 
 def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
-    """FlexSP's groups at the fastest checkpointing that fits."""
+    """Plans FlexSP's groups at the fastest checkpointing that fits."""
     budget = machine.config.activations
     ways = [KEPT] if budget is None else CHECKPOINTINGS
     rows = [_flexsp_under(lengths, machine, checkpointing) for checkpointing in ways]
     possible = [row for row in rows if row.is_possible]
-    # the last way needs the least memory, so its reason is the one to tell
+    # the last way needs the least memory, so give its reason
     return min(possible, key=lambda row: row.step_s) if possible else rows[-1]
 
 
@@ -235,7 +235,7 @@ def _flexsp_under(lengths: Sequence[int], machine: Machine, checkpointing: Check
 
 
 def _checkpointed(options: Iterator[_Option | str], machine: Machine) -> Iterator[_Option | str]:
-    """Each plan that keeps everything under every checkpointing, in which all layers of all chunks do the same."""
+    """Yields each plan that keeps everything under every checkpointing, the same for all layers of all chunks."""
     for option in options:
         if isinstance(option, str):
             yield option
@@ -253,8 +253,8 @@ def _checkpointed(options: Iterator[_Option | str], machine: Machine) -> Iterato
 
 
 def _under(group: SequenceGroup, checkpointing: Checkpointing, tile_tokens: int) -> SequenceGroup:
-    """The group with every chunk on every stage under a checkpointing, and with its loss in tiles."""
-    # stages and chunks with equally many layers share one tuple, whose bytes are then counted once
+    """Returns the group with every chunk on every stage under a checkpointing, and with its loss in tiles."""
+    # stages and chunks with equally many layers share one tuple, so that its bytes are counted once
     layers = {
         count: checkpointing.policy(count).layers for stage in group.stages for count in {p.num_layers for p in stage.parts}
     }
@@ -268,7 +268,7 @@ def _under(group: SequenceGroup, checkpointing: Checkpointing, tile_tokens: int)
 
 
 def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host_bytes: int) -> Iterator[_Option | str]:
-    """Plans of equal groups that keep everything, one for each number of stages; or the reason why there is none for a number."""
+    """Yields plans of equal groups that keep everything, one per number of stages, or the reason why there is none."""
     for num_stages in machine.stage_counts():
         costs, ranges = machine.staged_costs(num_stages), balanced_ranges(machine.costs, num_stages, lengths)
         per_stage = costs.cluster.num_ranks // num_stages
@@ -294,7 +294,7 @@ def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host
 
 
 def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -> AblationRow:
-    """The fastest option that fits. Policies only add seconds, so an option that is slower without them is not fitted."""
+    """Returns the fastest option that fits. Policies only add seconds, so options that are slower without them are skipped."""
     found = list(options)
     best, reason = AblationRow(name, 0.0, ""), "there is no number of stages of two or more"
     for text in (each for each in found if isinstance(each, str)):
@@ -323,7 +323,7 @@ def _elastic(
 
 
 def _sliced(members: Mapping[int, int], shape: GroupShape, costs: CostModel) -> Sequence[tuple[Chunk, ...]]:
-    """Every sequence alone, cut into the fewest slices of equal tokens that SPPO's bounds allow."""
+    """Cuts every sequence alone into the fewest slices of equal tokens that SPPO's bounds allow."""
     families = [
         fixed_chunks({sequence: length}, -(-length // slice_counts(length, shape.degree)[0]))
         for sequence, length in sorted(members.items(), key=lambda item: (-item[1], item[0]))

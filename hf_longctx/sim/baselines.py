@@ -1,4 +1,4 @@
-"""Layouts that other systems would make of the same sequences, priced with the same costs and memory as our own.
+"""Makes layouts of other systems for the same sequences, with the same costs and memory as our own.
 
 Forecasts and benchmarks compare them with our plans:
 
@@ -10,20 +10,19 @@ Forecasts and benchmarks compare them with our plans:
     FlexSP              groups of different degrees (arXiv 2412.01523): powers of two, micro-batches of equal tokens, by our
                         greedy search in place of its integer program
 
-Each keeps everything or recomputes layers, as the costs and the capacity of the problem say.
-If an original would exceed memory or leaves a choice open, the version here makes the choice that favours it, and its docstring
-says so.
+Each keeps everything or recomputes layers, depending on costs and capacity of the problem. If an original would exceed memory or
+leaves a choice open, the version here makes the choice that favours it, as noted in its docstring.
 
-Activation checkpointing as other systems have it: one setting for a whole run, the same in every layer.
+Activation checkpointing of other systems is one setting for a whole run, the same in every layer:
 
     everything kept           no checkpointing
     selective checkpointing   layer inputs and attention's outputs are kept, everything else is run again (`selective` of TRL,
                               "selective" of NeMo and axolotl)
     full checkpointing        layer inputs alone are kept (`gradient_checkpointing=True`)
 
-Seconds and bytes are those of the models that price our own plans: a backward runs the layers' forward again, without attention
-where its outputs are kept, and without the exchanges that a replay repeats. The loss runs in tiles (`LEAST_TILE_TOKENS`) where
-that takes fewer bytes, since users of these systems would take Liger's fused loss or cut cross entropy; norms and MLPs run whole.
+Seconds and bytes come from the models for our own plans: a backward runs the layers' forward again, without attention if its
+outputs are kept, and without the exchanges that a replay repeats. The loss runs in tiles (`LEAST_TILE_TOKENS`) if that takes
+fewer bytes, since users of these systems would use Liger's fused loss or cut cross entropy; norms and MLPs run whole.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.memory.stage import chunk_load
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
 
-# shares of a group's tokens that best-fit packing fills: that of one static layout, and those that are tried for the best one
+# share of a group's tokens that best-fit packing fills in one static layout, and shares to try for the best one
 _FILL = 0.9
 _FILLS = (1.0, 0.9, 0.5, 0.25)
-# Megatron's limits: imbalance of a micro-batch as a share, and work of a queue in multiples of an even share
+# Megatron's limits: imbalance of a micro-batch as a share, and work of a queue as a multiple of an even share
 _BALANCE_SLACK = 0.05
 _QUEUE_SLACK = 1.1
-# how many numbers of micro-batches FCP tries, starting at the fewest that fit
+# numbers of micro-batches that FCP tries, starting at the fewest that fit
 _FCP_TRIALS = 5
-# how many numbers of micro-batches FlexSP tries
+# numbers of micro-batches that FlexSP tries
 _FLEXSP_TRIALS = 5
 
 BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP", "FlexSP")
@@ -72,7 +71,7 @@ BASELINES = ("static", "BatchAda", "Megatron hybrid-CP", "FCP", "FlexSP")
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """One layout of a step and its seconds; if it cannot run, the layout is empty, seconds are infinite, `detail` says why."""
+    """One layout of a step and its seconds. If it cannot run: empty layout, infinite seconds, and the reason as `detail`."""
 
     name: str
     layout: tuple[tuple[Group, ...], ...]
@@ -85,7 +84,7 @@ class Baseline:
 
 
 def all_baselines(problem: GroupingProblem, limit: int, names: Sequence[str] = BASELINES) -> tuple[Baseline, ...]:
-    """The named baselines for the sequences of one step; raises ValueError for a sequence above `limit`.
+    """Computes the named baselines for the sequences of one step; raises ValueError for a sequence above `limit`.
 
     limit: most tokens of a sequence in the whole run.
     """
@@ -104,7 +103,7 @@ def all_baselines(problem: GroupingProblem, limit: int, names: Sequence[str] = B
 
 
 def baseline_layout(name: str, problem: GroupingProblem, limit: int) -> Layout:
-    """The layout of one baseline, whatever the order of the sequences; raises CannotRunError where it has none."""
+    """Makes the layout of one baseline, for any order of the sequences; raises CannotRunError if it has none."""
     if not problem.lengths:
         return []
     ordered, order = problem.longest_first()
@@ -119,11 +118,11 @@ def baseline_layout(name: str, problem: GroupingProblem, limit: int) -> Layout:
 
 
 class CannotRunError(ValueError):
-    """A baseline has no layout for a problem: no degree that it allows holds the longest sequence."""
+    """Raised if a baseline has no layout for a problem, because no allowed degree holds the longest sequence."""
 
 
 def _detail(layout: Layout) -> str:
-    """The layout in short, for example "2 micro-batches: <8x2>, <4x3,2x2>"."""
+    """Describes a layout, for example as "2 micro-batches: <8x2>, <4x3,2x2>"."""
     described = []
     for groups in layout:
         degrees = [degree for degree, members in groups if members]
@@ -132,7 +131,7 @@ def _detail(layout: Layout) -> str:
 
 
 def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
-    """The fastest layout of `static_of_degree` over all degrees that divide the ranks and hold `limit` tokens.
+    """Returns the fastest layout of `static_of_degree` over all degrees that divide the ranks and hold `limit` tokens.
 
     Raises CannotRunError if there is no such degree.
     """
@@ -146,23 +145,23 @@ def best_static_layout(problem: GroupingProblem, limit: int) -> Layout:
 
 
 def static_degrees(problem: GroupingProblem, limit: int) -> list[int]:
-    """Degrees that divide the ranks and hold `limit` tokens."""
+    """Returns degrees that divide the ranks and hold `limit` tokens."""
     return [d for d in problem.degrees if problem.num_ranks % d == 0 and limit <= d * problem.capacity]
 
 
 def static_of_degree(problem: GroupingProblem, degree: int) -> Layout:
-    """The fastest `static_layout` of one degree over several sizes of micro-batches."""
+    """Returns the fastest `static_layout` of one degree over several sizes of micro-batches."""
     longest, room = max(problem.lengths), degree * problem.capacity
-    # the longest sequence is the least that a pack may hold, so smaller fills make equal layouts
+    # a pack holds at least the longest sequence, so smaller fills make equal layouts
     fills = {max(longest, int(fill * room)): fill for fill in reversed(_FILLS)}
     return min((static_layout(problem, degree, fill) for fill in fills.values()), key=problem.step_seconds)
 
 
 def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) -> Layout:
-    """Groups of one degree: best-fit-decreasing packs of at most `fill` of a group's tokens, as many at once as ranks allow.
+    """Makes groups of one degree: best-fit-decreasing packs of at most `fill` of a group's tokens, as many at once as fit.
 
     If the longest sequence has more tokens than that, packs may be as long as it. The last micro-batch may have too few packs, so
-    its sequences are also dealt out anew, longest first, each to the group that finishes first; the faster of both is kept.
+    its sequences are also dealt again, longest first, each to the group that finishes first; the faster of both is kept.
     Raises CannotRunError if the longest sequence fits no group.
     """
     longest, room = max(problem.lengths), degree * problem.capacity
@@ -178,7 +177,7 @@ def static_layout(problem: GroupingProblem, degree: int, fill: float = _FILL) ->
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Packs of sequence numbers, in order of opening: each sequence, longest first, goes into the fullest pack with room."""
+    """Packs sequence numbers, longest first, each into the fullest pack with room; returns packs in order of opening."""
     packs: list[list[int]] = []
     # (tokens left, pack), ascending
     left: list[tuple[int, int]] = []
@@ -195,7 +194,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _deal_out(problem: GroupingProblem, degree: int, members: Sequence[int]) -> list[Group]:
-    """One micro-batch of equal groups: each sequence, longest first, joins the first group to end; empty if one fits nowhere."""
+    """Makes one micro-batch of equal groups: each sequence, longest first, joins the first group to end; empty if one cannot."""
     seconds = problem.seconds[problem.degrees.index(degree)]
     num_groups = problem.num_ranks // degree
     loads, left = [0.0] * num_groups, [degree * problem.capacity] * num_groups
@@ -222,11 +221,11 @@ class _Team:
 
 
 def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
-    """Megatron-Core's hybrid context parallelism (`BalancedCPScheduler`), with one micro-batch for each of its rounds.
+    """Runs Megatron-Core's hybrid context parallelism (`BalancedCPScheduler`), with one micro-batch for each of its rounds.
 
     A sequence runs on the smallest power of two of ranks that holds it, and its work is tokens^2 per rank. Megatron runs the
-    sequences of a team one by one and does not count their tokens. Here they are packed, which saves their fixed costs, and a
-    team takes no more tokens than its memory holds. Raises CannotRunError if a sequence needs a degree that is not allowed.
+    sequences of a team one by one and does not count their tokens. Here they are packed, which saves fixed costs, and a team
+    takes no more tokens than its memory holds. Raises CannotRunError if a sequence needs a degree that is not allowed.
     """
     powers = [degree for degree in problem.degrees if degree & (degree - 1) == 0 and degree <= problem.num_ranks]
     needed = []
@@ -250,7 +249,7 @@ def hybrid_cp_layout(problem: GroupingProblem) -> Layout:
 def _hybrid_cp_micro_batch(
     problem: GroupingProblem, needed: Sequence[int], waiting: Sequence[int]
 ) -> tuple[list[_Team], list[int]]:
-    """Fill teams until their work is balanced; return them and the sequences left for later micro-batches."""
+    """Fills teams until their work is balanced; returns them and the sequences left for later micro-batches."""
     work = {i: problem.lengths[i] ** 2 / needed[i] for i in waiting}
     queues = _queues(waiting, work, len({needed[i] for i in waiting}))
     teams: list[_Team] = []
@@ -266,7 +265,7 @@ def _hybrid_cp_micro_batch(
         first_degree = first_degree or needed[i]
         while queues and not queues[0]:
             queues.pop(0)
-        # check the balance only once a smaller degree has had its turn
+        # check the balance only after a smaller degree has had its turn
         if needed[i] < first_degree and _slack(problem, teams) <= _BALANCE_SLACK:
             break
     left = [i for queue in queues for i in queue]
@@ -274,7 +273,7 @@ def _hybrid_cp_micro_batch(
 
 
 def _queues(waiting: Sequence[int], work: dict[int, float], number: int) -> list[list[int]]:
-    """Cut the waiting sequences, in order, into about `number` queues of similar work."""
+    """Cuts the waiting sequences, in order, into about `number` queues of similar work."""
     share = sum(work.values()) / number
     queues: list[list[int]] = [[]]
     filled = 0.0
@@ -292,7 +291,7 @@ def _queues(waiting: Sequence[int], work: dict[int, float], number: int) -> list
 def _place_next(
     problem: GroupingProblem, needed: Sequence[int], queues: list[list[int]], teams: list[_Team]
 ) -> tuple[int, _Team] | None:
-    """Take the head of the first queue whose head fits somewhere; return it with its team, a new one if enough ranks are free."""
+    """Takes the head of the first queue whose head fits; returns it with its team, a new one if enough ranks are free."""
     free = problem.num_ranks - sum(team.degree for team in teams)
     for queue in queues:
         if not queue:
@@ -309,14 +308,14 @@ def _place_next(
 
 
 def _slack(problem: GroupingProblem, teams: Sequence[_Team]) -> float:
-    """Share of the most loaded rank's work that the least loaded rank lacks; ranks without a team have no work."""
+    """Returns the share of the most loaded rank's work that the least loaded one lacks; ranks without a team have none."""
     most = max(team.work for team in teams)
     is_idle = sum(team.degree for team in teams) < problem.num_ranks
     return 1.0 if is_idle else 1 - min(team.work for team in teams) / most
 
 
 def _trim(problem: GroupingProblem, teams: list[_Team], work: dict[int, float]) -> list[int]:
-    """Remove sequences from the most loaded team, last first, while that evens out the work; return them."""
+    """Removes sequences from the most loaded team, last first, while that evens out the work; returns them."""
     trimmed: list[int] = []
     while _BALANCE_SLACK < _slack(problem, teams) < 1:
         team = max(teams, key=lambda team: team.work)
@@ -332,7 +331,7 @@ def _trim(problem: GroupingProblem, teams: list[_Team], work: dict[int, float]) 
 
 
 def _widen(problem: GroupingProblem, teams: list[_Team]) -> None:
-    """Double the first of the smallest teams while enough ranks are idle; Megatron would fail where this stops."""
+    """Doubles the first of the smallest teams while enough ranks are idle; Megatron would then fail, this stops."""
     while True:
         free = problem.num_ranks - sum(team.degree for team in teams)
         team = min(teams, key=lambda team: team.degree)
@@ -343,11 +342,11 @@ def _widen(problem: GroupingProblem, teams: list[_Team]) -> None:
 
 
 def fcp_layout(problem: GroupingProblem, trials: int = _FCP_TRIALS) -> Layout:
-    """FCP's two-stage planner: pack sequences by memory alone, then choose degrees for the packs by dynamic programming.
+    """Runs FCP's two-stage planner: packs sequences by memory alone, then chooses degrees by dynamic programming.
 
-    The paper does not say how a batch becomes micro-batches. Here the sequences, ordered longest first, are cut into consecutive
-    runs of similar numbers of tokens. `trials` numbers of runs are tried, starting at the fewest that fit, and the fastest layout
-    is kept. A run whose packs need too many ranks is cut in two. Raises CannotRunError for a sequence that fits no degree.
+    The paper does not specify how a batch becomes micro-batches. Here the sequences, longest first, are cut into consecutive runs
+    of similar numbers of tokens. `trials` numbers of runs are tried, starting at the fewest that fit, and the fastest layout is
+    kept. A run whose packs need too many ranks is cut in two. Raises CannotRunError for a sequence that fits no degree.
     """
     longest, room = max(problem.lengths), problem.degrees[-1] * problem.capacity
     if longest > room:
@@ -372,13 +371,13 @@ def _fcp_micro_batches(problem: GroupingProblem, run: Sequence[int]) -> Layout:
 
 
 def even_runs(lengths: Sequence[int], order: Sequence[int], number: int) -> list[list[int]]:
-    """Cut `order` into at most `number` consecutive runs so that the largest run has as few tokens as possible."""
+    """Cuts `order` into at most `number` consecutive runs so that the largest run has as few tokens as possible."""
     ends = micro_batch_ends([lengths[i] for i in order], number)
     return [list(order[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def fcp_groups(problem: GroupingProblem, run: Sequence[int]) -> list[Group]:
-    """One micro-batch of FCP: packs with the degrees that end soonest, then given the idle ranks; empty if they do not fit."""
+    """Makes one micro-batch of FCP: packs with the degrees that end soonest, and idle ranks handed out; empty if impossible."""
     packs = pack_by_memory(problem, run)
     degrees = soonest_degrees(problem, packs)
     if not degrees:
@@ -387,7 +386,7 @@ def fcp_groups(problem: GroupingProblem, run: Sequence[int]) -> list[Group]:
 
 
 def pack_by_memory(problem: GroupingProblem, run: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(least degree, sequences) of every pack: longest sequence first, into the fullest pack with room or a new one.
+    """Packs sequences, longest first, into the fullest pack with room or a new one; returns (least degree, sequences).
 
     A pack has the room of the least degree that holds its first and longest sequence.
     """
@@ -408,7 +407,7 @@ def pack_by_memory(problem: GroupingProblem, run: Sequence[int]) -> list[tuple[i
 
 
 def soonest_degrees(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """Degrees of the packs, none below a pack's least, with which the last pack ends soonest; empty if they exceed the ranks.
+    """Returns degrees, none below a pack's least, with which the last pack ends soonest; empty if they exceed the ranks.
 
     best[j]: least makespan of the packs so far on exactly j ranks.
     """
@@ -436,7 +435,7 @@ def soonest_degrees(problem: GroupingProblem, packs: Sequence[tuple[int, Sequenc
 
 
 def _hand_out(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]]], degrees: Sequence[int]) -> list[int]:
-    """Degrees after handing out idle ranks: each pack in turn gets the next degree if ranks allow it and it is not slower."""
+    """Hands out idle ranks: each pack in turn gets the next degree if ranks allow it and it is not slower."""
     widened = list(degrees)
     idle = problem.num_ranks - sum(widened)
     has_changed = True
@@ -455,9 +454,9 @@ def _hand_out(problem: GroupingProblem, packs: Sequence[tuple[int, Sequence[int]
 
 
 def flexsp_layout(problem: GroupingProblem, trials: int = _FLEXSP_TRIALS) -> Layout:
-    """FlexSP's groups: powers of two of ranks, micro-batches cut by tokens alone, one after the other.
+    """Makes FlexSP's groups: powers of two of ranks, micro-batches cut by tokens alone, one after the other.
 
-    Our greedy search takes the place of its integer program: its micro-batches are about as fast. Raises CannotRunError for a
+    Our greedy search replaces its integer program, with micro-batches that are about as fast. Raises CannotRunError for a
     sequence that fits no power of two.
     """
     powers = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
@@ -472,7 +471,7 @@ def flexsp_layout(problem: GroupingProblem, trials: int = _FLEXSP_TRIALS) -> Lay
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """Classes of saved tensors that the backward of every layer computes again, and what tables call that."""
+    """Classes of saved tensors that the backward of every layer computes again, and the name of this in tables."""
 
     name: str
     recomputed: tuple[TensorClass, ...] = ()
@@ -482,7 +481,7 @@ class Checkpointing:
         return "attention_output" in self.recomputed
 
     def policy(self, num_layers: int, tile_tokens: int = 0) -> ActivationPolicy:
-        """The policy of a chunk; without tiles of its own, the loss is tiled by whoever counts its bytes."""
+        """Makes the policy of a chunk; without `tile_tokens`, callers that count bytes tile the loss."""
         layer = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in self.recomputed))
         return ActivationPolicy(0, 0, (layer,) * num_layers if self.recomputed else (), tile_tokens)
 
@@ -490,26 +489,26 @@ class Checkpointing:
 KEPT = Checkpointing("everything kept")
 SELECTIVE = Checkpointing("selective checkpointing", ("qkv", "mlp"))
 FULL = Checkpointing("full checkpointing", ("attention_output", "qkv", "mlp"))
-# the quickest first, which is also the one that takes the most memory
+# fastest first, with the most memory
 CHECKPOINTINGS = (KEPT, SELECTIVE, FULL)
-# tiles sum the gradient of the head in fp32, which may take more than the logits of few tokens
+# tiles sum the gradient of the head in fp32, which may take more than logits of few tokens
 _LOSS_TILES = (0, LEAST_TILE_TOKENS)
 
 
 @dataclass(frozen=True)
 class CheckpointedCosts(CostModel):
-    """Costs of chunks whose backward runs the forward of all layers again, as `checkpointing` says."""
+    """Costs of chunks whose backward runs the forward of all layers again, under `checkpointing`."""
 
     checkpointing: Checkpointing = KEPT
 
     @classmethod
     def of(cls, costs: CostModel, checkpointing: Checkpointing) -> CheckpointedCosts:
-        """Costs of the same model and cluster with these replays."""
+        """Makes costs of the same model and cluster with these replays."""
         values = {field.name: getattr(costs, field.name) for field in fields(CostModel)}
         return cls(**values, checkpointing=checkpointing)
 
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
-        """Seconds of one pass of `chunk`, with the replay that its backward begins with."""
+        """Returns seconds of one pass of `chunk`, including the replay in its backward."""
         seconds = super().local_s(chunk, shape, is_backward, pairs)
         if not is_backward or not self.checkpointing.recomputed:
             return seconds
@@ -518,7 +517,7 @@ class CheckpointedCosts(CostModel):
         return seconds + self._replay_group_s + float(self.replay_s(num_tokens, pairs.of_chunk(chunk), shape))
 
     def sequences_s(self, lengths: Sequence[int] | FloatArray, shape: GroupShape) -> FloatArray:
-        """Seconds that each whole sequence adds to a group of `shape`, forward plus backward, with its replay."""
+        """Returns seconds that each whole sequence adds to a group of `shape`, forward plus backward, with its replay."""
         seconds = super().sequences_s(lengths, shape)
         if not self.checkpointing.recomputed:
             return seconds
@@ -527,16 +526,16 @@ class CheckpointedCosts(CostModel):
         return seconds + self.replay_s(tokens, pairs, shape)
 
     def group_s(self, shape: GroupShape) -> float:
-        """Seconds that a group of `shape` spends on any chunk, forward plus backward, with its replay."""
+        """Returns the fixed seconds of any chunk on a group of `shape`, forward plus backward, with its replay."""
         return super().group_s(shape) + (self._replay_group_s if self.checkpointing.recomputed else 0.0)
 
     @property
     def _replay_group_s(self) -> float:
-        """Seconds of messages to spread experts in a replay, however few the tokens."""
+        """Returns fixed seconds of messages to spread experts in a replay."""
         return self.expert_exchange_s(0.0) if self.model.experts.are_spread else 0.0
 
     def replay_s(self, num_tokens: float | FloatArray, num_pairs: float | FloatArray, shape: GroupShape) -> FloatArray:
-        """Seconds that tokens and pairs take when a group of `shape` runs all layers forward again, as in `layer_slot`."""
+        """Returns seconds of tokens and pairs if a group of `shape` runs all layers forward again, as in `layer_slot`."""
         forward = self.coefficients.forward
         own_tokens = np.asarray(num_tokens, dtype=np.float64) / shape.degree
         seconds = forward.token_s * (1 - self.head_share(is_backward=False)) * own_tokens
@@ -549,13 +548,13 @@ class CheckpointedCosts(CostModel):
 
 
 def most_tokens(byte_model: ByteModel, device_bytes: int, checkpointing: Checkpointing, like: Load) -> int:
-    """Most tokens of one document on a rank, in `device_bytes` besides the states. like: how its group shares it."""
+    """Returns the most tokens of one document on a rank, in `device_bytes` besides the states. like: how its group shares it."""
     policy = checkpointing.policy(byte_model.model.num_layers)
     return max(byte_model.longest(device_bytes, 0, lambda _: (policy,), like, tile) for tile in _LOSS_TILES)
 
 
 def group_bytes(byte_model: ByteModel, group: SequenceGroup, checkpointing: Checkpointing) -> int:
-    """Most bytes besides the states on the first rank of a group with one chunk, which has the most."""
+    """Returns the most bytes besides the states on the first rank, the fullest, of a group with one chunk."""
     (chunk,) = group.chunks
     num_layers = byte_model.model.num_layers
     load = chunk_load(group, chunk, 0, Load(0, (), num_layers))
@@ -564,6 +563,6 @@ def group_bytes(byte_model: ByteModel, group: SequenceGroup, checkpointing: Chec
 
 
 def document_load(num_layers: int, shape: GroupShape) -> Load:
-    """Load of a rank's share of a document in a group of this shape; its tokens are the caller's."""
+    """Makes the load of a rank's share of a document in a group of this shape; callers set its tokens."""
     document = Load.document(1, num_layers)
     return replace(document, is_shared=shape.degree > 1, num_blocks=shape.num_blocks, block_ranks=shape.ulysses)

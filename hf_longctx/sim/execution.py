@@ -1,8 +1,6 @@
-"""Predict how a plan runs, for people to read: shares of computing, communicating and waiting, and a timeline.
+"""Predicts a plan's run for reports: shares of computing, communicating and waiting, a timeline, and prices of GPU hours.
 
 Called by `sim/forecast.py` for planned steps and by `hf-longctx simulate` for saved plans.
-
-Prices of GPU hours, which turn predicted seconds into money.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Execution:
     weights: WeightSeconds
 
     def share(self, seconds: str) -> float:
-        """Share of the step's rank-seconds spent on "compute_s", "exchange_s" or "idle_s"."""
+        """Returns the share of the step's rank-seconds spent on "compute_s", "exchange_s" or "idle_s"."""
         total = self.step_s * len(self.ranks)
         return float(sum(getattr(rank, seconds) for rank in self.ranks)) / total if total else 0.0
 
@@ -45,7 +43,7 @@ class Execution:
 
 
 def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
-    """The predicted run of `plan`; raises ValueError if plan and cost model differ in ranks or layers."""
+    """Predicts the run of `plan`; raises ValueError if plan and cost model differ in ranks or layers."""
     if plan.num_ranks != costs.cluster.num_ranks:
         raise ValueError(
             f"the plan is for {plan.num_ranks} ranks, but the cost model is for {costs.cluster.num_ranks}; make them equal "
@@ -66,7 +64,7 @@ def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:
 
 
 def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:
-    """Split an event into its computation and, after it, its communication; in reality both alternate layer by layer."""
+    """Splits an event into its computation and, after it, its communication; in reality both alternate layer by layer."""
     if exchange_s <= 0:
         return [event]
     middle_s = max(event.start_s, event.stop_s - exchange_s)
@@ -76,7 +74,7 @@ def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """US dollars for one GPU and hour, and where the number is from."""
+    """US dollars per GPU hour, and the source of the number."""
 
     usd_per_hour: float
     source: str
@@ -85,12 +83,12 @@ class Price:
 # middle of the range in https://www.mercatus-ai.com/blog/cloud-gpu-pricing
 _SURVEY = "specialised clouds, on demand, May 2026"
 
-# shipped hardware profile -> price; others have none until the user gives one
+# shipped hardware profile -> price; others have none unless given by the user
 PRICES = {"a100-80g": Price(1.30, _SURVEY), "h100": Price(3.00, _SURVEY), "h200": Price(4.00, _SURVEY)}
 
 
 def price_of(hardware: str, usd_per_hour: float | None) -> Price | None:
-    """The price that the user gave, or the listed one of a shipped profile; None if there is neither.
+    """Returns the user's price, or the listed one of a shipped profile; None if there is neither.
 
     Raises ValueError for a negative price.
     """

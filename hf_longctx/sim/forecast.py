@@ -1,4 +1,4 @@
-"""Forecast a workload on a scenario: plans of some steps, the same steps under other systems, and rejected alternatives.
+"""Forecasts a workload on a scenario: plans of some steps, the same steps under other systems, and rejected alternatives.
 
 Called by `hf-longctx plan`; `sim/output` writes the result as text, JSON and pictures.
 """
@@ -28,7 +28,7 @@ _METHODS: tuple[GroupMethod, ...] = ("ulysses", "ring", "hybrid")
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """One step: its plan, predicted run and memory, and the seconds of every baseline with the same lengths and cost model.
+    """One step: its plan, predicted run and memory, and seconds of every baseline with the same lengths and cost model.
 
     Baselines run in the same memory, each at its best checkpointing.
     """
@@ -53,7 +53,7 @@ class DegreeUse:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Everything that the report says. Without lengths there are no steps, but memory and the longest sequence are known."""
+    """All content of the report. Without lengths there are no steps, but memory and the longest sequence are known."""
 
     scenario: Scenario
     workload: Workload | None
@@ -69,7 +69,7 @@ class Forecast:
     at_limit: StepForecast
     # sequence length that every step of a run must hold if all steps use one degree
     context_limit: int = 0
-    # the first step as each of the four systems alone would plan it, if asked for
+    # the first step as each of the four systems alone would plan it, if requested
     ablation: tuple[AblationRow, ...] = ()
 
     @property
@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def at_limit_s(self) -> float:
-        """Seconds of a step with one sequence of the most tokens, with gathers, sums and the optimizer, none of them hidden."""
+        """Seconds of a step with one sequence of the most tokens, with gathers, sums and the optimizer, none hidden."""
         return self.at_limit.execution.range_s[1]
 
     @property
@@ -100,7 +100,7 @@ class Forecast:
 
     @property
     def weights(self) -> WeightSeconds:
-        """Mean seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile."""
+        """Mean seconds of a step for moving weights and gradients, as if nothing else ran."""
         found = [step.execution.weights for step in self.steps]
         parts = [[each.gather_s, each.sum_s, each.update_s, each.hidden_s, each.away_s] for each in found]
         gather_s, *others_s = (_mean(list(column)) for column in zip(*parts, strict=True))
@@ -132,31 +132,31 @@ class Forecast:
 
     @property
     def fullest(self) -> MemoryUse | None:
-        """Memory of the step whose fullest rank holds the most bytes; None without steps."""
+        """Memory of the step with the fullest rank; None without steps."""
         return max((step.memory_use for step in self.steps), key=lambda use: use.peak_bytes, default=None)
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that the fullest rank of all steps holds besides the states; without steps, those of `peak_tokens`, all kept."""
+        """Bytes of the fullest rank of all steps besides the states; without steps, those of `peak_tokens`, all kept."""
         memory, placement = self.scenario.memory, self.scenario.placement
         if self.fullest is None:
             return memory.kept_bytes(self.peak_tokens, placement.is_shared)
         return self.fullest.peak_bytes - memory.state_bytes(*placement.sharing)
 
     def share(self, seconds: str) -> float:
-        """Share of the rank-seconds of all steps, as for `Execution.share`."""
+        """Returns a share of the rank-seconds of all steps, as `Execution.share`."""
         total_s = sum(step.execution.step_s for step in self.steps)
         return sum(step.execution.share(seconds) * step.execution.step_s for step in self.steps) / total_s
 
     @property
     def baselines(self) -> tuple[Choice, ...]:
-        """Mean seconds of every baseline that can run all steps, fastest first, then those that cannot."""
+        """Mean seconds of every baseline that can run all steps, fastest first; then those that cannot."""
         means = [_mean_choice(same) for same in zip(*(step.baselines for step in self.steps), strict=True)]
         return tuple(sorted(means, key=lambda choice: (not choice.is_possible, choice.step_s)))
 
     @property
     def degrees_used(self) -> tuple[DegreeUse, ...]:
-        """Sequences by the degree they run on, largest degree first."""
+        """Sequences by degree, largest degree first."""
         found: dict[tuple[int, str], list[int]] = defaultdict(list)
         for length, group in self.placed_lengths():
             found[group.degree, group.method].append(length)
@@ -177,7 +177,7 @@ class Forecast:
 def make_forecast(
     scenario: Scenario, workload: Workload | None, num_steps: int, global_batch: int, seed: int, with_ablation: bool = False
 ) -> Forecast:
-    """Plan `num_steps` steps of the workload and compare them with baselines; raises ValueError if a sequence fits nowhere.
+    """Plans `num_steps` steps of the workload and compares them with baselines; raises ValueError if a sequence fits nowhere.
 
     with_ablation: also plan the first step with pipelines, and as each of the four systems alone would.
     """
@@ -210,7 +210,7 @@ def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, othe
 
 
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
-    """The groups of the plan with all of them sharing attention by one method."""
+    """Prices the plan's groups with each other method of sharing attention."""
     config, costs = scenario.planner_config, scenario.costs
     used = {group.method for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1}
     choices = []
@@ -233,7 +233,7 @@ def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
 
 
 def _shapes(plan: StepPlan, costs: CostModel, config: PlannerConfig) -> dict[int, GroupShape]:
-    """For every degree of the plan, the cheapest shape that the method allows, judged at an even share of the step's tokens."""
+    """Returns for every degree of the plan the method's cheapest shape, for an even share of the step's tokens."""
     share = min(sum(plan.lengths) / plan.num_ranks, config.tokens_per_rank)
     documents = len(plan.lengths) * share / sum(plan.lengths)
     degrees = {group.degree for micro_batch in plan.micro_batches for group in micro_batch.groups}
@@ -275,7 +275,7 @@ def _check_longest(scenario: Scenario, workload: Workload) -> None:
 
 
 def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
-    """The longest sequence of the largest group, by settings of the activation engine.
+    """Returns the longest sequence of the largest group, by settings of the activation engine.
 
     Gathered parameters are counted by formula, since measured bytes do not list them separately.
     """
@@ -291,7 +291,7 @@ def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
 
 
 def _at_limit(scenario: Scenario) -> StepForecast:
-    """A step with the longest sequence that a run would accept, planned as a run would."""
+    """Plans a step with the longest sequence that a run would accept, like a run."""
     memory, costs = scenario.memory, scenario.costs
     plan = plan_step(0, (scenario.longest_tokens,), costs, scenario.planner_config)
     execution = execute_plan(plan, costs)
@@ -299,7 +299,7 @@ def _at_limit(scenario: Scenario) -> StepForecast:
 
 
 def _machine(scenario: Scenario) -> Machine:
-    """The machine and settings that every row of an ablation uses."""
+    """Returns machine and settings for all rows of an ablation."""
     return Machine(scenario.costs, scenario.planner_config, scenario.memory.usable_bytes, scenario.memory.host_bytes)
 
 

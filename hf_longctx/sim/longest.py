@@ -1,4 +1,4 @@
-"""Finds the longest sequence that one group of ranks can train with each switch of the activation engine, and its step time.
+"""Finds the longest sequence of one group of ranks with each switch of the activation engine, and its step time.
 
 Lengths come from the byte counts of `plan/memory/layer.py`, seconds from the cost model plus the time that policies add. The
 device has the usable bytes of planned steps, and loads are counted as for them.
@@ -32,7 +32,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LongestRow:
-    """Most tokens that fit with these switches, and predicted seconds of a step with one such sequence; 0 tokens: none fits."""
+    """Most tokens that fit with these switches (0: none), and predicted seconds of a step with one such sequence."""
 
     switches: str
     tokens: int
@@ -41,7 +41,7 @@ class LongestRow:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory of one group of `degree` ranks: device bytes that states leave free, host bytes of each rank (0: none is counted).
+    """Memory of one group of `degree` ranks: device bytes besides states, host bytes of each rank (0: not counted).
 
     reruns: layers may run once more to make the next layer's input, see `may_rerun`. block_ranks: ranks that split heads, in
     blocks that form a ring (0: all ranks).
@@ -84,9 +84,9 @@ class _Switches:
 
 
 def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:
-    """A row for every switch, each on top of the switches before it, except for keeping attention.
+    """Makes a row for every switch, each in addition to earlier switches, except for keeping attention.
 
-    A switch that would hold fewer tokens is left off, so no row has fewer tokens than the row that it builds on.
+    A switch that would hold fewer tokens stays off, so no row has fewer tokens than the row before it.
     """
     tile, host, how = LEAST_TILE_TOKENS, budget.host_bytes, "with kernels" if has_kernels(costs.model) else "as Hugging Face does"
     rows = [
@@ -128,7 +128,7 @@ def _row(costs: CostModel, budget: Budget, switches: _Switches) -> LongestRow:
 
 
 def _step_s(costs: CostModel, budget: Budget, policy: ActivationPolicy, num_tokens: int) -> float:
-    """Seconds of a step with one sequence: forward, backward, recomputation, exposed copies, and the fixed time of a step."""
+    """Predicts seconds of a step with one sequence: forward, backward, recomputation, exposed copies, and fixed time."""
     shape = costs.best_shape(budget.degree, num_tokens)
     stage = StagePlan(0, (LayerRange(0, costs.model.num_layers),), (Action("F", 0, 0), Action("B", 0, 0)), (policy,))
     chunk = Chunk(0, (Span(0, 0, num_tokens),))

@@ -1,4 +1,4 @@
-"""Sums up how a plan treats saved tensors over its groups: kept, in tiles, recomputed, on the host, or in slices."""
+"""Summarises how a plan's groups treat saved tensors: kept, in tiles, recomputed, on the host, or in slices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MemoryUse:
 def memory_use(
     plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory, budget: ActivationBudget | None = None
 ) -> MemoryUse:
-    """Summary of how `plan` uses memory; without the budget that it was made with, it gives no reason."""
+    """Summarises how `plan` uses memory. budget: that of the plan, without which no reason is given."""
     groups = [group for mb in plan.micro_batches for group in mb.groups if any(chunk.spans for chunk in group.chunks)]
     tiled = [group for group in groups if group.stages[0].activations and not _has_layers(group)]
     chosen = [group for group in groups if _has_layers(group)]
@@ -58,7 +58,7 @@ def memory_use(
     recomputed, on_host = _shares(chosen, costs.model)
     reason = ""
     if budget is not None and groups:
-        # groups with layers under policies come first, then tiled ones; among equals the most tokens on a rank decide
+        # groups with layers under policies come first, then tiled ones, then those with the most tokens on a rank
         fullest = max(groups, key=lambda group: (_has_layers(group), bool(group.stages[0].activations), _tokens(group)))
         reason = policy_reason(fullest, costs, budget)
     return MemoryUse(
@@ -77,7 +77,7 @@ def memory_use(
 
 
 def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> tuple[int, ...]:
-    """Most bytes on each rank's device, as predicted; where tokens were measured and everything is kept, as measured.
+    """Returns the most bytes on each rank's device: measured if everything is kept and there are measurements, else predicted.
 
     States are those of `memory`, which may be measured or belong to adapters.
     """
@@ -100,7 +100,7 @@ def _has_layers(group: SequenceGroup) -> bool:
 
 
 def _added_s(group: SequenceGroup, costs: CostModel) -> float:
-    """Seconds by which the group's policies make its run longer."""
+    """Returns seconds that policies add to the group's run."""
     (stage,) = group.stages
     kept = replace(group, stages=(replace(stage, activations=()),))
     own_s, kept_s = (run_alone(each, costs).times[-1][1] for each in (group, kept))
@@ -117,7 +117,7 @@ def _num_slices(group: SequenceGroup) -> int:
 
 
 def _shares(groups: list[SequenceGroup], model: ModelSpec) -> tuple[tuple[tuple[str, float], ...], float]:
-    """Share of each tensor class that is recomputed, and share of all saved bytes that waits on the host."""
+    """Returns the share of each tensor class that is recomputed, and the share of all saved bytes on the host."""
     again = dict.fromkeys(TENSOR_CLASSES, 0.0)
     host = total = 0.0
     for tokens, layer in (entry for group in groups for entry in _layers(group)):
@@ -132,7 +132,7 @@ def _shares(groups: list[SequenceGroup], model: ModelSpec) -> tuple[tuple[tuple[
 
 
 def _layers(group: SequenceGroup) -> Iterator[tuple[int, LayerPolicy]]:
-    """Tokens of the group and the policy of every layer of every chunk."""
+    """Yields tokens of the group and the policy of every layer of every chunk."""
     (stage,) = group.stages
     policies = {policy.chunk: policy for policy in stage.activations}
     for chunk in group.chunks:

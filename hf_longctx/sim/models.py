@@ -1,6 +1,6 @@
-"""Read a model for a forecast: a named shape, a config.json, or the folder of a checkpoint, without building anything.
+"""Reads a model for a forecast without building it: a named shape, a config.json, or the folder of a checkpoint.
 
-Finds models of the Hugging Face hub in the local cache, without loading `huggingface_hub`.
+Models of the Hugging Face hub are found in the local cache, without loading `huggingface_hub`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 
 
 def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
-    """The spec of a named shape, of a config.json, or of the folder of a checkpoint."""
+    """Reads the spec of a named shape, of a config.json, or of the folder of a checkpoint."""
     path = _config_path(name_or_path)
     if path is None:
         try:
@@ -35,13 +35,13 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
     except KeyError as error:
         raise _unreadable(path, f"it has no {error.args[0]}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        # fields that are right one by one may contradict each other
+        # valid fields may contradict each other
         reason = error if isinstance(error, ValueError) else f"its fields contradict each other ({error})"
         raise _unreadable(path, reason) from None
 
 
 def _sound(model: ModelSpec) -> ModelSpec:
-    """The spec itself; raises ValueError if a size that all formulas divide by is 0."""
+    """Returns the spec; raises ValueError if a size that is a divisor in formulas is 0."""
     sizes = {"head_dim": model.head_dim, "num_key_value_heads": model.num_kv_heads, "layer_products": model.layer_products}
     if empty := [name for name, size in sizes.items() if size < 1]:
         raise ValueError(f"its fields contradict each other: {', '.join(empty)} would be below 1")
@@ -49,7 +49,7 @@ def _sound(model: ModelSpec) -> ModelSpec:
 
 
 def _config_path(name_or_path: str) -> Path | None:
-    """The config.json that a name or path stands for; None for the name of a shape. Raises ValueError if it does not exist."""
+    """Returns the config.json of a name or path; None for the name of a shape. Raises ValueError if it does not exist."""
     path = Path(name_or_path)
     if path.is_dir():
         path = path / "config.json"
@@ -81,27 +81,27 @@ def _unreadable(path: Path, reason: object) -> ValueError:
 
 
 def kept_because(name_or_path: str) -> str:
-    """Why a run of this model keeps everything; empty if it may recompute, and for named shapes."""
+    """Describes why a run of this model keeps everything; empty if it may recompute, and for named shapes."""
     path = _config_path(name_or_path)
     return "" if path is None else kept_reason(_read_config(path))
 
 
 def most_positions(name_or_path: str, model: ModelSpec) -> int:
-    """Positions of a model that nothing extends, so that a run refuses longer sequences; 0 if they can be extended.
+    """Returns the positions of a model if they cannot be extended, so that a run refuses longer sequences; else 0.
 
-    A named shape is no checkpoint, and may be made with as many as are needed.
+    A named shape is no checkpoint, and may have any number of positions.
     """
     path = _config_path(name_or_path)
     return 0 if path is None or not has_position_table(_read_config(path)) else model.max_positions
 
 
 def short_name(name: str) -> str:
-    """A name on the Hub without its owner: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
+    """Removes the owner of a name on the Hub: "Qwen/Qwen3-8B" becomes "Qwen3-8B"."""
     return name.rpartition("/")[2]
 
 
 def kernels_of(name_or_path: str) -> dict[str, Any]:
-    """Fields of `ModelSpec` that say which functions of this model's layers run as kernels where layers are compiled."""
+    """Returns the fields of `ModelSpec` for functions of this model's layers that run as kernels if layers are compiled."""
     path = _config_path(name_or_path)
     if path is None:
         return kernel_fields(named_type(short_name(name_or_path)))
@@ -109,9 +109,9 @@ def kernels_of(name_or_path: str) -> dict[str, Any]:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Folder of the cached snapshot of the hub model `name` ("Qwen/Qwen3-8B") that has a config.json; None if there is none.
+    """Returns the cached snapshot of the hub model `name` ("Qwen/Qwen3-8B") with a config.json; None if there is none.
 
-    The revision is that of `main`, or else the newest snapshot.
+    It is the revision of `main`, or else the newest snapshot.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).exists():
         return None
@@ -125,7 +125,7 @@ def cached_folder(name: str) -> Path | None:
 
 
 def _cache() -> Path:
-    """Folder of the hub's cache, by the variables that `huggingface_hub` reads."""
+    """Returns the folder of the hub's cache, by the variables of `huggingface_hub`."""
     if found := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(found).expanduser()
     home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")

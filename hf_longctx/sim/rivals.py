@@ -1,4 +1,4 @@
-"""Runs of other systems on the same steps: each baseline at its best degree, size of micro-batches and checkpointing.
+"""Predicts other systems on the same steps: each baseline at its best degree, size of micro-batches and checkpointing.
 
 A run has one checkpointing for all steps, and "static" one degree too; the fastest that fits over all steps is taken. Seconds
 come from the prediction that judges our plans, bytes from the byte model that our plans must fit.
@@ -39,7 +39,7 @@ from hf_longctx.sim.baselines import (
 )
 from hf_longctx.sim.scenario import Scenario
 
-# layouts of one setting, each for fewer tokens on a rank, where packs need more bytes than one document of as many tokens
+# layouts of one setting to try, each for fewer tokens on a rank, if packs need more bytes than one document
 _ATTEMPTS = 4
 # share of the excess by which tokens shrink beyond proportion
 _MARGIN = 0.01
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def counted_s(self) -> float:
-        """Seconds by which ways to run are compared: with half of the gathers, as plans count them."""
+        """Seconds for comparisons: with half of the gathers, as for plans."""
         return self.step_s + COUNTED_SHARE * max(0.0, self.most_s - self.step_s)
 
     @property
@@ -82,9 +82,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A checkpointing of a run: costs with its replays, most tokens of a rank, bytes beside the states (0: they are not counted).
+    """A checkpointing of a run: costs with its replays, most tokens of a rank, bytes besides the states (0: not counted).
 
-    label: what tables call it.
+    label: its name in tables.
     """
 
     checkpointing: Checkpointing
@@ -95,7 +95,7 @@ class Setting:
 
 
 def settings_of(scenario: Scenario) -> tuple[Setting, ...]:
-    """Checkpointings that a run may have: one that keeps everything if our plans do too, for then the layouts are compared."""
+    """Returns the checkpointings that a run may have: only keeping everything if our plans do, to compare layouts."""
     memory, placement = scenario.memory, scenario.placement
     if memory.keeps_everything:
         return (Setting(KEPT, CheckpointedCosts.of(scenario.costs, KEPT), scenario.kept_tokens, 0, ""),)
@@ -113,7 +113,7 @@ def settings_of(scenario: Scenario) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way in which a baseline may run all steps. degree: of all groups (0: the layout decides)."""
+    """One way of a baseline to run all steps. degree: of all groups (0: chosen by the layout)."""
 
     setting: Setting
     degree: int
@@ -121,7 +121,7 @@ class _Way:
 
 
 class Rivals:
-    """Baselines of the same steps as our plans. limit: most tokens of a sequence in the whole run, which "static" must hold."""
+    """Baselines for the steps of our plans. limit: most tokens of a sequence in the whole run, which "static" must hold."""
 
     def __init__(self, scenario: Scenario, batches: Sequence[Sequence[int]], limit: int) -> None:
         self.scenario, self.batches, self.limit = scenario, batches, limit
@@ -130,12 +130,12 @@ class Rivals:
         self._problems: dict[tuple[str, int], GroupingProblem] = {}
 
     def baselines(self) -> list[tuple[Choice, ...]]:
-        """For every step, one choice for each baseline."""
+        """Returns for every step one choice per baseline."""
         rows = [self._fastest(name, self._ways(name), self.batches) for name in BASELINES]
         return list(zip(*rows, strict=True))
 
     def static_degree(self, degree: int) -> Choice:
-        """The first step with groups of one degree: the best of its layouts and checkpointings, or the reason against it."""
+        """Returns the first step with groups of one degree: the best layout and checkpointing, or the reason against it."""
 
         def layouts(problem: GroupingProblem) -> Layout:
             trials = self.scenario.planner_config.micro_batch_trials
@@ -158,7 +158,7 @@ class Rivals:
         return ways
 
     def _fastest(self, name: str, ways: Sequence[_Way], batches: Sequence[Sequence[int]]) -> list[Choice]:
-        """Choices of every step in the way that takes the fewest seconds in all of them."""
+        """Returns choices of every step in the way that takes the fewest seconds over all steps."""
         best: list[Choice] = []
         best_s, problem = math.inf, ""
         bounded = [(self._least_s(way, len(batches)), place) for place, way in enumerate(ways)]
@@ -180,14 +180,14 @@ class Rivals:
         return longest <= (degree or self.scenario.placement.degrees[-1]) * setting.tokens_per_rank
 
     def _least_s(self, way: _Way, num_steps: int) -> float:
-        """Lower bound on the seconds of these steps; infinite where a sequence does not fit."""
+        """Returns a lower bound on the seconds of these steps; infinite if a sequence does not fit."""
         if not self._fits(way.setting, way.degree):
             return math.inf
         problems = [self._problem(way.setting, number) for number in range(num_steps)]
         return sum((each.restricted((way.degree,)) if way.degree else each).lower_bound_s() for each in problems)
 
     def _reason(self, name: str, ways: Sequence[_Way]) -> str:
-        """Why no way fits; empty if one does."""
+        """Describes why no way fits; empty if one does."""
         roomy = max(self.settings, key=lambda setting: setting.tokens_per_rank)
         is_run = name == "static"
         degree = next((way.degree for way in ways), 0) or self.scenario.placement.degrees[-1]
@@ -211,7 +211,7 @@ class Rivals:
         return replace(self.scenario.planner_config, tokens_per_rank=setting.tokens_per_rank, activations=None)
 
     def _step(self, name: str, way: _Way, number: int) -> Choice:
-        """One step in this way, with as many tokens on a rank as fit; raises CannotRunError where it cannot run."""
+        """Runs one step in this way, with as many tokens on a rank as fit; raises CannotRunError if it cannot run."""
         problem = self._problem(way.setting, number)
         costs, longest = way.setting.costs, max(problem.lengths)
         for _ in range(_ATTEMPTS):
@@ -231,7 +231,7 @@ class Rivals:
         )
 
     def _most_bytes(self, plan: StepPlan, setting: Setting) -> int:
-        """Most bytes beside the states on a rank of the plan, counted for its fullest groups; 0 if bytes are not counted."""
+        """Returns the most bytes besides the states on a rank of the plan, for its fullest groups; 0 if not counted."""
         if not setting.left_bytes:
             return 0
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
@@ -257,9 +257,9 @@ def _lengths(group: SequenceGroup) -> tuple[object, ...]:
 
 
 def predicted_s(plan: StepPlan, costs: CostModel, plain: CostModel) -> tuple[float, float]:
-    """Seconds of a step, and those with gathers, sums and the optimizer, none of them hidden, as for our own plans.
+    """Predicts seconds of a step, without and with gathers, sums and the optimizer, none hidden, as for our own plans.
 
-    plain: costs without replays, by which weights are gathered.
+    plain: costs without replays, for gathers of weights.
     """
     run = evaluate_plan(plan, costs, with_events=False)
     return run.step_s, weight_seconds(plan, plain).range_s(run.step_s, run.once_s, run.ranks)[1]

@@ -1,4 +1,4 @@
-"""Replays the steps of a run: the lengths in its journal, planned again for another machine or with other settings.
+"""Replays the steps of a run: plans the lengths in its journal again for another machine or with other settings.
 
 Called by `hf-longctx replay RUN`; `sim/output/replayed.py` writes the result.
 """
@@ -17,7 +17,7 @@ from hf_longctx.sim.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class PastPlan:
-    """One plan of a run, as its journal tells it. predicted_s: None if nothing had been measured when it was planned."""
+    """One plan of a run, from its journal. predicted_s: None if nothing had been measured before it."""
 
     step: int
     lengths: tuple[int, ...]
@@ -30,7 +30,7 @@ class PastPlan:
 class NewPlan:
     """Prediction for the sequences of a past plan, planned again.
 
-    whole_s: seconds with gathers, sums of gradients and the optimizer, as if nothing hid them.
+    whole_s: seconds with gathers, sums of gradients and the optimizer, none hidden.
     """
 
     layout: str
@@ -40,7 +40,7 @@ class NewPlan:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Plans of a run, and the same sequences planned again; `new` is empty without a scenario to plan them for."""
+    """Plans of a run, and the same sequences planned again. new: empty without a scenario."""
 
     folder: Path
     machine: str
@@ -64,7 +64,7 @@ class Replay:
 
 
 def read_run(folder: Path, num_plans: int) -> Replay:
-    """Reads up to `num_plans` plans, spread evenly over the run; raises ValueError for a journal that does not tell lengths."""
+    """Reads up to `num_plans` plans, spread evenly over the run; raises ValueError for a journal without lengths."""
     journal = read_journal(folder)
     steps = journal.of("step")
     if not steps:
@@ -92,13 +92,13 @@ def replayed(run: Replay, scenario: Scenario) -> Replay:
 
 
 def model_of(folder: Path) -> Path | None:
-    """The config of the model that the run has saved, in its folder or in the newest checkpoint there."""
+    """Returns the saved model's config, in the run's folder or in its newest checkpoint."""
     checkpoints = sorted(folder.glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path for path in (folder / "config.json", *checkpoints) if path.is_file()), None)
 
 
 def dtype_of(folder: Path) -> str:
-    """The type in which the run's activations were saved, as `Request.dtype` names it."""
+    """Returns the dtype of the run's saved activations, as in `Request.dtype`."""
     precision = str(read_journal(folder).of("start")[-1].get("model", {}).get("precision", ""))
     return "float32" if precision == "float32" else "bfloat16"
 

@@ -1,8 +1,7 @@
-"""Read sequence lengths from files, dataset columns or distributions, and draw the steps of a forecast from them.
+"""Reads sequence lengths from files, dataset columns or distributions, and draws the steps of a forecast from them.
 
-Called by `hf-longctx plan --lengths` and by benchmarks.
-
-Reads text files line by line, also gzipped ones, within limits: a small file may unpack to more than memory holds.
+Called by `hf-longctx plan --lengths` and by benchmarks. Text files, also gzipped ones, are read line by line, within limits,
+since a small file may unpack to more than memory holds.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.serialize import parse_json
 
-# bytes that any gzipped file may unpack to; more must be no more than so many times its size, as text, numbers and JSON are
+# bytes to which any gzipped file may unpack; larger ones must have at most this ratio, as text, numbers and JSON have
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 2**26, 50
 _BLOCK_BYTES = 2**20
 
 
 def text_lines(path: Path, most_chars: int = sys.maxsize) -> Iterator[str]:
-    """Lines of a text file with their ends.
+    """Yields lines of a text file with their ends.
 
     Raises ValueError for a file that is no text or unpacks to far more than its size, and for a line above `most_chars`.
     """
@@ -38,7 +37,7 @@ def text_lines(path: Path, most_chars: int = sys.maxsize) -> Iterator[str]:
             _check_unpacked(path)
         with _opened(path) as file:
             number = 0
-            # one character more than allowed, for the end of the line
+            # one character more, for the end of the line
             while line := file.readline(min(most_chars, sys.maxsize - 1) + 1):
                 number += 1
                 if len(line.rstrip("\n")) > most_chars:
@@ -65,7 +64,7 @@ def _opened(path: Path) -> IO[str]:
 
 IntArray = NDArray[np.int64]
 
-# longest length accepted; larger numbers are mistakes, for example ids, byte offsets or hashes
+# largest length; larger numbers are mistakes, for example ids, byte offsets or hashes
 MAX_LENGTH = 1 << 31
 
 _COLUMN_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -77,34 +76,34 @@ _FORMS = (
 )
 _NEEDED = "a list of token ids (integers) or an integer is needed, or text or messages with --tokenizer"
 _EXAMPLE = "lognormal:6.963,1.6 for a median of exp(6.963) = 1057 tokens"
-# most sequences that are drawn without replacement; with more, replacement makes no difference
+# most sequences drawn without replacement; with more, replacement makes no difference
 _MAX_EXPANDED = 20_000_000
 # most draws from a distribution until enough lengths are within the limit
 _MAX_DRAWS = 50
 # characters of the longest line of lengths, and of the longest row with a text or token ids
 _MAX_LINE_CHARS, _MAX_ROW_CHARS = 2**10, 2**28
-# lines of lengths that are turned into numbers at once
+# lines of lengths that are parsed at once
 _BATCH_LINES = 2**16
-# most sequences of one length in a histogram, and most tokens of a workload, which is still an integer of 64 bits
+# most sequences of one length in a histogram, and most tokens of a workload, which fit into 64 bits
 _MAX_COUNT, _MAX_TOKENS = 2**40, 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class UncountedRow:
-    """A text, or the messages of a conversation with its tools, whose tokens a tokenizer counts. `place`: file and line."""
+    """A text, or messages of a conversation with tools, whose tokens a tokenizer must count. place: file and line."""
 
     place: str
     value: Any
     tools: Any = None
 
 
-# gives the number of tokens of every row; 0 leaves the row out
+# returns the number of tokens of every row; 0 for rows to skip
 CountTokens = Callable[[Sequence[UncountedRow]], list[int]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Numbers of sequences (`counts`) with each of the ascending `lengths`; `num_dropped` more were longer than `limit`."""
+    """Numbers of sequences (`counts`) with each of the ascending `lengths`. num_dropped: sequences longer than `limit`."""
 
     source: str
     lengths: IntArray
@@ -125,12 +124,12 @@ class Workload:
         return int(self.lengths[-1])
 
     def quantile(self, share: float) -> int:
-        """The length that this share of the sequences does not exceed."""
+        """Returns the length that this share of the sequences does not exceed."""
         index = int(np.searchsorted(np.cumsum(self.counts), share * self.num_sequences))
         return int(self.lengths[min(index, len(self.lengths) - 1)])
 
     def draw_steps(self, num_steps: int, global_batch: int, seed: int) -> tuple[tuple[int, ...], ...]:
-        """The lengths of up to `num_steps` steps of `global_batch` sequences, no sequence twice, shuffled by `seed`.
+        """Draws the lengths of up to `num_steps` steps of `global_batch` sequences, no sequence twice, shuffled by `seed`.
 
         There are fewer steps if the workload has too few sequences. Raises ValueError if it does not fill one step.
         """
@@ -154,9 +153,9 @@ class Workload:
 def read_workload(
     text: str, limit: int | None = None, num_sampled: int = 0, seed: int = 0, count_tokens: CountTokens | None = None
 ) -> Workload:
-    """The workload that `text` names: a file, a column of a file, or `lognormal:mu,sigma` (then `num_sampled` are drawn).
+    """Reads a workload from a file, a column of a file, or `lognormal:mu,sigma`, from which `num_sampled` are drawn.
 
-    Sequences longer than `limit` are dropped and counted. `count_tokens` counts columns of text and conversations. Raises
+    Sequences longer than `limit` are dropped and counted. count_tokens: counts columns of text and conversations. Raises
     ValueError with file and line for a value that is no length.
     """
     if limit is not None and limit < 1:
@@ -177,7 +176,7 @@ def read_workload(
 
 
 def _split_column(text: str) -> tuple[Path, str]:
-    """Split FILE:COLUMN into path and column; the column is empty if the text as a whole names a file."""
+    """Splits FILE:COLUMN into path and column; the column is empty if the whole text names a file."""
     name, colon, column = text.rpartition(":")
     if not colon or Path(text).exists() or not name.endswith(_COLUMN_SUFFIXES + _TABLE_SUFFIXES):
         return Path(text), ""
@@ -203,7 +202,7 @@ def _collect(source: str, lengths: IntArray, counts: IntArray, limit: int | None
 
 
 def _sample_lognormal(text: str, count: int, seed: int, limit: int) -> IntArray:
-    """Draw lengths until `count` of them are within `limit`; those above it are included."""
+    """Draws lengths until `count` of them are within `limit`; returns longer ones too."""
     words = text.removeprefix("lognormal:").split(",")
     try:
         mean, sigma = (float(word) for word in words)
@@ -223,7 +222,7 @@ def _sample_lognormal(text: str, count: int, seed: int, limit: int) -> IntArray:
 
 
 def _read_text(path: Path) -> tuple[IntArray, IntArray]:
-    """Lengths and counts of a file with one length per line, or with a length and a count per line."""
+    """Reads lengths and counts of a file with one length per line, or with a length and a count per line."""
     numbered = enumerate(_lines(path, _MAX_LINE_CHARS), 1)
     lines: Iterator[tuple[int, str]] = ((number, line) for number, line in numbered if line.strip())
     first = list(itertools.islice(lines, 1))
@@ -239,7 +238,7 @@ def _read_text(path: Path) -> tuple[IntArray, IntArray]:
 
 def _lengths_of_lines(path: Path, lines: Sequence[tuple[int, str]]) -> IntArray:
     try:
-        # one fast call if all lines are numbers, because files with millions of lines are common
+        # one fast call if all lines are numbers, since files with millions of lines are common
         lengths = np.array([line.strip() for _, line in lines], dtype=np.int64)
         if lengths.min() >= 1 and lengths.max() <= MAX_LENGTH:
             return lengths
@@ -286,7 +285,7 @@ def _column_lengths(path: Path, column: str, count_tokens: CountTokens | None) -
 
 
 def _table_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
-    """The numbers (or, with a tokenizer, texts) in one column of a table with a header line, separated by commas or tabs."""
+    """Reads numbers (or, with a tokenizer, texts) from one column of a CSV or TSV file with a header line."""
     csv.field_size_limit(_MAX_ROW_CHARS)
     reader = csv.DictReader(_lines(path, _MAX_ROW_CHARS), delimiter="\t" if ".tsv" in path.suffixes else ",")
     try:
@@ -301,7 +300,7 @@ def _table_lengths(path: Path, column: str, count_tokens: CountTokens | None) ->
 
 
 def _json_rows(path: Path, column: str) -> Iterator[UncountedRow]:
-    """Every row of a JSON Lines file or a JSON file with rows, with the value of the column."""
+    """Yields every row of a JSON Lines file or a JSON file with rows, with the value of the column."""
     rows: Iterable[tuple[str, Any]]
     if ".jsonl" in path.suffixes:
         texts = ((f"line {i}", line) for i, line in enumerate(_lines(path, _MAX_ROW_CHARS), 1) if line.strip())
@@ -356,7 +355,7 @@ def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) 
 
 
 def _lengths_of(rows: Iterable[UncountedRow], column: str, count_tokens: CountTokens | None) -> IntArray:
-    """Lengths of rows that hold lengths or token ids, or texts and conversations if there is a tokenizer to count them."""
+    """Returns lengths of rows with lengths or token ids or, with a tokenizer, with texts and conversations."""
     lengths, uncounted = [], []
     for row in rows:
         kind = "text" if isinstance(row.value, str) else "conversations" if _is_conversation(row.value) else ""

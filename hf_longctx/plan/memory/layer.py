@@ -242,7 +242,7 @@ class LayerBytes:
         return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
 
     def _norm(self, saves_output: bool) -> int:
-        """Returns bytes per token that a norm and the scales of a residual save in a replay. In fp32 the residual is its input."""
+        """Returns bytes per token of a norm and the scales of a residual in a replay. In fp32 the residual is its input."""
         d, _, _, _ = self._sizes
         saved = d + (d if saves_output else 0) if self.tiles_norms else norm_bytes(self.model, saves_output)
         return saved + scale_bytes(self.model)

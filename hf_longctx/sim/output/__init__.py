@@ -1,1 +1,1 @@
-"""Write forecasts and simulations as text, JSON and pictures."""
+"""Writes forecasts and simulations as text, JSON and pictures."""

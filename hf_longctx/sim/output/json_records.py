@@ -1,4 +1,4 @@
-"""Convert forecasts and simulations to JSON records, and read plan and cost model back.
+"""Converts forecasts and simulations to JSON records, and reads plan and cost model back.
 
 The command line prints the records (--json) and reads them again for `hf-longctx simulate` and `hf-longctx show`.
 """
@@ -31,7 +31,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 
 
 def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str, Any]:
-    """The forecast as plain data; "plan", "estimate" and "baselines" describe the first step, "mean" averages all steps."""
+    """Returns the forecast as plain data; "plan", "estimate" and "baselines" are for the first step, "mean" for all steps."""
     scenario, first = forecast.scenario, forecast.steps[0] if forecast.steps else None
     return {
         "hf_longctx": __version__,
@@ -77,7 +77,7 @@ def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str,
 
 
 def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> dict[str, Any]:
-    """Seconds and shares of a simulated step, and seconds and peak bytes of every rank."""
+    """Returns seconds and shares of a simulated step, and seconds and peak bytes of every rank."""
     shares = {name.replace("_s", "_share"): execution.share(name) for name in ("compute_s", "exchange_s", "idle_s")}
     peaks = peak_bytes(plan, execution, costs, memory)
     ranks = [
@@ -90,7 +90,7 @@ def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, mem
 
 
 def _weights_record(of: Execution | Forecast) -> dict[str, float]:
-    """Seconds of gathers of weights and of sums of gradients, which `step_s` leaves out, and those of a step with them."""
+    """Returns seconds of gathers of weights and sums of gradients, which `step_s` excludes, and of a step with them."""
     least_s, most_s = of.range_s
     weights = of.weights
     parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s, "away_s": weights.away_s}
@@ -167,7 +167,7 @@ def _choice_record(choice: Choice) -> dict[str, Any]:
 
 
 def cost_model_record(costs: CostModel, memory: DeviceMemory) -> dict[str, Any]:
-    """Cost model and device memory as plain data, so that `simulate` needs only the file."""
+    """Returns cost model and device memory as plain data, so that `simulate` needs only the file."""
     return {
         **dataclasses.asdict(costs),
         "memory": {name: value for name, value in dataclasses.asdict(memory).items() if name != "model"},
@@ -186,7 +186,7 @@ class PlanFile:
 
 
 def read_plan_file(text: str) -> PlanFile:
-    """Read a plan as `plan_to_json` writes it, or a forecast with its cost model; raises ValueError naming the wrong field."""
+    """Reads a plan from `plan_to_json`, or a forecast with its cost model; raises ValueError naming a wrong field."""
     data = parse_json(text, "the file")
     if not isinstance(data, Mapping) or "cost_model" not in data:
         return PlanFile(plan_from_json(text))
@@ -227,7 +227,7 @@ def _cost_model(record: Mapping[str, Any], model: ModelSpec) -> CostModel:
 
 
 def _fields(kind: type, data: Any, path: str, leave: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of `data` for a `kind`, except `leave`; ValueError if one is missing, unknown or of the wrong type."""
+    """Returns the fields of `data` for a `kind`, except `leave`; ValueError if one is missing, unknown or of a wrong type."""
     record = dict(_object(data, path))
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in leave}
     lists = {field.name for field in dataclasses.fields(kind) if isinstance(field.default, tuple)}

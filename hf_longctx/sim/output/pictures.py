@@ -1,4 +1,4 @@
-"""Write forecasts and simulations as files in a folder: JSON, text, traces and pictures (matplotlib, the extra `plot`).
+"""Writes forecasts and simulations as files in a folder: JSON, text, traces and pictures (matplotlib, the extra `plot`).
 
 Called by the command line for option --output.
 """
@@ -22,7 +22,7 @@ _SHADES = ("#d0e1f2", "#a6cbe3", "#6eaed6", "#4292c6", "#2171b5", "#0b559f", "#0
 
 
 def write_forecast(forecast: Forecast, folder: Path) -> None:
-    """Write plan.json and report.txt, and if there are steps timeline.png, trace.json and lengths.png; creates the folder."""
+    """Writes plan.json and report.txt, and for steps timeline.png, trace.json and lengths.png; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(forecast_record(forecast), indent=2) + "\n")
     (folder / "report.txt").write_text(forecast_text(forecast) + "\n")
@@ -35,7 +35,7 @@ def write_forecast(forecast: Forecast, folder: Path) -> None:
 
 
 def write_execution(plan: StepPlan, execution: Execution, text: str, folder: Path) -> None:
-    """Write report.txt, timeline.png and trace.json of a simulated plan; creates the folder."""
+    """Writes report.txt, timeline.png and trace.json of a simulated plan; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(text + "\n")
     title = f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens on {plan.num_ranks} ranks"
@@ -43,13 +43,13 @@ def write_execution(plan: StepPlan, execution: Execution, text: str, folder: Pat
 
 
 def write_timeline(execution: Execution, title: str, folder: Path) -> None:
-    """Write timeline.png and trace.json, which chrome://tracing and Perfetto open."""
+    """Writes timeline.png and trace.json, which chrome://tracing and Perfetto open."""
     (folder / "trace.json").write_text(chrome_trace(execution.events))
     save_png_timeline({"predicted": execution.events}, title, folder / "timeline.png")
 
 
 def save_png_lengths(forecast: Forecast, path: Path) -> None:
-    """Write bar charts of sequences and tokens by length (logarithmic axis); bars are split by the degrees of their groups."""
+    """Writes bar charts of sequences and tokens by length (logarithmic axis), with bars split by degree."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,7 +68,7 @@ def save_png_lengths(forecast: Forecast, path: Path) -> None:
 
 
 def _draw_shares(axes: Any, bins: tuple[LengthBin, ...], what: str) -> None:
-    """Draw each bin's share of all sequences or tokens as a bar, stacked by degree."""
+    """Draws each bin's share of all sequences or tokens as a bar, stacked by degree."""
     degrees = sorted({degree for one in bins for degree, _, _ in one.by_degree})
     column = 1 if what == "sequences" else 2
     total = sum(entry[column] for one in bins for entry in one.by_degree)
@@ -79,7 +79,7 @@ def _draw_shares(axes: Any, bins: tuple[LengthBin, ...], what: str) -> None:
         axes.bar(range(len(bins)), heights, bottom=bottoms, width=0.92, color=shade, label=str(degree), linewidth=0)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_ylabel(f"% of {what}")
-    # the edges of bins, powers of two, lie between the bars
+    # the edges of bins, powers of two, are between the bars
     edges = [*(one.low for one in bins), bins[-1].high]
     axes.set_xticks([index - 0.5 for index in range(len(edges))], [_power(edge) for edge in edges], fontsize=8)
     axes.set_xlim(-0.6, len(bins) - 0.4)
@@ -87,7 +87,7 @@ def _draw_shares(axes: Any, bins: tuple[LengthBin, ...], what: str) -> None:
 
 
 def _power(number: int) -> str:
-    """A power of two in short: 1024 as 1K, 2^20 as 1M."""
+    """Formats a power of two: 1024 as 1K, 2^20 as 1M."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if number >= unit:
             return f"{number // unit}{letter}"
@@ -95,6 +95,6 @@ def _power(number: int) -> str:
 
 
 def check_pictures() -> None:
-    """Raise ValueError if matplotlib is not installed; cheap, so that it can be called before a long run."""
+    """Raises ValueError if matplotlib is not installed; cheap, so that it can be called before a long run."""
     if find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib, which is not installed; pip install matplotlib, or leave --output out")

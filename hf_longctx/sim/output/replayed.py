@@ -12,7 +12,7 @@ _HEAD = ("step", "sequences", "tokens", "longest", "measured", "predicted then",
 
 
 def replay_sections(replay: Replay) -> list[list[str]]:
-    """A table of the plans then and now, and their sums."""
+    """Makes a table of old and new plans, and their sums."""
     shown = f"{len(replay.past)} of {replay.num_plans} plans"
     heading = f"REPLAY of {replay.folder}: {shown}, {replay.num_tokens:,} tokens, on {replay.machine}"
     if (scenario := replay.scenario) is None:
@@ -28,7 +28,7 @@ def replay_sections(replay: Replay) -> list[list[str]]:
 
 
 def replay_record(replay: Replay) -> dict[str, Any]:
-    """The replay as plain data."""
+    """Returns the replay as plain data."""
     record: dict[str, Any] = {
         "run": str(replay.folder),
         "machine": replay.machine,
@@ -76,7 +76,7 @@ def _sums(replay: Replay) -> list[str]:
 
 
 def _error(replay: Replay) -> str:
-    """How far the predictions of that time were off, where there were any."""
+    """Describes the errors of the run's own predictions, if there were any."""
     known = [(plan.predicted_s, plan.measured_s) for plan in replay.past if plan.predicted_s is not None]
     if not known:
         return ""

@@ -1,4 +1,4 @@
-"""Answer a forecast in some ten lines: how long a sequence may be, what a step takes and costs, and what to do next.
+"""Summarises a forecast in some ten lines: the longest sequence, time and price of a step, and what to do next.
 
 Called by `hf-longctx plan`; `text.py` writes all tables.
 """
@@ -17,12 +17,12 @@ from hf_longctx.sim.scenario import Scenario, optimizer_of
 
 _GIB = 2**30
 _MOST_LONGER = 3
-# seconds of two ways closer than this share are called equal
+# largest relative difference of seconds that are called equal
 _EQUAL = 5e-3
 
 
 def answer(forecast: Forecast) -> str:
-    """The first sentence: the most tokens of a sequence that a run would accept, and the seconds of a step with one."""
+    """Makes the first sentence: the most tokens of a sequence that a run would accept, and seconds of a step with it."""
     return (
         f"You can train sequences up to {forecast.scenario.longest_tokens:,} tokens; a step with one takes "
         f"{duration(forecast.at_limit_s)}."
@@ -30,13 +30,13 @@ def answer(forecast: Forecast) -> str:
 
 
 def forecast_summary(forecast: Forecast, price: Price | None = None) -> str:
-    """The answer, what it rests on, and the next command. price: of a GPU hour, if one is known."""
+    """Makes the answer, its basis, and the next command. price: of a GPU hour, if known."""
     rows = "\n".join(f"  {name:<8} {text}" for name, text in summary_rows(forecast, price))
     return f"{answer(forecast)}\n{rows}"
 
 
 def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str]]:
-    """Facts that the answer rests on, as pairs of a name and a line."""
+    """Returns the facts behind the answer, as pairs of a name and a line."""
     scenario = forecast.scenario
     rows = [("model", _where(scenario)), *_steps(forecast), *_money(forecast, price), ("memory", _memory(forecast))]
     if scenario.kept_because:
@@ -60,7 +60,7 @@ def _where(scenario: Scenario) -> str:
 
 
 def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    """Lines about the planned steps: the data, the seconds of a step and an epoch, and the best other system."""
+    """Makes lines about the planned steps: the data, seconds of a step and an epoch, and the best other system."""
     workload = forecast.workload
     if workload is None:
         return
@@ -90,7 +90,7 @@ def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def epoch_steps(forecast: Forecast) -> int:
-    """Steps of an epoch; 0 if the lengths are drawn from a distribution, which has no end, or if there are none."""
+    """Returns the steps of an epoch; 0 if lengths are drawn from a distribution, which has no end, or if there are none."""
     workload = forecast.workload
     if workload is None or workload.source.startswith("lognormal"):
         return 0
@@ -127,7 +127,7 @@ def _states(forecast: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def state_words(memory: DeviceMemory) -> str:
-    """The bytes of a parameter that is trained, with their purposes; empty for adapters, whose states are small."""
+    """Describes the bytes of a trained parameter by purpose; empty for adapters, whose states are small."""
     model = memory.model
     if memory.lora_rank:
         return ""
@@ -146,13 +146,13 @@ def state_words(memory: DeviceMemory) -> str:
         else:
             parts += [*(few_bits or [("two bf16 moments of Adam", 4)]), ("fp32 sum of gradients", 4)]
     total = sum(count for _, count in parts)
-    # an fp32 copy and two moments, and pinned memory through which weight and gradient pass
+    # an fp32 copy and two moments, and pinned memory for copies of weight and gradient
     on_host = f"; {12 + 2 * model.bytes_per_element} more on the host" if model.updates_on_host else ""
     return f"{total:g} bytes a parameter: " + " + ".join(f"{count} {name}" for name, count in parts) + on_host
 
 
 def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    """Changes that would hold longer sequences, by the options of this command; larger devices are no option.
+    """Lists options of this command that would allow longer sequences, without larger devices.
 
     With lengths, which fit, only another way of holding the states is named.
     """
@@ -187,10 +187,9 @@ def _next(forecast: Forecast) -> Iterator[tuple[str, str]]:
 
 
 def run_settings(scenario: Scenario) -> dict[str, str]:
-    """Settings with which a run trains what was forecast, as lines of the YAML file of a recipe; those at a run's default are
-    left out.
+    """Returns settings of a run as forecast, as lines of a recipe's YAML file, without those at a run's default.
 
-    A run without one of them may have less room, and would then refuse the longest sequence.
+    Without one of them, a run may have less room and refuse the longest sequence.
     """
     memory, placement, model = scenario.memory, scenario.placement, scenario.memory.model
     is_half, is_sharded = model.bytes_per_element == 2, placement.parameters != "replicated"
@@ -200,7 +199,7 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
     lines = {
         "max_length": str(scenario.longest_tokens),
         "rope_scaling": "yarn" if extends else "",
-        # recipes load weights in fp32 unless they are told otherwise
+        # recipes load weights in fp32 by default
         "dtype": "bfloat16" if is_half else "",
         "lora_rank": str(memory.lora_rank or ""),
         "load_in_4bit": "" if model.packed.is_empty else "true",
@@ -211,12 +210,12 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "optim_args": "bf16_stochastic_round=True" if is_half and model.moment_bytes and not model.has_master_weights else "",
         "optimizer_states": "host" if model.updates_on_host else "",
         "layer_weights": "host" if model.layers_on_host else "",
-        # copies on the host are in fp32 whatever this says
+        # copies on the host are always in fp32
         "fp32_master_weights": "false"
         if is_half and not (model.has_master_weights or model.updates_on_host or memory.lora_rank)
         else "",
         "activations": "keep" if memory.keeps_everything and not memory.is_measured else "",
-        # a run takes no more than 64 GiB unless it is told to
+        # a run takes at most 64 GiB by default
         "host_gib": f"{math.ceil(memory.host_bytes / _GIB * 100) / 100:g}" if offloads else "",
         "method": "" if placement.method == "auto" else placement.method,
         "degrees": "" if placement.degrees == defaults else str(list(placement.degrees)),

@@ -1,7 +1,4 @@
-"""Tables of reports: lines of text with aligned columns, which a terminal may draw in its own way.
-
-Tables of the models and the hardware that forecasts know by name.
-"""
+"""Makes tables of reports, with aligned columns, and tables of the models and hardware that forecasts know by name."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ class Table(str):
 
     @classmethod
     def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-        """The table of these cells; every row has as many as the header."""
+        """Makes a table of these cells; every row has as many as the header."""
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
         lines = []
         for row in (head, *rows):
@@ -35,7 +32,7 @@ class Table(str):
 
 
 def as_text(sections: Sequence[Sequence[str]]) -> str:
-    """Sections of lines and tables as plain text, with an empty line between sections."""
+    """Formats sections of lines and tables as plain text, with an empty line between sections."""
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -43,7 +40,7 @@ _GIB = 2**30
 
 
 def model_table() -> Table:
-    """Names of the catalogue, with the billions of parameters and the positions of each."""
+    """Lists the catalogue, with billions of parameters and positions."""
     specs = {name: named_model(name) for name in model_names()}
     rows = [
         (name, f"{spec.num_parameters / 1e9:.1f}", str(spec.num_layers), f"{spec.max_positions:,}", "")
@@ -53,7 +50,7 @@ def model_table() -> Table:
 
 
 def hardware_table() -> Table:
-    """Shipped profiles, with the memory of a device and its share of the host's, the price of an hour, and measured models."""
+    """Lists shipped profiles, with memory of a device and its share of the host's, price of an hour, and measured models."""
     rows = []
     for name in profile_names():
         profile = read_profile(name)

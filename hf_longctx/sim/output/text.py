@@ -1,10 +1,7 @@
-"""Write forecasts and simulations as text, for a reader who has to choose hardware and settings.
+"""Writes forecasts and simulations as text, for a reader who has to choose hardware and settings.
 
-Called by `hf-longctx plan` and `hf-longctx simulate`.
-
-Histogram of the planned sequences: each bin spans a factor of two in length and lists the degrees that its sequences run on.
-
-Used by the report, the JSON record and the picture of a forecast.
+Called by `hf-longctx plan` and `hf-longctx simulate`. The histogram of planned sequences (`length_bins`), also used by the JSON
+record and the picture of a forecast, has bins of a factor of two in length, each with the degrees of its sequences.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class LengthBin:
 
 
 def length_bins(forecast: Forecast) -> tuple[LengthBin, ...]:
-    """All bins from the shortest to the longest planned sequence, including empty ones; none without steps."""
+    """Returns all bins from the shortest to the longest planned sequence, including empty ones; none without steps."""
     counts, tokens = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for length, group in forecast.placed_lengths():
         key = (length.bit_length() - 1, group.degree)
@@ -65,13 +62,13 @@ def length_bins(forecast: Forecast) -> tuple[LengthBin, ...]:
 _GIB = 2**30
 # characters of the longest bar
 _BAR = 30
-# most micro-batches that are listed
+# most micro-batches to list
 _MAX_ROWS = 16
 # share of the tokens below which the shortest bins are merged
 _FEW = 1e-3
-# relative difference in tokens up to which ranks that are alike otherwise share a row
+# largest relative difference in tokens of otherwise equal ranks that share a row
 _FEW_TOKENS = 0.01
-# relative difference in seconds below which two plans count as equal
+# largest relative difference in seconds of plans that count as equal
 _EQUAL = 5e-3
 # meaning of the names of checkpointings
 _CHECKPOINTING_NOTE = (
@@ -81,12 +78,12 @@ _CHECKPOINTING_NOTE = (
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """The whole report: answer, step, layout with reasons, lengths, baselines, alternatives, memory, and longest sequence."""
+    """Writes the whole report: answer, step, layout with reasons, lengths, baselines, alternatives, memory, longest sequence."""
     return as_text(forecast_sections(forecast))
 
 
 def forecast_sections(forecast: Forecast) -> list[list[str]]:
-    """Sections of the report, each a list of lines and tables."""
+    """Makes the sections of the report, each a list of lines and tables."""
     sections = [[answer(forecast), *_head(forecast)]]
     if forecast.steps:
         sections += [_step(forecast), _why(forecast), _lengths(forecast), _baselines(forecast), _rejected(forecast)]
@@ -198,7 +195,7 @@ def _lengths(forecast: Forecast) -> list[str]:
 
 
 def _fold_start(bins: Sequence[LengthBin]) -> list[LengthBin]:
-    """Merge the bins of the shortest sequences as long as they hold almost none of the tokens."""
+    """Merges the bins of the shortest sequences as long as they have almost none of the tokens."""
     folded, total = list(bins), sum(one.num_tokens for one in bins)
     while len(folded) > 1 and folded[0].num_tokens + folded[1].num_tokens < _FEW * total:
         folded[:2] = [LengthBin(folded[0].low, folded[1].high, folded[0].by_degree + folded[1].by_degree)]
@@ -211,7 +208,7 @@ def _baselines(forecast: Forecast) -> list[str]:
     ours, memory = forecast.step_s, forecast.scenario.memory
     keeps = memory.keeps_everything
     settings = "degree and micro-batch" if keeps else "degree, micro-batch and checkpointing"
-    # gathers of weights, sums and the optimizer are known only where nothing was measured
+    # gathers of weights, sums and the optimizer are known only if nothing was measured
     has_most = any(choice.most_s > choice.step_s for choice in forecast.baselines)
     gap = f"{forecast.gap:.1%} above the bound"
     own = ["this plan", duration(ours), *([duration(forecast.whole_step_s)] if has_most else []), "", gap]
@@ -235,7 +232,7 @@ def _rejected(forecast: Forecast) -> list[str]:
         return []
     ours = forecast.steps[0].execution.step_s
     impossible = [choice for choice in forecast.alternatives if choice.degree and not choice.is_possible]
-    # one row for all degrees that are too small, with the reason of the largest of them
+    # one row for all degrees that are too small, with the reason of the largest one
     rows = [_choice_row(replace(choice, name=f"all groups of {choice.degree} or fewer"), ours) for choice in impossible[-1:]]
     rows += [_choice_row(choice, ours) for choice in forecast.alternatives if choice not in impossible]
     return [f"REJECTED  for the first step, against {duration(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
@@ -267,7 +264,7 @@ def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:
 
 
 def _reserved(scenario: Scenario) -> list[tuple[str, str, str]]:
-    """Rows for the bytes of a device that plans leave free: communicators on devices that have them, and the rest."""
+    """Makes rows for device bytes outside of plans: communicators, if there are any, and the rest."""
     memory, placement, costs = scenario.memory, scenario.placement, scenario.costs
     kept = memory.device_bytes - memory.usable_bytes
     if costs.cluster.hardware.name == GENERIC_CPU.name or costs.cluster.num_ranks == 1:
@@ -319,7 +316,7 @@ def _memory(forecast: Forecast) -> list[str]:
 
 
 def _use_lines(use: MemoryUse) -> list[str]:
-    """Lines that say what a step does with activations, and why."""
+    """Makes lines about a step's treatment of activations, and its reason."""
     counts = [(use.num_kept, "wholly kept"), (use.num_tiled, "kept with the loss in tiles"), (use.num_chosen, "under policies")]
     phrases = [f"{counted(count, 'group')} {how}" for count, how in counts if count]
     if use.num_chosen:
@@ -368,7 +365,7 @@ def _longest(forecast: Forecast) -> list[str]:
 
 
 def _switches(forecast: Forecast) -> list[str]:
-    """Rows for the switches of the activation engine that lengthen sequences; beside some, the same if attention is kept."""
+    """Makes rows for switches of the activation engine that allow longer sequences; some also with attention kept."""
     rows: list[list[str]] = []
     most, gains = -1, True
     for row in forecast.longest:
@@ -383,12 +380,12 @@ def _switches(forecast: Forecast) -> list[str]:
 
 
 def execution_text(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> str:
-    """The report of a simulated step: seconds, shares, and a row per rank; consecutive ranks that are alike share one."""
+    """Writes the report of a simulated step: seconds, shares, and a row per rank; consecutive equal ranks share a row."""
     return as_text([execution_lines(plan, execution, costs, memory)])
 
 
 def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memory: DeviceMemory) -> list[str]:
-    """Lines and the table of `execution_text`. Seconds are as exact as the step's."""
+    """Makes lines and the table of `execution_text`. Seconds have the decimals of the step's."""
     # first and last rank of a row, its most tokens, and its other cells
     folded: list[tuple[int, int, int, tuple[str, ...]]] = []
     peaks, weights = peak_bytes(plan, execution, costs, memory), execution.weights
@@ -419,7 +416,7 @@ def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memo
 
 
 def _beside(seconds: float, whole_s: float) -> str:
-    """Seconds in the unit and with the decimals in which `duration` shows a whole of which they are a part."""
+    """Formats seconds with the unit and decimals of `duration` for a larger whole."""
     number, _, unit = duration(whole_s).partition(" ")
     if unit not in ("s", "ms"):
         return duration(round(seconds)) if round(seconds) >= 60 else f"{round(seconds)} s"
@@ -439,7 +436,7 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
 
 
 def _weights_lines(weights: WeightSeconds, range_s: tuple[float, float]) -> list[str]:
-    """A line about gathers of weights, sums of gradients and the optimizer, which no other seconds of the tables contain."""
+    """Makes a line about gathers of weights, sums of gradients and the optimizer, which other seconds do not include."""
     from_host = ", with copies of shards from the host," if weights.away_s else ""
     parts = [f"gathers of sharded weights{from_host} take {duration(weights.gather_s)}"] if weights.gather_s else []
     parts += [f"sums of gradients over copies take {duration(weights.sum_s)}"] if weights.sum_s else []
@@ -454,7 +451,7 @@ def _weights_lines(weights: WeightSeconds, range_s: tuple[float, float]) -> list
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """One line for each micro-batch, up to `_MAX_ROWS`."""
+    """Makes one line per micro-batch, up to `_MAX_ROWS`."""
     lines = [f"    {word}" for word in words[:_MAX_ROWS]]
     return [*lines, f"    ... {len(words) - _MAX_ROWS} more"] if len(words) > _MAX_ROWS else lines
 
