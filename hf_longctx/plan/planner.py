@@ -46,6 +46,7 @@ from hf_longctx.plan.groups.placement import (
     with_idle_ranks,
 )
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
+from hf_longctx.plan.pipeline.lending import lent_plans
 from hf_longctx.plan.pipeline.search import PipelineSearch
 from hf_longctx.plan.predict.bounds import MemoryLimitedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
@@ -98,7 +99,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     if len(config.stages) > 1:
         search = PipelineSearch(step, lengths, planning)
         plan = search.plan()
-        fitting = [(plan, "pipelines"), *((lent, "pipelines, lent") for lent in search.lent_plans(plan))]
+        fitting = [(plan, "pipelines"), *((lent, "pipelines, lent") for lent in lent_plans(search, plan))]
         lower_bound_s = search.staged.lower_bound_s()
     else:
         check_degrees(config.degrees, costs.cluster.num_ranks, costs.model.num_heads, costs.method)

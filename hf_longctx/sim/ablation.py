@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_counts
+from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
-from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, Ranges, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import plainest_shape

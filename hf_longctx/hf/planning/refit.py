@@ -14,7 +14,7 @@ from statistics import median
 
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.plan.core.sharding import is_lent
+from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import WHOLE_MODEL, CostModel, ModelPart, num_tiles
 from hf_longctx.plan.cost.fitting import ChunkSample, Fit, PassSample, fit_coefficients, scaled_coefficients

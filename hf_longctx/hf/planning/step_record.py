@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples, pass_samples
-from hf_longctx.plan.core.sharding import held_tokens, is_lent, rank_pieces, shard_tokens
+from hf_longctx.plan.core.lending import is_lent
+from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel

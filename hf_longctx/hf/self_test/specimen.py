@@ -38,7 +38,8 @@ from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy
-from hf_longctx.plan.core.sharding import Piece, head_shares, is_lent, lent_order, lent_pieces, rank_pieces, running_stages
+from hf_longctx.plan.core.lending import is_lent, lent_order, lent_pieces, running_stages
+from hf_longctx.plan.core.sharding import Piece, head_shares, rank_pieces
 from hf_longctx.plan.core.types import Action, LayerRange, SequenceGroup, StepPlan
 from hf_longctx.plan.setup import Setup
 from hf_longctx.runtime.attention.context import GroupContext
@@ -47,7 +48,7 @@ from hf_longctx.runtime.core.dropout import keys_of
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, ValueLoss, custom_losses, wide_logits
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.experts import spread_experts
-from hf_longctx.runtime.execution.lent_round import block_of
+from hf_longctx.runtime.execution.lending import block_of
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span
+from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,49 +338,3 @@ def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -
     if most >= per_kv:
         return most // per_kv * per_kv
     return max(size for size in range(1, most + 1) if per_kv % size == 0)
-
-
-def lent_pieces(num_tokens: int, num_positions: int, num_stages: int) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-    """Returns pieces by `[stage][position]` of a slice that several stages run: each position's shard, cut in zigzag.
-
-    `start` counts from the start of the slice. Raises ValueError if a rank would get no token.
-    """
-    shards = even_shards(num_tokens, num_positions)
-    if min(shards) < num_stages:
-        raise ValueError(
-            f"a slice of {num_tokens} tokens cannot be run by {num_stages} stages of {num_positions} rank(s); give it at "
-            f"least {num_stages * num_positions} tokens, or lend it no ranks"
-        )
-    by_position = []
-    for first, count in zip((0, *accumulate(shards)), shards, strict=False):
-        blocks = block_pieces(Chunk(0, (Span(0, 0, count),)), GroupShape(num_stages))
-        by_position.append(
-            [tuple(replace(piece, start=first + piece.start, stop=first + piece.stop) for piece in block) for block in blocks]
-        )
-    return tuple(zip(*by_position, strict=True))
-
-
-def is_lent(group: SequenceGroup) -> bool:
-    """Whether ranks of other stages are lent to any chunk of the group."""
-    return any(action.lenders for stage in group.stages for action in stage.actions)
-
-
-def running_stages(action: Action) -> tuple[int, ...]:
-    """Returns the stages whose ranks run an action together, in order."""
-    return tuple(sorted({action.stage, *(stage for stage, _ in action.lenders)}))
-
-
-def lent_order(group: SequenceGroup) -> tuple[tuple[Action, ...], ...]:
-    """Returns forwards and backwards of every stage's ranks in order: their own and those to which they are lent.
-
-    Slices with lenders from later stages come first, then slices without lenders, then those with lenders from earlier stages;
-    the backwards run in reverse.
-    """
-
-    def order(action: Action) -> tuple[int, int, int]:
-        phase = 1 if not action.lenders else 0 if action.lenders[0][0] > action.stage else 2
-        return phase, action.stage, action.chunk
-
-    actions = sorted((action for stage in group.stages for action in stage.actions), key=order)
-    passes = [action for action in actions if action.kind == "F"] + [action for action in actions[::-1] if action.kind == "B"]
-    return tuple(tuple(action for action in passes if stage.stage in running_stages(action)) for stage in group.stages)

@@ -20,6 +20,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
+from hf_longctx.plan.core.lending import lender_fault
 from hf_longctx.plan.core.messages import shortened
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import (
@@ -87,8 +88,8 @@ def _check_compute(
             raise _fault(name, group, stage, index, f"does not belong to stage {stage.stage}")
         if not 0 <= action.chunk < num_chunks or not 0 <= action.part < num_parts:
             raise _fault(name, group, stage, index, "names a chunk or part that does not exist")
-        if action.lenders:
-            _check_lenders(plan, name, group, stage, index)
+        if action.lenders and (fault := lender_fault(plan, action)):
+            raise _fault(name, group, stage, index, fault)
         key = (action.kind, action.part, action.chunk)
         if key in done:
             raise _fault(name, group, stage, index, "runs twice")
@@ -123,19 +124,6 @@ def _slice_neighbours(group: SequenceGroup) -> dict[tuple[str, int], list[int]]:
             neighbours["F", later].append(earlier)
             neighbours["B", earlier].append(later)
     return neighbours
-
-
-def _check_lenders(plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, index: int) -> None:
-    action = stage.actions[index]
-    if action.kind not in ("F", "B"):
-        raise _fault(name, group, stage, index, "has lenders, but only F and B can be lent ranks")
-    if len(set(action.lenders)) != len(action.lenders):
-        raise _fault(name, group, stage, index, "names a lender twice")
-    for lender_stage, position in action.lenders:
-        if lender_stage == stage.stage or not 0 <= lender_stage < plan.num_stages:
-            raise _fault(name, group, stage, index, f"names lender stage {lender_stage}, which must be another stage of the plan")
-        if not 0 <= position < plan.ranks_per_stage:
-            raise _fault(name, group, stage, index, f"names lender position {position}, but a stage has {plan.ranks_per_stage}")
 
 
 def _fault(name: str, group: SequenceGroup, stage: StagePlan, index: int, text: str) -> PlanError:

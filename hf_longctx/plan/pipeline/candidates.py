@@ -180,8 +180,7 @@ class _CandidateSearch:
     that accurate. most_layouts: layouts that are simulated. fitting_cuts, most_cuts: for each group, cuts that fit before the
     simulation stops, and cuts that it tries before it gives up.
 
-    least_memory_slices: numbers of slices to try where memory is short. lent_slices: most slices per stage where stages lend
-    ranks; with more slices, idle time is too small a share to save.
+    least_memory_slices: numbers of slices to try where memory is short.
     """
 
     doubt: float = 0.95
@@ -189,7 +188,6 @@ class _CandidateSearch:
     fitting_cuts: int = 2
     most_cuts: int = 5
     least_memory_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
-    lent_slices: int = 4
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -343,18 +341,6 @@ class Candidates:
         if most > 1 and not self._share_blocks([own, *([own] if degree < staged.ranks_per_stage else [])]):
             yield self.micro_batch([own], {own: self._chunks(own, most)}).groups[0]
         yield self.micro_batch([own], {own: (Chunk(0), Chunk(1, (Span(sequence, 0, length),)))}).groups[0]
-
-    def alone(self, sequence: int) -> list[Candidate]:
-        """Pipelines of this sequence alone on the largest group, in few slices, for stages that lend ranks.
-
-        Their seconds are not estimated (nan).
-        """
-        staged, degree = self.staged, self.staged.degrees[-1]
-        group, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
-        [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
-        can_lend = staged.shapes[degree].num_blocks == 1 and length <= staged.longest[degree]
-        most = min(length // degree, _CANDIDATES.lent_slices * staged.num_stages) if can_lend else 0
-        return self.sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
 
     def sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:
         """Candidates with the longest sequence of every group in each of these numbers of slices; equal ones are made once."""

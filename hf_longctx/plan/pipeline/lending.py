@@ -1,4 +1,4 @@
-"""Decides where lending ranks pays (`lent_slices.py`): in the first slices of a long sequence, the last, both or none.
+"""Decides where lending ranks pays: in the first slices of a long sequence, the last, both or none.
 
 Predictions assume that every rank has the weights of all stages, as with adapters, whose frozen base weights every rank can keep;
 the runtime executes no other case. Lending in the first slices alone is tried too, since only the last slices need the keys and
@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from hf_longctx.plan.core.lending import lent_order, running_stages
 from hf_longctx.plan.core.orders import families
-from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.groups.placement import PlacedGroup, with_idle_ranks
+from hf_longctx.plan.pipeline.candidates import Candidate, Candidates
+from hf_longctx.plan.pipeline.search import PipelineSearch
+from hf_longctx.plan.pipeline.staged_step import CUTS
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.lending import lent_group
 
@@ -23,12 +27,58 @@ Fits = Callable[[StepPlan, Evaluation], bool]
 
 
 @dataclass(frozen=True, slots=True)
+class LendingConstants:
+    """Constants of the search for plans with lent ranks."""
+
+    # sequences of a step that may get a micro-batch of their own to be lent ranks
+    most_alone: int = 2
+    # most slices per stage; with more, idle time is too small a share to save
+    most_slices: int = 4
+
+
+# repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
+_LENDING = LendingConstants()
+
+
+@dataclass(frozen=True, slots=True)
 class Lending:
     """A plan that lends stages where it pays. lent_s: predicted seconds of the step. num_lent: groups with lent ranks."""
 
     plan: StepPlan
     lent_s: float
     num_lent: int
+
+
+def lent_plans(search: PipelineSearch, plan: StepPlan) -> Iterator[StepPlan]:
+    """Plans with lent ranks to compare with `plan`, which has none: lent to its own groups, or to long sequences apart.
+
+    There are none unless `lend_stages` is set. A group of several sequences cannot be lent ranks, so the longest sequences get a
+    micro-batch each, one more in every plan, before the micro-batches of the others.
+    """
+    if not search.config.lend_stages:
+        return
+    predict = search.planning.predict
+    yield lend(plan, predict, search.fits).plan
+    order = search.staged.by_length(range(len(search.staged.lengths)))
+    alone: list[MicroBatch] = []
+    for count, sequence in enumerate(order[: _LENDING.most_alone], 1):
+        tried = [replace(plan, micro_batches=(each.micro_batch,)) for each in _alone(search.candidates, sequence)]
+        lent = [found for found in (lend(each, predict, search.fits) for each in tried) if found.num_lent]
+        if not lent:
+            return
+        alone += min(lent, key=lambda found: found.lent_s).plan.micro_batches
+        others = tuple(sorted(order[count:]))
+        yield replace(plan, micro_batches=(*alone, *(search.micro_batches(others) if others else ())))
+
+
+def _alone(candidates: Candidates, sequence: int) -> list[Candidate]:
+    """Pipelines of this sequence alone on the largest group, in few slices. Their seconds are not estimated (nan)."""
+    staged, degree = candidates.staged, candidates.staged.degrees[-1]
+    group, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
+    [groups] = with_idle_ranks([[group]], staged.ranks_per_stage, 0)
+    can_lend = staged.shapes[degree].num_blocks == 1 and length <= staged.longest[degree]
+    most = min(length // degree, _LENDING.most_slices * staged.num_stages) if can_lend else 0
+    return candidates.sliced(groups, [count for count in CUTS.slice_counts if staged.num_stages - 1 <= count <= most])
 
 
 def lend(plan: StepPlan, predict: Predict, fits: Fits = lambda plan, run: True) -> Lending:

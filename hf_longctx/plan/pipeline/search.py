@@ -17,7 +17,6 @@ from functools import cached_property
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks
-from hf_longctx.plan.pipeline.lending import lend
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.planning import Planning
@@ -36,7 +35,6 @@ class SearchConstants:
     are counted in place of all. in_turn: factor on the least seconds of sequences where stages run one after the other, beyond
     which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. few_chunks: chunks per stage, up to which stages may
     idle so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
-    most_alone: sequences of a step that may get a micro-batch of their own to be lent ranks.
     """
 
     equal: float = 1.01
@@ -48,7 +46,6 @@ class SearchConstants:
     in_turn: float = 1.3
     few_chunks: int = 2
     much_idle: float = 1.5
-    most_alone: int = 2
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -75,9 +72,9 @@ class PipelineSearch:
 
     def plan(self) -> StepPlan:
         """Plans all sequences; raises ValueError for a sequence for which nothing fits."""
-        return self._plan_of(self._micro_batches(tuple(range(len(self.staged.lengths)))))
+        return self._plan_of(self.micro_batches(tuple(range(len(self.staged.lengths)))))
 
-    def _micro_batches(self, members: tuple[int, ...]) -> list[MicroBatch]:
+    def micro_batches(self, members: tuple[int, ...]) -> list[MicroBatch]:
         """Micro-batches for these sequences, in running order: as few as fit, those of the longest sequences first."""
         # with one backward no gradients wait; to search for pipelines of these sequences would be in vain
         apart = self._single_only(members)
@@ -217,7 +214,7 @@ class PipelineSearch:
         if not self._may_keep(candidate):
             return None
         row = self._row(candidate)
-        return row if self._fits(row.plan, row.run) else None
+        return row if self.fits(row.plan, row.run) else None
 
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
         """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
@@ -284,7 +281,7 @@ class PipelineSearch:
             shard_ranks=self.staged.costs.shards,
         )
 
-    def _fits(self, plan: StepPlan, run: Evaluation) -> bool:
+    def fits(self, plan: StepPlan, run: Evaluation) -> bool:
         """Whether every rank stays within the budget in bytes.
 
         Without a budget, tokens times layers of a rank are limited to `tokens_per_rank` times the model's layers.
@@ -309,7 +306,7 @@ class PipelineSearch:
         except ValueError:
             return None
         made = _Row(plan, self.planning.predict(plan))
-        return made if self._fits(made.plan, made.run) else None
+        return made if self.fits(made.plan, made.run) else None
 
     def _least_memory(self, members: tuple[int, ...], tries_longest: bool = True) -> _Row | None:
         """Finds a micro-batch that fits of the largest groups with as few slices as possible; None where none does.
@@ -356,26 +353,6 @@ class PipelineSearch:
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return tuple(ordered[:num_long]), tuple(ordered[num_long:])
-
-    def lent_plans(self, plan: StepPlan) -> Iterator[StepPlan]:
-        """Plans with lent ranks to compare with `plan`, which has none: lent to its own groups, or to long sequences apart.
-
-        There are none unless `lend_stages` is set. A group of several sequences cannot be lent ranks, so the longest sequences
-        get a micro-batch each, one more in every plan, before the micro-batches of the others.
-        """
-        if not self.config.lend_stages:
-            return
-        yield lend(plan, self.planning.predict, self._fits).plan
-        order = self.staged.by_length(range(len(self.staged.lengths)))
-        alone: list[MicroBatch] = []
-        for count, sequence in enumerate(order[: _CHOICE.most_alone], 1):
-            tried = [replace(plan, micro_batches=(each.micro_batch,)) for each in self.candidates.alone(sequence)]
-            lent = [found for found in (lend(each, self.planning.predict, self._fits) for each in tried) if found.num_lent]
-            if not lent:
-                return
-            alone += min(lent, key=lambda found: found.lent_s).plan.micro_batches
-            others = tuple(sorted(order[count:]))
-            yield replace(plan, micro_batches=(*alone, *(self._micro_batches(others) if others else ())))
 
 
 def _most_tokens(micro_batch: MicroBatch) -> float:

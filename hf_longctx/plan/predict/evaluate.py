@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_longctx.plan.core.sharding import is_lent, shard_tokens
+from hf_longctx.plan.core.lending import is_lent
+from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel

@@ -1,6 +1,6 @@
 """Predicts a pipeline whose idle stages lend ranks: when every action runs, and how many bytes the ranks of every stage hold.
 
-An action with lenders occupies all of its stages at once, in the order of `sharding.lent_order`, which is also the runtime's. Its
+An action with lenders occupies all of its stages at once, in the order of `lent_order`, which is also the runtime's. Its
 tokens are split evenly among the ranks, but every rank spends all of its fixed seconds. No communication overlaps with
 computation: every rank sends its keys and values to the ranks of the other stages (in backward, its part of their gradients, in
 at least fp32). Lent ranks get the keys and values of earlier tokens with the first chunk for which they lack them. The stage's
@@ -31,7 +31,7 @@ network) and at 200 GB/s (inside a node):
     512K, 32          7.6 %            0.6 %      6.8 %
 
 So lending pays for long sequences in few slices, or where stages share a node. The runtime executes it where every rank has all
-weights (`runtime/execution/lent_round.py`), and `lending.py` decides for which groups of a plan.
+weights (`runtime/execution/lending.py`), and `plan/pipeline/lending.py` decides for which groups of a plan.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hf_longctx.plan.core.lending import lent_order, running_stages
 from hf_longctx.plan.core.orders import families
-from hf_longctx.plan.core.sharding import head_shares, lent_order, running_stages, shard_tokens
+from hf_longctx.plan.core.sharding import head_shares, shard_tokens
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import PlanError
 from hf_longctx.plan.cost.cost_model import CostModel

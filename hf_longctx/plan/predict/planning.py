@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.settings import PlannerConfig
-from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, StageWeights, copies_traffic, round_traffic

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,27 @@ from hf_longctx.runtime.tiles.plain import WeightDropout
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.activations.engine import ChunkActivations
-    from hf_longctx.runtime.attention.lent_slice import LentSlice
+    from hf_longctx.runtime.attention.rows import AttentionRule
 
 # a query piece and a key piece, each with its location in its block
 Tile = tuple[Piece, Piece]
+
+
+class SharedSlice(Protocol):
+    """A slice whose tokens are divided among ranks of several stages; `runtime.execution.lending` makes it."""
+
+    def attend(
+        self,
+        q_hSD: Tensor,
+        k_gSD: Tensor,
+        v_gSE: Tensor,
+        sinks_h: Tensor | None,
+        rule: AttentionRule,
+        kv_book: KVBook,
+        layer: Hashable,
+    ) -> Tensor:
+        """Returns attention of this rank's tokens in one layer, [S, h, E]."""
+        ...
 
 
 @dataclass(slots=True)
@@ -248,7 +266,7 @@ class GroupContext:
     # keeps output and LSE of the running layer's attention for its replay; None in layers that are not replayed
     attention_record: AttentionRecord | None = None
     # slice that ranks of several stages compute together; None for chunks that one stage runs alone
-    lent_slice: LentSlice | None = None
+    lent_slice: SharedSlice | None = None
     # [1, T], positions of this rank's tokens in their documents, as the model gets them; None if no model runs
     position_ids: Tensor | None = None
     # sequence number in the plan of every piece of `documents`; -1 for dummy tokens

@@ -1,7 +1,7 @@
 """The K/V book: keys and values of sequences that are cut into slices, kept so that later slices can read earlier ones.
 
 Per layer and sequence the K/V book holds the keys and values of slices and, in backward, the gradients that later slices leave
-for earlier ones. `attention.chunk` and `attention.lent_slice` read and write it; the executor makes one per micro-batch.
+for earlier ones. `attention.chunk` and `execution.lending` read and write it; the executor makes one per micro-batch.
 
 Slices run backward in reverse order. Each slice adds to the gradients of its front (the earlier tokens that it sees). The
 gradient that it returns for its own keys and values is its own contribution plus those that later slices left. So no graph

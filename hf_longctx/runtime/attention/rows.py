@@ -1,8 +1,8 @@
 """Attention of query rows of one document, and its gradients: tiles of a pattern, merged by their log-sum-exp (LSE).
 
-`chunk`, `lent_slice` and `ring` call it. The backward of every tile uses the merged output and LSE. Keys and values come in
-pieces: those of the rows' own tokens, and those of their front, the earlier tokens. A piece is copied only if a tile has several
-blocks or is in reverse order.
+`chunk`, `ring` and `execution.lending` call it. The backward of every tile uses the merged output and LSE. Keys and values come
+in pieces: those of the rows' own tokens, and those of their front, the earlier tokens. A piece is copied only if a tile has
+several blocks or is in reverse order.
 
 Shapes: h query heads and g KV heads of this rank, T rows, U keys of a piece, D head size of queries and keys,
 E of values, W = D + E; a tile of n blocks has N rows in each.

@@ -31,7 +31,6 @@ from hf_longctx.plan.core.sharding import HeadShare, head_shares
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.heads import KVReaders
-from hf_longctx.runtime.attention.lent_slice import LentAttention
 from hf_longctx.runtime.attention.ring import RingAttention
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles.packs import takes_packs
@@ -106,8 +105,8 @@ def _attention(
     record = context.attention_record
     if context.lent_slice is not None:
         assert rule.chosen_TK is None
-        attend_lent = LentAttention(rule, context.lent_slice, context.kv_book, layer)
-        return attend_lent(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
+        own = q_1hSD[0], k_1gSD[0], v_1gSE[0]
+        return context.lent_slice.attend(*own, sinks_h, rule, context.kv_book, layer).unsqueeze(0)
     if context.ring.num_blocks > 1:
         attend_around = RingAttention(rule, context.ring, record, context.kv_book, layer)
         return attend_around(q_1hSD, k_1gSD, v_1gSE, sinks_h)

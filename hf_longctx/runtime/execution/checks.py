@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_longctx.plan.core.sharding import is_lent
+from hf_longctx.plan.core.lending import check_lending, is_lent, without_lending
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.execution.lent_round import check_lending, without_lending
 from hf_longctx.runtime.execution.round import layers_of
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups import GroupPool

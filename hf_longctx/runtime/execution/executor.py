@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import is_lent
+from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.types import RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
@@ -22,7 +22,7 @@ from hf_longctx.runtime.core.clock import StepClock
 from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenTally, ValueLoss
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
-from hf_longctx.runtime.execution.lent_round import LentRound
+from hf_longctx.runtime.execution.lending import LentRound
 from hf_longctx.runtime.execution.round import Round, RoundHost, StepMemory, StepResult, Wanted, active_bytes
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import Send, TiedWeight, has_nonfinite_gradient

@@ -27,9 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from hf_longctx.plan.chunks import slice_bounds
+from hf_longctx.plan.core.lending import lent_order, running_stages
 from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
-from hf_longctx.plan.core.sharding import lent_order, running_stages
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients

@@ -16,8 +16,8 @@ from helpers.ranks.rank_pool import RankPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.lending import is_lent, lent_order
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.sharding import is_lent, lent_order
 from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.execution.checks import refuse_unsupported

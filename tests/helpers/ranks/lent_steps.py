@@ -25,11 +25,10 @@ from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.predict.lending import lent_group
-from hf_longctx.runtime.attention import lent_slice
-from hf_longctx.runtime.attention.lent_slice import LentSlice
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.execution import lent_round
+from hf_longctx.runtime.execution import lending
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.lending import LentSlice
 from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.runtime.process_groups import GroupPool
 
@@ -51,16 +50,16 @@ def _other_labels(rows: Any, inputs: ChunkInputs) -> ChunkInputs:
     return replace(own, shift_labels=inputs.shift_labels[:, : own.input_ids.shape[1]])
 
 
-_WHOLE_SLICE, _OF_INPUTS = lent_slice._whole_slice, lent_round._Rows.of_inputs
+_WHOLE_SLICE, _OF_INPUTS = lending._whole_slice, lending._Rows.of_inputs
 
 
 # name of a bug -> (module or class, function of the runtime, wrong function that replaces it)
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "a front's gradients stay with the lenders": (lent_slice, "_return_front", lambda *_: None),
-    "lenders' gradients of keys and values are left out": (lent_slice, "_own_tokens", _own_alone),
-    "tokens of a slice come in the order of ranks": (lent_slice, "_whole_slice", _in_order_of_ranks),
+    "a front's gradients stay with the lenders": (lending, "_return_front", lambda *_: None),
+    "lenders' gradients of keys and values are left out": (lending, "_own_tokens", _own_alone),
+    "tokens of a slice come in the order of ranks": (lending, "_whole_slice", _in_order_of_ranks),
     "a rank's weights get its own gradients alone": (StepExecutor, "_reduce", lambda self: self.parameters.reduce(None)),
-    "labels of the whole shard": (lent_round._Rows, "of_inputs", _other_labels),
+    "labels of the whole shard": (lending._Rows, "of_inputs", _other_labels),
 }
 
 

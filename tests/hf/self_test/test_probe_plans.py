@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_longctx.hf.self_test.probe_plans import LONE, LONG, PACKED, least_lent_tokens, probe_lengths, probe_plans
+from hf_longctx.plan.core.lending import is_lent, running_stages
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec, PlannerConfig, default_degrees
-from hf_longctx.plan.core.sharding import is_lent, running_stages
 from hf_longctx.plan.core.types import LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.model.model_spec import ModelSpec

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.lending import lent_pieces
 from hf_longctx.plan.core.sharding import (
     Piece,
     block_pieces,
     document_bounds,
     held_tokens,
-    lent_pieces,
     rank_pieces,
     seen_pieces,
     travelling_pieces,

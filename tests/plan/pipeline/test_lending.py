@@ -13,10 +13,10 @@ from helpers.plans.pipeline_plans import stage_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.orders import Schedule, pipelined
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
-from hf_longctx.plan.core.sharding import is_lent
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel

@@ -12,9 +12,9 @@ from helpers.plans.fixture_plans import fixture
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_longctx.plan.core.lending import lent_order
 from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.settings import ClusterSpec
-from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients

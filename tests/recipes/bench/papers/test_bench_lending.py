@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hf_longctx.plan.core.lending import lent_order
 from hf_longctx.plan.core.orders import pipelined
-from hf_longctx.plan.core.sharding import lent_order
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.predict import lending as lent_slices

@@ -1,140 +1,57 @@
-"""Lent rounds: micro-batches whose first and last slices are lent ranks of idle stages (SPPO, arXiv 2503.10377, section 6).
+"""Runs micro-batches whose first and last slices are lent ranks of idle stages (SPPO, arXiv 2503.10377, section 6).
 
-Every rank has the weights of all stages, frozen weights and replicated adapters, and runs its stage's order from
-`plan.core.sharding.lent_order`. A slice's own stage receives the slice's hidden states as in any pipeline and sends every lent
-stage the rows of that stage's tokens. It then collects their outputs and sends them on as one message; backward returns gradients
-along the same path. The first and the last stage of the model distribute nothing: every rank has the token ids and the labels of
-its position.
+Every rank has the weights of all stages, frozen weights and replicated adapters, and runs its stage's order from `lent_order`. A
+slice's own stage receives the slice's hidden states as in any pipeline and sends every lent stage the rows of that stage's
+tokens. It then collects their outputs and sends them on as one message; backward returns gradients along the same path. The first
+and the last stage of the model distribute nothing: every rank has the token ids and the labels of its position.
 
 Gradients of a stage's weights arise on all ranks that ran its slices, so they are summed over all ranks, and every rank updates
 the weights of all stages equally.
+
+In attention (`LentSlice.attend`, which `sequence_parallel` calls), every rank computes queries, keys and values of its own
+tokens. One exchange gives all ranks the keys and values of the whole slice; each rank writes them into its own K/V book, as if it
+had run the slice alone. Its queries then see the front and, causally, the slice. Lent ranks that begin to help with the last
+slices of a sequence do not have the front; they receive it from the slice's own stage.
+
+In backward every rank adds the gradients from its queries to those in its own K/V book. Gradients of the slice's own keys and
+values are summed over the ranks, and each rank gets those of its tokens. Gradients of a front that was sent go back to the stage
+that sent it. (The paper does not describe these exchanges; they are our design.)
+
+Shapes: h query heads and g KV heads of this rank, S tokens of its block, P tokens of one piece of it, T tokens of the slice, U of
+its front, D head size of queries and keys, E of values, W = D + E; C hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import Piece, even_shards, lent_order, lent_pieces, running_stages, sequence_ends
-from hf_longctx.plan.core.types import Action, Chunk, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.plan.core.lending import Phases, lent_order, lent_pieces, running_stages
+from hf_longctx.plan.core.sharding import Piece, even_shards, sequence_ends
+from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, StagePlan
 from hf_longctx.runtime.attention.context import Block, GroupContext
-from hf_longctx.runtime.attention.kv_book import KVBook, Slice
-from hf_longctx.runtime.attention.lent_slice import LentSlice
+from hf_longctx.runtime.attention.heads import join_kv, split_kv
+from hf_longctx.runtime.attention.kv_book import KeyRun, KVBook, Slice
+from hf_longctx.runtime.attention.rows import (
+    AttentionRule,
+    KeyPiece,
+    front_piece,
+    front_pieces,
+    rows_backward,
+    rows_forward,
+    sinks_backward,
+)
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import step_loss, summed_loss
 from hf_longctx.runtime.execution.round import Round, RoundHost, StepMemory
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups import GroupPool
-
-
-def without_lending(group: SequenceGroup) -> SequenceGroup:
-    """Returns the group with every stage running its own chunks alone."""
-    stages = tuple(
-        replace(stage, actions=tuple(replace(action, lenders=()) for action in stage.actions)) for stage in group.stages
-    )
-    return replace(group, stages=stages)
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Stages that run a stage's chunks: `front` before chunk `first_alone`, `back` from `first_back` on, else its own."""
-
-    front: tuple[int, ...]
-    first_alone: int
-    back: tuple[int, ...]
-    first_back: int
-
-    @classmethod
-    def of(cls, actions: Sequence[Action], stage: int, num_chunks: int) -> Phases:
-        """Reads the phases of a stage from its actions.
-
-        Raises ValueError unless later stages are lent to the first chunks, earlier stages to the last, none to those in between,
-        and the same stages run forward and backward of a chunk.
-        """
-        running = {(action.kind, action.chunk): running_stages(action) for action in actions if action.kind in ("F", "B")}
-        forward = [running["F", chunk] for chunk in range(num_chunks)]
-        front, back = forward[0], forward[-1]
-        first_alone = next((chunk for chunk, stages in enumerate(forward) if stages != front), num_chunks)
-        if front[-1] == stage:
-            front, first_alone = (stage,), 0
-        first_back = num_chunks - next((n for n, stages in enumerate(reversed(forward)) if stages != back), num_chunks)
-        if back[0] == stage:
-            back, first_back = (stage,), num_chunks
-        phases = cls(front, first_alone, back, first_back)
-        is_regular = phases.front[0] == phases.back[-1] == stage and first_alone <= first_back
-        if not is_regular or any(running[kind, chunk] != phases.running(chunk, stage) for kind, chunk in running):
-            found = {f"{chunk}": list(stages) for chunk, stages in enumerate(forward)}
-            raise ValueError(
-                f"the chunks of stage {stage} are run by stages {found}; only later stages can be lent to the first chunks, and "
-                f"only earlier ones to the last chunks, the same ones forward and backward; let the planner choose them"
-            )
-        return phases
-
-    def phase(self, chunk: int) -> int:
-        """Returns 0 for a chunk at the front with lent ranks, 2 for one at the back, 1 in between."""
-        return (chunk >= self.first_alone) + (chunk >= self.first_back)
-
-    def running(self, chunk: int, stage: int) -> tuple[int, ...]:
-        """Returns the stages that run `chunk` of `stage`."""
-        return (self.front, (stage,), self.back)[self.phase(chunk)]
-
-
-def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = True) -> None:
-    """Raises ValueError naming the first setting of a group with lent ranks that cannot be executed.
-
-    has_all_stages: whether every rank has the weights of all stages.
-    """
-    if not has_all_stages:
-        raise ValueError(
-            "the plan lends ranks to other stages, so every rank needs the weights of all stages; give the executor "
-            "`all_stages`, or plan with lend_stages=False"
-        )
-    if plan.parameters != "replicated":
-        raise ValueError(
-            f"the plan lends ranks, so every rank needs all weights, but parameters={plan.parameters!r}; use 'replicated'"
-        )
-    if any(stage.activations for stage in group.stages):
-        raise ValueError(
-            "the plan lends ranks and has activation policies (recompute, offload, tiles), which cannot be executed together; "
-            "plan without one of the two"
-        )
-    if group.shape.num_blocks != 1 or any(len(stage.parts) != 1 for stage in group.stages):
-        raise ValueError(
-            f"a {group.method} group with {len(group.stages[0].parts)} layer range(s) per stage lends ranks, but only local and "
-            f"ulysses groups with one layer range per stage can; plan such groups, or set lend_stages=False"
-        )
-    if any(len(chunk.spans) != 1 or chunk.spans[0].sequence != group.chunks[0].spans[0].sequence for chunk in group.chunks):
-        raise ValueError(
-            "a group lends ranks, but its chunks hold several sequences; ranks can be lent only to slices of one sequence, so "
-            "give the sequence a group of its own"
-        )
-    phases = [Phases.of(stage.actions, stage.stage, len(group.chunks)) for stage in group.stages]
-    for chunk in range(len(group.chunks)):
-        found = [stage_phases.phase(chunk) for stage_phases in phases]
-        if found != sorted(found):
-            raise ValueError(
-                f"the stages that run chunk {chunk} would wait for each other forever: for some it is one of their first chunks, "
-                f"after stages for which it is one of their last; let the planner choose to which chunks stages are lent"
-            )
-    for row, stage in zip(lent_order(group), group.stages, strict=True):
-        own = [action for action in row if action.stage == stage.stage]
-        planned = [action for action in stage.actions if action.kind in ("F", "B")]
-        if own != planned:
-            raise ValueError(
-                f"stage {stage.stage} is planned to run {' '.join(map(str, planned))}; with lent ranks all forwards must come "
-                f"first, then all backwards: {' '.join(map(str, own))}"
-            )
-        for action in planned:
-            positions = sorted(position for _, position in action.lenders)
-            if positions != sorted(group.positions * (len(running_stages(action)) - 1)):
-                raise ValueError(f"action {action} must be run at the group's positions {group.positions} of every stage")
-            lent_pieces(group.chunks[action.chunk].num_tokens, group.degree, len(running_stages(action)))
 
 
 class LentRound(Round):
@@ -329,3 +246,177 @@ class _Rows:
 
     def _counts(self) -> list[int]:
         return [sum(piece.stop - piece.start for piece in rows) for rows in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class LentSlice:
+    """A slice and the ranks that run it: one rank of every stage, all at one position, in `process_group`'s order."""
+
+    process_group: dist.ProcessGroup
+    # this rank's index in the group
+    index: int
+    # index of the rank of the slice's own stage
+    owner: int
+    # pieces of every rank; `start` counts from the start of the slice, `first` within the rank's block
+    blocks: tuple[tuple[Piece, ...], ...]
+    # the slice as in this rank's K/V book, where the sequence ends with the last slice that the rank runs
+    slice_: Slice
+    # only the owner has the front, and sends it to the others
+    moves_front: bool
+
+    @property
+    def is_owner(self) -> bool:
+        return self.index == self.owner
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Pieces of the slice on this rank."""
+        return self.blocks[self.index]
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Number of tokens on every rank."""
+        return tuple(sum(piece.num_tokens for piece in block) for block in self.blocks)
+
+    def attend(
+        self,
+        q_hSD: Tensor,
+        k_gSD: Tensor,
+        v_gSE: Tensor,
+        sinks_h: Tensor | None,
+        rule: AttentionRule,
+        kv_book: KVBook,
+        layer: Hashable,
+    ) -> Tensor:
+        """Returns attention of this rank's tokens in one layer, [S, h, E], differentiable.
+
+        layer: its key in the K/V book, the same object in every chunk. All ranks of the slice must call it for layers in the same
+        order, and run backward in reverse order.
+        """
+        output: Tensor = _LentAttention.apply(q_hSD, k_gSD, v_gSE, sinks_h, _Call(rule, self, kv_book, layer))
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Attention of one layer within a lent slice."""
+
+    rule: AttentionRule
+    lent: LentSlice
+    kv_book: KVBook
+    layer: Hashable
+
+
+class _LentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None, call: _Call) -> Tensor:
+        slice_, head_dim = call.lent.slice_, q_hSD.shape[2]
+        kv_gTW = _whole_slice(join_kv(k_gSD, v_gSE), call.lent)
+        if call.lent.moves_front and not call.lent.is_owner:
+            _receive_front(kv_gTW, head_dim, call)
+        front = call.kv_book.write(call.layer, slice_, *split_kv(kv_gTW, head_dim), pattern=call.rule.pattern)
+        if call.lent.moves_front and call.lent.is_owner:
+            _send_front(front, call)
+        out_ShE = q_hSD.new_empty(q_hSD.shape[1], q_hSD.shape[0], v_gSE.shape[2])
+        lses = []
+        for piece in call.lent.pieces:
+            start = slice_.start + piece.start
+            own = split_kv(kv_gTW[:, piece.start : piece.stop], head_dim)
+            rows = (q_hSD[:, piece.tokens], *own, (*front, KeyRun(slice_.start, kv_gTW[:, : piece.start])))
+            rule = call.rule.of_rows(piece.tokens, slice_.document, start)
+            out_hPE, lse_hP = rows_forward(*rows, rule, start, sinks_h)
+            out_ShE[piece.tokens] = out_hPE.transpose(0, 1)
+            lses.append(lse_hP)
+        ctx.save_for_backward(q_hSD, out_ShE, torch.cat(lses, dim=1), sinks_h)
+        ctx.call = call
+        return out_ShE
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ShE: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_hSD, out_ShE, lse_hS, sinks_h = ctx.saved_tensors
+        call: _Call = ctx.call
+        lent, slice_, head_dim = call.lent, call.lent.slice_, q_hSD.shape[2]
+        front, kv_gTW = call.kv_book.read(call.layer, slice_)
+        front_sum_gUW, own_sum_gTW = call.kv_book.gradients(call.layer, slice_)
+        dq_hSD = torch.empty_like(q_hSD)
+        for piece in lent.pieces:
+            rows = piece.tokens
+            gradient_hPE, out_hPE = gradient_ShE[rows].transpose(0, 1), out_ShE[rows].transpose(0, 1)
+            start, num_rows = slice_.start + piece.start, piece.num_tokens
+            own, own_sum = (split_kv(x[:, piece.start : piece.stop], head_dim) for x in (kv_gTW, own_sum_gTW))
+            before = KeyRun(slice_.start, kv_gTW[:, : piece.start])
+            key_pieces = [
+                KeyPiece(own, call.rule.pattern.own_tiles(start, num_rows), own_sum, start),
+                front_piece(before, call.rule.pattern, start, num_rows, head_dim, own_sum_gTW[:, : piece.start]),
+                *front_pieces(front, front_sum_gUW, slice_.start, call.rule.pattern, start, num_rows, head_dim),
+            ]
+            lse_hP, rule = lse_hS[:, rows], call.rule.of_rows(rows, slice_.document, start)
+            dq_hSD[:, rows] = rows_backward(gradient_hPE, q_hSD[:, rows], out_hPE, lse_hP, key_pieces, rule)
+        dsinks_h = None
+        if sinks_h is not None:
+            dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
+        dk_gSD, dv_gSE = split_kv(_own_tokens(own_sum_gTW, lent).to(q_hSD.dtype), head_dim)
+        if lent.moves_front:
+            _return_front(front_sum_gUW, lent)
+        call.kv_book.backward_done(call.layer, slice_)
+        return dq_hSD, dk_gSD, dv_gSE, dsinks_h, None
+
+
+def _whole_slice(own_gSW: Tensor, lent: LentSlice) -> Tensor:
+    """Gathers keys and values of all tokens of the slice, [g, T, W], from the ranks that hold the tokens."""
+    num_kv, num_own, width = own_gSW.shape
+    token_values = num_kv * width
+    counts = lent.block_tokens
+    receive_sizes = [token_values * count for count in counts]
+    received = own_gSW.new_empty(sum(receive_sizes))
+    send_sizes = [token_values * num_own] * len(counts)
+    dist.all_to_all_single(received, own_gSW.reshape(-1).repeat(len(counts)), receive_sizes, send_sizes, group=lent.process_group)
+    whole_gTW = own_gSW.new_empty(num_kv, sum(counts), width)
+    for block, count, flat in zip(lent.blocks, counts, received.split(receive_sizes), strict=True):
+        block_gSW = flat.view(num_kv, count, width)
+        for piece in block:
+            whole_gTW[:, piece.start : piece.stop] = block_gSW[:, piece.tokens]
+    return whole_gTW
+
+
+def _own_tokens(whole_gTW: Tensor, lent: LentSlice) -> Tensor:
+    """Sums gradients of this rank's tokens over all ranks, [g, S, W]: the backward of `_whole_slice`."""
+    num_kv, _, width = whole_gTW.shape
+    token_values = num_kv * width
+    counts = lent.block_tokens
+    blocks = [torch.cat([whole_gTW[:, piece.start : piece.stop] for piece in block], dim=1).reshape(-1) for block in lent.blocks]
+    num_own = counts[lent.index]
+    receive_sizes = [token_values * num_own] * len(counts)
+    received = whole_gTW.new_empty(sum(receive_sizes))
+    send_sizes = [token_values * count for count in counts]
+    dist.all_to_all_single(received, torch.cat(blocks), receive_sizes, send_sizes, group=lent.process_group)
+    return received.view(len(counts), num_kv, num_own, width).sum(0)
+
+
+def _send_front(front: tuple[KeyRun, ...], call: _Call) -> None:
+    """Sends the keys and values of the front that the slice sees, if any; their number follows from the plan."""
+    if front:
+        front_gUW = torch.cat([run.kv_GUW for run in front], dim=1)
+        dist.broadcast(front_gUW, group=call.lent.process_group, group_src=call.lent.owner)
+
+
+def _receive_front(kv_gTW: Tensor, head_dim: int, call: _Call) -> None:
+    """Receives the front from the owner and writes it into this rank's K/V book."""
+    slice_ = call.lent.slice_
+    num_seen = slice_.start - call.rule.pattern.first_seen(slice_.start)
+    front_gUW = kv_gTW.new_empty(kv_gTW.shape[0], num_seen, kv_gTW.shape[2])
+    if num_seen:
+        dist.broadcast(front_gUW, group=call.lent.process_group, group_src=call.lent.owner)
+    if slice_.start:
+        earlier = replace(slice_, start=0, stop=slice_.start)
+        call.kv_book.write(call.layer, earlier, *split_kv(front_gUW, head_dim), pattern=call.rule.pattern, keeps_own=False)
+
+
+def _return_front(front_sum_gUW: Tensor, lent: LentSlice) -> None:
+    """Adds the other ranks' gradients of the front to the owner's."""
+    if not front_sum_gUW.shape[1]:
+        return
+    total_gUW = front_sum_gUW.contiguous()
+    dist.reduce(total_gUW, group=lent.process_group, group_dst=lent.owner)
+    if lent.is_owner:
+        front_sum_gUW.copy_(total_gUW)
