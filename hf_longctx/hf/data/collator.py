@@ -36,7 +36,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Consecutive tokens of one sequence, starting at its token `first`: ids, and labels of the next token.
+    """Consecutive tokens of one sequence, from its token `first` on, with ids and labels of the next token.
 
     Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not learnt. loss_weights: the weight of each label
     in the loss, [n], fp64, 0 if there is no next token; None if every label weighs 1. label_values: the values [1, K], fp32, of a

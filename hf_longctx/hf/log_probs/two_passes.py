@@ -115,15 +115,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Untrained:
-    """A batch that waits for its second pass. values: log-probabilities [B, S - 1], a leaf that collects their gradient.
-
-    others: values, by name, that a loss may read but not train. aux_loss: balance of the experts, a leaf too, and loads_2E: the
-    sums behind it (`RouterBalance.summed`); None for a model whose experts are not balanced.
-    """
+    """A batch that waits for its second pass."""
 
     batch: Batch
+    # log-probabilities [B, S - 1], a leaf that collects their gradient
     values: Tensor
+    # values, by name, that a loss may read but not train
     others: dict[str, Tensor] = field(default_factory=dict)
+    # balance of the experts, a leaf too, and the sums behind it (`RouterBalance.summed`); None without balanced experts
     aux_loss: Tensor | None = None
     loads_2E: Tensor | None = None
 
