@@ -25,7 +25,6 @@ from hf_longctx.hf.callback.attached import AttachedMixin, lend_plans
 from hf_longctx.hf.callback.exchange import SequenceExchange
 from hf_longctx.hf.callback.guarded import lend, sender, take_back
 from hf_longctx.hf.checkpoints.choice import Choice
-from hf_longctx.hf.checkpoints.room import folder_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import num_attention_layers
@@ -40,7 +39,6 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.rules.arguments import KINDS, argument_problems
 from hf_longctx.hf.rules.callbacks import ALONE
-from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.trl import alone_problems
 from hf_longctx.hf.run.run import BORROWED, RunRequest, meet, start_run
@@ -271,8 +269,8 @@ class LongContextCallback(TrainerCallback):
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
         facts = Facts(config=config, args=args, model=model, num_ranks=args.world_size, draws_batches=False)
         problems = argument_problems(facts) + refusals(ALONE, replace(facts, given=vars(trainer))) + alone_problems(args)
-        problems += hook_problems(type(trainer)) + folder_problems(args, model)
-        run = start_run(RunRequest(config, model, args, processing_class, problems, control=self._control, mode=BORROWED))
+        request = RunRequest(config, model, args, processing_class, problems, control=self._control)
+        run = start_run(replace(request, mode=BORROWED, trainer=type(trainer)))
         undo.callback(run.close)
         undo.callback(freeze_towers(model))
         _count_label_tokens(trainer, model, undo)

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
@@ -48,6 +49,7 @@ from hf_longctx.hf.ranks.agreement import (
 )
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.rules.collators import Collation
+from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.models import align_padding, classifier_problems
 from hf_longctx.hf.run.placement import (
     Placement,
@@ -73,6 +75,7 @@ from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
+from hf_longctx.runtime.parameters.master_weights import copied_dtypes
 from hf_longctx.runtime.parameters.rounded import note_rounded, noted_rounded
 from hf_longctx.runtime.parameters.sharded import shard_mesh
 from hf_longctx.runtime.process_groups import GroupPool
@@ -121,6 +124,16 @@ class RunRequest:
     # the rows as the user's collator makes them
     collation: Collation = field(default_factory=lambda: Collation(None))
     mode: Mode = OWN
+    # the class of the trainer whose loop drives the run
+    trainer: type = Trainer
+
+    @property
+    def problems_of_saving(self) -> list[str]:
+        """Problems with the room that checkpoints take on the disk, and in host memory if they are written behind training."""
+        config = self.config
+        copied = copied_dtypes(config.fp32_master_weights, config.optimizer_states == "host") if self.mode.states else ()
+        to_save = self.args, self.model, copied
+        return folder_problems(*to_save) + (memory_problems(*to_save) if config.async_save and self.mode.states else [])
 
     @property
     def problems_of_rows(self) -> list[str]:
@@ -294,7 +307,8 @@ def _read(request: RunRequest, failed: ExitStack) -> tuple[ModelFacts, HeadTask]
 def _check(request: RunRequest, control: dist.ProcessGroup | None, facts: ModelFacts, task: HeadTask) -> _Checked:
     """Raises ValueError on every rank for what cannot run, listing all problems. Collective, in one exchange."""
     args, mode = request.args, request.mode
-    problems = request.problems + request.problems_of_loss(facts, task) + _lone_stage_problems(facts) + request.problems_of_rows
+    problems = request.problems + hook_problems(request.trainer) + request.problems_of_saving
+    problems += request.problems_of_loss(facts, task) + _lone_stage_problems(facts) + request.problems_of_rows
     alike = {"token_loss": loss_digest(request.token_loss, facts.num_outputs, args.device)} if mode.loss else {}
     degrees = checked_degrees(request.config, facts.model, args, request.processing_class, problems, control, alike)
     token_loss = chosen_loss(args, request.token_loss, task) if mode.loss else None

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_longctx.hf.checkpoints.room import folder_problems, memory_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import PlannedDataset
 from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
@@ -90,7 +89,6 @@ from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally, 
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
-from hf_longctx.runtime.parameters.master_weights import copied_dtypes
 from hf_longctx.runtime.parameters.sharded import layer_shards
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
@@ -611,14 +609,10 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             mixin=LongContextMixin,
             plans_evaluation=self.plans_evaluation,
         )
-        problems = request.problems + refusals(TOGETHER, facts)
-        copied = copied_dtypes(request.config.fp32_master_weights, request.config.optimizer_states == "host")
-        to_save = request.args, request.model, copied
-        problems += folder_problems(*to_save)
+        problems = request.problems + refusals(TOGETHER, facts) + refusals(OVERRIDES, facts)
         if request.config.async_save:
-            problems += memory_problems(*to_save) + refusals(ASYNC_SAVE, facts)
-        problems += hook_problems(type(self)) + refusals(OVERRIDES, facts)
-        self.longctx_run = start_run(replace(request, problems=problems))
+            problems += refusals(ASYNC_SAVE, facts)
+        self.longctx_run = start_run(replace(request, problems=problems, trainer=type(self)))
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._counts_tokens = counts_tokens(type(self), self.longctx_config)
         self._guard = NonfiniteGuard(self.longctx_run)
