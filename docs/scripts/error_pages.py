@@ -43,7 +43,9 @@ SUBJECTS = {
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",
             "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",
             "Streams": "hf/data/streams",
-            "Classifiers": "hf/data/labels hf/rules/models:classifier_problems hf/rules/models:padding_problems",
+            "Classifiers": (
+                "hf/data/labels hf/rules/models:_CLASSIFIERS hf/rules/models:_PROBLEM_TYPE hf/rules/models:padding_problems"
+            ),
         },
     ),
     "models": Subject(

@@ -5,16 +5,15 @@ Problems with the settings of runs whose model classifies documents or tokens, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import align_special_tokens
 
 from hf_longctx.families.registry import family_of
 from hf_longctx.hf.checkpoints.deferred import source_of
-from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import HeadTask, Problem
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, is_adapted, kind_problems, own_dtypes
@@ -32,6 +31,7 @@ from hf_longctx.hf.models.spec import decoder_layers
 from hf_longctx.hf.models.states import mixer_of, state_problems
 from hf_longctx.hf.models.towers import text_class, text_part, tower_parameters
 from hf_longctx.hf.rules.classes import class_problem, code_of
+from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.runtime.core.loss import OwnLogit
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
@@ -217,39 +217,55 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
     return {each.get("rope_type", "default") for each in per_layer_type or [parameters]}
 
 
-def classifier_problems(
-    task: HeadTask, config: LongContextConfig, args: TrainingArguments, datasets: Mapping[str, Any], token_loss: Any
-) -> list[str]:
-    """Problems with settings that a classifier does not obey; empty for a language model. token_loss: the user's, or None."""
-    if task.kind == "next_token":
+# settings that a model which classifies does not obey; given: the sets by name, and the user's token_loss
+_CLASSIFIERS = {
+    "classifier-of-a-stream": Rule(
+        "{name} is an iterable dataset, which is not supported for a model that classifies {task.kind}s",
+        "pass a map-style one",
+        lambda run: ({"name": name} for name, each in run.given["datasets"].items() if each is not None and is_stream(each)),
+        "given['datasets'] = {'train_dataset': stream([{'input_ids': [1, 2], 'labels': 0}])}",
+    ),
+    "classifier-of-split-rows": Rule(
+        "long_sequences='split' makes several documents of one row, but a row has one label",
+        "use 'truncate' or 'error'",
+        lambda run: run.task.kind == "document" and run.config.long_sequences == "split",
+        "config = LongContextConfig(long_sequences='split')",
+    ),
+    "classifier-and-token-metrics": Rule(
+        "token_metrics='on' counts next tokens, which a model that classifies {task.kind}s does not predict",
+        "leave it out, and give the trainer compute_metrics",
+        lambda run: run.config.token_metrics == "on",
+        "config = LongContextConfig(token_metrics='on')",
+    ),
+    "smoothing-of-numbers": Rule(
+        "label_smoothing_factor={args.label_smoothing_factor!r} smooths classes, but labels of problem_type {task.problem!r} are "
+        "numbers",
+        "leave it out",
+        lambda run: run.task.has_values and bool(run.args.label_smoothing_factor),
+        "args.label_smoothing_factor = 0.1; task = HeadTask('document', 1, 'regression')",
+    ),
+    "token-loss-of-numbers": Rule(
+        "token_loss gets classes, but labels of problem_type {task.problem!r} are numbers",
+        "leave it out, or set problem_type of the config to 'single_label_classification'",
+        lambda run: run.task.has_values and not isinstance(run.given["token_loss"], OwnLogit | None),
+        "given['token_loss'] = print; task = HeadTask('document', 1, 'regression')",
+    ),
+}
+_PROBLEM_TYPE = {
+    "problem-type": Rule(
+        "problem_type of the model's config is {task.problem!r}",
+        f"set it to one of {', '.join(get_args(Problem))}",
+        lambda run: run.task.problem not in get_args(Problem),
+        "task = HeadTask('document', 2, 'ranking')",
+    ),
+}
+
+
+def classifier_problems(facts: Facts) -> list[str]:
+    """Problems with settings that a classifier does not obey; empty for a language model."""
+    if facts.task.kind == "next_token":
         return []
-    if task.problem not in get_args(Problem):
-        return [f"problem_type of the model's config is {task.problem!r}; set it to one of {', '.join(get_args(Problem))}"]
-    problems = [
-        f"{name} is an iterable dataset, which is not supported for a model that classifies {task.kind}s; pass a map-style one"
-        for name, dataset in datasets.items()
-        if dataset is not None and is_stream(dataset)
-    ]
-    if task.kind == "document" and config.long_sequences == "split":
-        problems.append(
-            "long_sequences='split' makes several documents of one row, but a row has one label; use 'truncate' or 'error'"
-        )
-    if config.token_metrics == "on":
-        problems.append(
-            f"token_metrics='on' counts next tokens, which a model that classifies {task.kind}s does not predict; leave it out, "
-            f"and give the trainer compute_metrics"
-        )
-    if task.has_values and args.label_smoothing_factor:
-        problems.append(
-            f"label_smoothing_factor={args.label_smoothing_factor!r} smooths classes, but labels of problem_type "
-            f"{task.problem!r} are numbers; leave it out"
-        )
-    if task.has_values and not (token_loss is None or isinstance(token_loss, OwnLogit)):
-        problems.append(
-            f"token_loss gets classes, but labels of problem_type {task.problem!r} are numbers; leave it out, or set "
-            f"problem_type of the config to 'single_label_classification'"
-        )
-    return problems
+    return refusals(_PROBLEM_TYPE, facts) or refusals(_CLASSIFIERS, facts)
 
 
 def align_padding(kind: HeadKind, model: Any, processing_class: Any) -> Callable[[], None]:

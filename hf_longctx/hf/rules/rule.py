@@ -16,13 +16,14 @@ class Facts:
     given: other arguments of the trainer's constructor, by name. draws_batches: whether plans draw the batches and sum the
     gradients, instead of the trainer's own loader and DDP. plans_evaluation: whether evaluations run under plans. has_tokens:
     whether `compute_metrics` gets arrays of tokens, not logits. mixin: the class that replaces methods of the trainer. launch:
-    the launcher's `LaunchEnvironment`.
+    the launcher's `LaunchEnvironment`. task: the `HeadTask` of a model.
     """
 
     config: LongContextConfig = field(default_factory=LongContextConfig)
     args: Any = None
     model: Any = None
     model_config: Any = None
+    task: Any = None
     trainer: Any = None
     given: Mapping[str, Any] = field(default_factory=dict)
     processing_class: Any = None

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_fsdp
-from hf_longctx.hf.rules.rule import Facts, Rule
+from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.plan.core.messages import shown
 
 State = Literal["supported", "Trainer's own", "some values", "translated", "no effect"]
@@ -403,7 +403,7 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
     problems: list[str] = []
     asked = _asked_fsdp(args, launch)
     if asked is not None:
-        problems = _fsdp_problems(asked, args)
+        problems = refusals(_FSDP_RULES, Facts(args=args, launch=launch, num_ranks=args.world_size))
         if asked.strategy in _STRATEGIES:
             config, line = _with_shards(config, asked, launch)
             lines.append(line)
@@ -476,27 +476,43 @@ def _asked_fsdp(args: TrainingArguments, launch: LaunchEnvironment) -> _Fsdp | N
     return None
 
 
-def _fsdp_problems(asked: _Fsdp, args: TrainingArguments) -> list[str]:
-    problems = []
-    if asked.offloads:
-        problems.append(
-            f"{asked.origin} offloads parameters to the CPU (cpu_offload, FSDP_OFFLOAD_PARAMS), which is not supported; leave it "
-            f"out, and set LongContextConfig(parameters='sharded', layer_weights='host', optimizer_states='host'), which keeps "
-            f"them there between their uses"
-        )
-    if asked.is_xla:
-        problems.append(f"{asked.origin} asks for XLA, which is not supported; leave xla out of fsdp_config")
-    if asked.strategy not in _STRATEGIES:
-        known = ", ".join(sorted(name for name in _STRATEGIES if not name.isdigit()))
-        problems.append(
-            f"{asked.origin} has the sharding strategy {asked.strategy!r}, which is none of {known}; use one of these"
-        )
-    if asked.loads_on_first and args.world_size > 1:
-        problems.append(
-            f"{asked.origin} lets the first rank of each node alone read weights (cpu_ram_efficient_loading), so those of the "
-            f"others are empty; set fsdp_cpu_ram_efficient_loading: false, and load with load_sharded(), which spares memory, too"
-        )
-    return problems
+def _asked(run: Facts) -> list[_Fsdp]:
+    asked = _asked_fsdp(run.args, run.launch)
+    return [] if asked is None else [asked]
+
+
+# FSDP configurations that have no words of ours
+_FSDP_RULES = {
+    "fsdp-offload": Rule(
+        "{origin} offloads parameters to the CPU (cpu_offload, FSDP_OFFLOAD_PARAMS), which is not supported",
+        "leave it out, and set LongContextConfig(parameters='sharded', layer_weights='host', optimizer_states='host'), which "
+        "keeps them there between their uses",
+        lambda run: ({"origin": each.origin} for each in _asked(run) if each.offloads),
+        "launch = replace(launch, uses_fsdp=True, fsdp_offload=True)",
+    ),
+    "fsdp-on-xla": Rule(
+        "{origin} asks for XLA, which is not supported",
+        "leave xla out of fsdp_config",
+        lambda run: ({"origin": each.origin} for each in _asked(run) if each.is_xla),
+        "args.fsdp = True; args.fsdp_config = {'xla': True}",
+    ),
+    "fsdp-strategy": Rule(
+        "{origin} has the sharding strategy {strategy!r}, which is none of "
+        f"{', '.join(sorted(name for name in _STRATEGIES if not name.isdigit()))}",
+        "use one of these",
+        lambda run: (
+            {"origin": each.origin, "strategy": each.strategy} for each in _asked(run) if each.strategy not in _STRATEGIES
+        ),
+        "launch = replace(launch, uses_fsdp=True, fsdp_reshard='zero')",
+    ),
+    "fsdp-loads-on-first": Rule(
+        "{origin} lets the first rank of each node alone read weights (cpu_ram_efficient_loading), so those of the others are "
+        "empty",
+        "set fsdp_cpu_ram_efficient_loading: false, and load with load_sharded(), which spares memory, too",
+        lambda run: ({"origin": each.origin} for each in _asked(run) if each.loads_on_first and run.num_ranks > 1),
+        "launch = replace(launch, uses_fsdp=True, loads_on_first=True)",
+    ),
+}
 
 
 def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironment) -> tuple[LongContextConfig, str]:

@@ -51,6 +51,7 @@ from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.models import align_padding, classifier_problems
+from hf_longctx.hf.rules.rule import Facts
 from hf_longctx.hf.run.placement import (
     Placement,
     ReplicatedPlacement,
@@ -144,7 +145,8 @@ class RunRequest:
         """Problems with the loss, and with settings that the head's labels leave without effect."""
         if not self.mode.loss:
             return stock_loss_problems(facts, self.args, self.config)
-        of_classifier = classifier_problems(task, self.config, self.args, self.datasets, self.token_loss)
+        given = {"datasets": self.datasets, "token_loss": self.token_loss}
+        of_classifier = classifier_problems(Facts(config=self.config, args=self.args, task=task, given=given))
         return of_classifier or loss_problems(facts, self.args, self.token_loss)
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import transformers
+from datasets import Dataset
 from helpers.models.tiny_models import ModelCase, build_model, tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
+from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules.rule import Facts
@@ -25,7 +27,15 @@ def facts_of(code: str, folder: Path) -> Facts:
     """The facts of a plain run on four ranks, changed by `code`."""
     args = partial(transformers.TrainingArguments, output_dir=str(folder), use_cpu=True, report_to="none")
     launch = replace(LaunchEnvironment.read(), num_ranks=4)
-    plain = Facts(args=args(), model=tiny_llama(), trainer=LongContextTrainer, degrees=(1, 2, 4), num_ranks=4, launch=launch)
+    plain = Facts(
+        args=args(),
+        model=tiny_llama(),
+        trainer=LongContextTrainer,
+        degrees=(1, 2, 4),
+        num_ranks=4,
+        launch=launch,
+        task=HeadTask("document", 2),
+    )
     names: dict[str, Any] = {
         "__name__": "example",
         "os": os,
@@ -38,6 +48,8 @@ def facts_of(code: str, folder: Path) -> Facts:
         "lora": _lora,
         "in_four_bits": _in_four_bits,
         "sharded": _sharded,
+        "HeadTask": HeadTask,
+        "stream": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
         "of_trl": lambda name: type(name, (), {"__module__": "trl.trainer"}),
         "patch_model": patch_model,
         "Trainer": transformers.Trainer,
@@ -50,6 +62,7 @@ def facts_of(code: str, folder: Path) -> Facts:
     }
     names |= {field.name: getattr(plain, field.name) for field in fields(plain)} | {"mixin": LongContextMixin}
     names["given"] = {"train_dataset": [], "args": plain.args, "values": {"seed": 42}, "batch_size": 8}
+    names["given"] |= {"datasets": {}, "token_loss": None}
     exec(code, names)
     names["model_config"] = names["model_config"] or getattr(names["model"], "config", None)
     return Facts(**{field.name: names[field.name] for field in fields(plain)})
