@@ -316,33 +316,19 @@ def request_of(options: argparse.Namespace, longest_tokens: int) -> Request:
 
     if options.host_gib is not None and options.host_gib < 0:
         raise ValueError(f"--host-gib is {options.host_gib:g}; give 0 or more, or leave it out")
-    return Request(
-        model=_model_folder(options.model),
-        name=options.model,
-        network_gbit=options.slow_network,
-        hardware=options.hardware,
-        num_ranks=options.gpus,
-        ranks_per_node=options.ranks_per_node,
-        dtype=options.dtype,
-        parameters=options.parameters or "",
-        shard_ranks=options.shard_ranks,
-        degrees=options.degrees,
-        method=options.method,
-        solver=options.solver,
-        tokens_per_rank=options.tokens_per_rank,
-        solver_time_limit_s=options.solver_time_limit,
-        longest_tokens=longest_tokens,
-        lora_rank=options.lora_rank,
-        quantize=options.quantize,
-        activations=options.activations,
-        expert_ranks=options.expert_ranks,
-        compile_layers=options.compile_layers,
-        bf16_updates=options.bf16_updates,
-        optim=options.optim,
-        optimizer_states=options.optimizer_states,
-        layer_weights=options.layer_weights,
-        host_bytes=-1 if options.host_gib is None else int(options.host_gib * 2**30),
-    )
+    # options with the name of a field
+    given: dict[str, Any] = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__}
+    given |= {
+        "model": _model_folder(options.model),
+        "name": options.model,
+        "num_ranks": options.gpus,
+        "network_gbit": options.slow_network,
+        "parameters": options.parameters or "",
+        "longest_tokens": longest_tokens,
+        "solver_time_limit_s": options.solver_time_limit,
+        "host_bytes": -1 if options.host_gib is None else int(options.host_gib * 2**30),
+    }
+    return Request(**given)
 
 
 def run_simulate(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hf_longctx.plan.core.settings import (
     GENERIC_GPU,
@@ -274,24 +274,16 @@ class Measured:
 class Wishes:
     """Wishes of the user: settings of a run, or options of a forecast."""
 
-    # settings of the planner, with all degrees that groups may have; memory, stages and tokens are filled in here
+    # settings of the planner; memory, stages and tokens are filled in here
     planner: PlannerConfig
-    method: GroupMethod = "auto"
-    # empty: replicated or sharded, whichever holds the longest sequence
-    parameters: str = "replicated"
-    # 0: all ranks of a stage
-    shard_ranks: int = 0
+    # all degrees that groups may have, ranges of stages only if these were loaded, and 0 shard_ranks for all ranks of a stage
+    placement: Placement
+    # replicated parameters are sharded if only that holds the longest sequence
+    may_shard: bool = False
     expert_ranks: int = 0
-    # 0: as many as fit; see `Placement` for this limit and the next three fields
-    tokens_per_rank: int = 0
-    trusts_limit: bool = False
-    max_length: int = 0
-    tile_tokens: int | None = None
     # "auto": on the host if the longest sequence needs that
     optimizer_states: Place = "device"
     layer_weights: Place = "device"
-    # layers of every stage, if stages were loaded
-    ranges: Ranges = ()
     # "auto": as many as are fastest
     stages: int | Literal["auto"] = 1
     # layer ranges of a stage to try besides a single one
@@ -311,21 +303,13 @@ class Lengths:
     step: Callable[[Sequence[int]], Sequence[int]] = tuple
 
 
-@dataclass(frozen=True, slots=True)
-class Agree:
-    """How ranks agree on a number."""
-
-    # returns the values of all ranks, in their order; collective
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-
-    def least(self, number: int) -> int:
-        return int(min(self.gather(number)))
-
-    def first(self, value: Any) -> Any:
-        return self.gather(value)[0]
+# returns the values of all ranks, in their order; collective
+Gather = Callable[[Any], list[Any]]
 
 
-ALONE = Agree()
+def alone(value: Any) -> list[Any]:
+    """Values of all ranks if there is one."""
+    return [value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,14 +367,14 @@ class Setup:
 
 
 def build_setup(
-    measured: Measured, wishes: Wishes, lengths: Lengths, check: Callable[[Setup, Measured], None], agree: Agree = ALONE
+    measured: Measured, wishes: Wishes, lengths: Lengths, check: Callable[[Setup, Measured], None], gather: Gather = alone
 ) -> Setup:
-    """Choose degrees, stages, places of states and layers, and room. Collective over the ranks of `agree`.
+    """Choose degrees, stages, places of states and layers, and room. Collective over the ranks of `gather`.
 
     check: raises ValueError, in the words of a run or a forecast, for a setup that cannot be. Raises ValueError, too, if neither
     place of "auto" passes it.
     """
-    choices = _Choices(measured, wishes, lengths, check, agree)
+    choices = _Choices(measured, wishes, lengths, check, gather)
     return choices.in_place("layer_weights", lambda each: each.in_place("optimizer_states", _Choices.in_stages))
 
 
@@ -402,7 +386,7 @@ class _Choices:
     wishes: Wishes
     lengths: Lengths
     check: Callable[[Setup, Measured], None]
-    agree: Agree
+    gather: Gather
 
     def in_place(self, setting: str, then: Callable[[_Choices], Setup]) -> Setup:
         """The setup with optimizer states, or shards of layers, on the device or in host memory. Collective."""
@@ -415,10 +399,11 @@ class _Choices:
             problem = ""
             try:
                 # a limit that the user sets is trusted elsewhere, so look at what memory alone holds
-                found.append(then(self._with(**{setting: place}, tokens_per_rank=0)))
+                free = replace(self.wishes.placement, max_tokens_per_rank=0)
+                found.append(then(self._with(**{setting: place}, placement=free)))
             except ValueError as error:
                 problem = str(error)
-            rooms.append(self.agree.least(0 if problem else found[-1].room_tokens))
+            rooms.append(min(self.gather(0 if problem else found[-1].room_tokens)))
             problems.append(problem)
         if not found:
             raise ValueError(f"{setting}='auto' finds no room. On the device: {problems[0]}. On the host: {problems[1]}")
@@ -433,22 +418,22 @@ class _Choices:
 
     def _wanted_tokens(self, setup: Setup) -> int:
         """Tokens of the longest sequence that the settings let a run train; collective."""
-        wanted, limit = self.lengths.longest() or setup.costs.model.max_positions, self.wishes.tokens_per_rank
-        if self.wishes.max_length:
-            wanted = min(wanted, self.wishes.max_length)
+        wanted, limit = self.lengths.longest() or setup.costs.model.max_positions, self.wishes.placement.max_tokens_per_rank
+        if setup.max_length:
+            wanted = min(wanted, setup.max_length)
         return min(wanted, limit * setup.planner.degrees[-1] * setup.num_stages) if limit else wanted
 
     def in_stages(self) -> Setup:
         """The setup with the stages that the user asks for, or the number that is fastest for a step. Collective."""
         wishes, costs = self.wishes, self.measured.costs
-        if wishes.ranges or wishes.stages == 1:
-            return self._on_stages(wishes.ranges or balanced_ranges(costs, 1, ()))
+        if (loaded := wishes.placement.ranges) or wishes.stages == 1:
+            return self._on_stages(loaded or balanced_ranges(costs, 1, ()))
         lengths = self.lengths.sample()
         setups: dict[tuple[int, int], Setup] = {}
 
         def setup_of(num_stages: int, num_parts: int) -> StageSetup:
             # ranks may have different devices and so different costs, so rank 0's ranges hold for all
-            ranges = self.agree.first(balanced_ranges(costs, num_stages, lengths, num_parts))
+            ranges = self.gather(balanced_ranges(costs, num_stages, lengths, num_parts))[0]
             setups[num_stages, num_parts] = setup = self._on_stages(ranges)
             return StageSetup(setup.costs, setup.planner, setup.room_tokens)
 
@@ -461,36 +446,27 @@ class _Choices:
             counts = [wishes.stages]
         best = stage_options(self.lengths.step(lengths), counts, setup_of, interleave=wishes.interleave)[0]
         # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
-        return setups[self.agree.first((best.num_stages, best.num_parts))]
+        return setups[self.gather((best.num_stages, best.num_parts))[0]]
 
     def _on_stages(self, ranges: Ranges) -> Setup:
         """The setup with these layer ranges on the stages."""
         wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
-        model, cluster = measured.costs.model, measured.costs.cluster
-        num_ranks, lends = cluster.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
-        degrees = tuple(degree for degree in wishes.planner.degrees if degree <= num_ranks)
+        num_ranks, lends = wishes.placement.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
+        model, index = measured.costs.model, measured.costs.model.index
         model = replace(
             model,
             updates_on_host=wishes.optimizer_states == "host",
             layers_on_host=wishes.layer_weights == "host",
             keeps_all_stages=lends,
             experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
+            index=index if index.is_empty else replace(index, most_ranks=wishes.placement.degrees[-1]),
         )
-        method = _stage_method(measured.costs, num_ranks, degrees, wishes.method) if num_stages > 1 else wishes.method
-        parameters, shard_ranks = shared_parameters(wishes, num_ranks)
-        placement = Placement(
-            cluster.num_ranks,
-            parameters,
-            shard_ranks,
-            degrees,
-            method,
-            wishes.tokens_per_rank,
-            cluster.ranks_per_node,
-            wishes.max_length,
-            wishes.tile_tokens,
-            wishes.trusts_limit,
-            ranges,
+        placement = replace(
+            wishes.placement, degrees=tuple(degree for degree in wishes.placement.degrees if degree <= num_ranks), ranges=ranges
         )
+        parameters, shard_ranks = shared_parameters(placement.parameters, placement.shard_ranks, num_ranks)
+        method = _stage_method(measured.costs, num_ranks, placement) if num_stages > 1 else placement.method
+        placement = replace(placement, parameters=parameters, shard_ranks=shard_ranks, method=method)
 
         def setup_on(placement: Placement) -> Setup:
             parameters, shard_ranks, _ = placement.sharing
@@ -498,7 +474,7 @@ class _Choices:
             return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
 
         setup = setup_on(placement)
-        if not wishes.parameters and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
+        if wishes.may_shard and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
             setup = replace(setup_on(_sharded(placement, num_ranks)), notes=(why,))
         self.check(setup, measured)
         return _with_planned_room(setup)
@@ -560,34 +536,23 @@ def _longest_planned(most_tokens: int, costs: CostModel, planner: PlannerConfig)
     return fits
 
 
-def _stage_method(costs: CostModel, num_ranks: int, degrees: Sequence[int], method: GroupMethod) -> GroupMethod:
+def _stage_method(costs: CostModel, num_ranks: int, placement: Placement) -> GroupMethod:
     """How groups inside a stage of so many ranks share attention.
 
     Around a ring every slice sends earlier ones again, so "auto" means Ulysses wherever that can run groups of all degrees.
     """
-    if method != "auto":
-        return method
+    if placement.method != "auto":
+        return placement.method
     cluster = replace(costs.cluster, num_ranks=num_ranks)
-    return "ulysses" if all(group_shapes(degree, "ulysses", costs.model, cluster) for degree in degrees) else "auto"
+    return "ulysses" if all(group_shapes(each, "ulysses", costs.model, cluster) for each in placement.degrees) else "auto"
 
 
-class Sharing(Protocol):
-    """The settings that say how ranks share parameters."""
+def shared_parameters(parameters: Parameters, shard_ranks: int | None, num_ranks: int) -> tuple[Parameters, int]:
+    """How parameters live on `num_ranks` ranks, and how many share one copy; a single rank has the whole model.
 
-    @property
-    def parameters(self) -> str: ...
-    @property
-    def shard_ranks(self) -> int | None: ...
-    @property
-    def expert_ranks(self) -> int | None: ...
-
-
-def shared_parameters(wishes: Sharing, num_ranks: int) -> tuple[Parameters, int]:
-    """How parameters live on `num_ranks` ranks, and how many ranks share one copy; a single rank has the whole model."""
-    if wishes.parameters in ("", "replicated") or num_ranks == 1:
-        return "replicated", 1
-    parameters: Parameters = "sharded" if wishes.parameters == "sharded" else "gathered_per_round"
-    return parameters, wishes.shard_ranks or wishes.expert_ranks or num_ranks
+    shard_ranks: as the user asks; nothing for all ranks.
+    """
+    return ("replicated", 1) if parameters == "replicated" or num_ranks == 1 else (parameters, shard_ranks or num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

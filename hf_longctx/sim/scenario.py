@@ -6,7 +6,7 @@ Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user lef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from hf_longctx.plan.core.settings import (
     check_degrees,
     default_degrees,
 )
-from hf_longctx.plan.core.types import PARAMETERS
+from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import with_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
@@ -208,8 +208,11 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             "rings were not measured there, so the cost of their extra tiles is unknown and counted as zero; --method ulysses "
             "uses measured costs only"
         )
-    measured = Measured(CostModel(model, cluster, coefficients), memory, is_given=memory.is_measured)
-    setup = build_setup(measured, _wishes(request, model), Lengths(lambda: request.longest_tokens), partial(_check, request))
+    # a measured run had its communicators beside the usable bytes
+    takes_memory = _is_gpu(profile.spec.name) and not memory.is_measured
+    measured = Measured(CostModel(model, cluster, coefficients), memory, memory.is_measured, takes_memory)
+    lengths = Lengths(lambda: request.longest_tokens)
+    setup = build_setup(measured, _wishes(request, model, cluster), lengths, partial(_check, request))
     notes += setup.notes
     scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept)
     if must_fit:
@@ -217,7 +220,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     return scenario
 
 
-def _wishes(request: Request, model: ModelSpec) -> Wishes:
+def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec) -> Wishes:
     """The options that the setup follows; raises ValueError for those that contradict each other."""
     if request.solver not in SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}; choose one of these")
@@ -231,17 +234,22 @@ def _wishes(request: Request, model: ModelSpec) -> Wishes:
     if not 1 <= shard_ranks <= request.num_ranks or request.num_ranks % shard_ranks:
         raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
     is_sharded = request.shard_ranks or request.expert_ranks or request.layer_weights != "device"
-    parameters = request.parameters or ("sharded" if is_sharded else "")
-    if parameters and parameters not in PARAMETERS:
-        raise ValueError(f"parameters {parameters!r} is not one of {', '.join(PARAMETERS)}; choose one of these")
+    parameters = _as_parameters(request.parameters or ("sharded" if is_sharded else "replicated"))
+    placement = Placement(
+        request.num_ranks,
+        parameters,
+        request.shard_ranks or request.expert_ranks,
+        degrees,
+        request.method,
+        request.tokens_per_rank,
+        cluster.ranks_per_node,
+        most_positions(request.model, model),
+    )
     return Wishes(
         PlannerConfig(1, degrees, request.solver, solver_time_limit_s=request.solver_time_limit_s),
-        method=request.method,
-        parameters=parameters,
-        shard_ranks=request.shard_ranks,
+        placement,
+        may_shard=not (request.parameters or is_sharded),
         expert_ranks=request.expert_ranks,
-        tokens_per_rank=request.tokens_per_rank,
-        max_length=most_positions(request.model, model),
         optimizer_states=request.optimizer_states,
         layer_weights=request.layer_weights,
     )
@@ -334,12 +342,9 @@ def _model(
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
-    return _with_adapters(request, quantised), notes
-
-
-def _with_adapters(request: Request, model: ModelSpec) -> ModelSpec:
-    """`model` with the adapters that the request asks for."""
-    return replace(model, adapters=lora_adapters(model, request.lora_rank)) if request.lora_rank else model
+    if request.lora_rank:
+        quantised = replace(quantised, adapters=lora_adapters(quantised, request.lora_rank))
+    return quantised, notes
 
 
 def _shares_calls(model: ModelSpec, hardware: str) -> bool:
@@ -429,6 +434,14 @@ def _measured_or_assumed(
         calibration.state_bytes_per_parameter,
     )
     return with_adapters(calibration.coefficients, model), memory
+
+
+def _as_parameters(text: str) -> Parameters:
+    names: Sequence[Parameters] = ("replicated", "gathered_per_round", "sharded")
+    for name in names:
+        if name == text:
+            return name
+    raise ValueError(f"parameters {text!r} is not one of {', '.join(names)}; choose one of these")
 
 
 def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:

@@ -41,10 +41,10 @@ from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.setup import (
-    Agree,
     DeviceMemory,
     Lengths,
     Measured,
+    Placement,
     Setup,
     Wishes,
     build_setup,
@@ -156,19 +156,18 @@ def choose_setup(
     own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels
     gathered = zip(*gather_objects(own, control), strict=True)
     adapters, packed, rounded, all_frozen, moments, kernels = (list(each) for each in gathered)
-    index = replace(spec.index, most_ranks=degrees[-1])
-    spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed), index=index)
+    spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
     spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(all_frozen), moment_bytes=max(moments))
     agreed: dict[str, Any] = {name: all(each[name] for each in kernels) for name in beside.kernels}
     spec = replace(spec, **agreed)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     measured = _measured(config, model, args, costs, beside.reference_bytes, control)
-    wishes = _wishes(config, degrees, loaded_ranges(model) or (), config.max_length or spec.max_positions)
+    wishes = _wishes(config, degrees, loaded_ranges(model) or (), cluster, config.max_length or spec.max_positions)
     placeholders = absent_token_ids(base_of(model))
-    lengths = _lengths(rows or TrainingRows(), args, wishes.max_length, costs.model.vocab_size, placeholders, control)
-    agree = Agree(partial(gather_objects, group=control))
-    setup = replace(build_setup(measured, wishes, lengths, partial(_check, config), agree), placeholders=placeholders)
+    lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)
+    gather = partial(gather_objects, group=control)
+    setup = replace(build_setup(measured, wishes, lengths, partial(_check, config), gather), placeholders=placeholders)
     tokens = setup.planner.tokens_per_rank
     is_first = control is None or dist.get_rank() == 0
     if is_first and setup.planner.activations is not None and tokens < (config.tokens_per_rank or 0):
@@ -218,7 +217,7 @@ def has_communicators(device: torch.device) -> bool:
     return device.type == "cuda" and dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges, max_length: int) -> Wishes:
+def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges, cluster: ClusterSpec, max_length: int) -> Wishes:
     """The settings that the setup follows. ranges: of the stages, if this rank loaded only its own."""
     planner = PlannerConfig(
         tokens_per_rank=1,
@@ -231,19 +230,25 @@ def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges,
         node_aligned=config.node_aligned,
         solver_time_limit_s=config.solver_time_limit_s,
     )
+    placement = Placement(
+        cluster.num_ranks,
+        config.parameters,
+        config.shard_ranks or config.expert_ranks or 0,
+        degrees,
+        config.method,
+        config.tokens_per_rank or 0,
+        cluster.ranks_per_node,
+        max_length,
+        config.tile_tokens,
+        trusts_limit=True,
+        ranges=ranges,
+    )
     return Wishes(
         planner,
-        method=config.method,
-        parameters=config.parameters,
-        shard_ranks=config.shard_ranks or 0,
+        placement,
         expert_ranks=config.expert_ranks or 0,
-        tokens_per_rank=config.tokens_per_rank or 0,
-        trusts_limit=True,
-        max_length=max_length,
-        tile_tokens=config.tile_tokens,
         optimizer_states=config.optimizer_states,
         layer_weights=config.layer_weights,
-        ranges=ranges,
         stages=config.stages,
         interleave=config.interleave,
         lend_stages=config.lend_stages,
@@ -331,7 +336,8 @@ def _moment_bytes(config: LongContextConfig, model: PreTrainedModel, args: Train
         return 0.0
     trained = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
     # with stages, fewer ranks share a copy, and larger shards have fewer plain moments
-    return moment_bytes(trained, bits, shared_parameters(config, args.world_size)[1])
+    _, shard_ranks = shared_parameters(config.parameters, config.shard_ranks or config.expert_ranks, args.world_size)
+    return moment_bytes(trained, bits, shard_ranks)
 
 
 def starting_costs(

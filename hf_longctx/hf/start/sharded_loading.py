@@ -39,7 +39,7 @@ def load_sharded(
             f"the launcher started {launched} processes, but only {num_ranks} of them joined; make the TrainingArguments before "
             f"the model is loaded (without a GPU, set use_cpu=True in them)"
         )
-    if shared_parameters(config, num_ranks)[0] == "replicated":
+    if shared_parameters(config.parameters, None, num_ranks)[0] == "replicated":
         return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **settings)
     return defer_weights(name_or_path, dtype=dtype, **settings)
 

@@ -187,7 +187,7 @@ class ParameterMixin(CheckpointMixin):
         run = vars(self).get("longctx_run")
         # a trainer of TRL moves its model before the run is started
         num_stages = 1 if run is None else run.placement.num_stages
-        if shared_parameters(self.longctx_config, self.args.world_size // num_stages)[0] == "replicated":
+        if shared_parameters(self.longctx_config.parameters, None, self.args.world_size // num_stages)[0] == "replicated":
             super()._move_model_to_device(model, device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
