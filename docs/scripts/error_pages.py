@@ -126,7 +126,7 @@ SUBJECTS = {
             "Resume where the data stopped": "hf/data/resume",
             "Checkpoints": (
                 "hf/checkpoints hf/rules/arguments:ASYNC_SAVE hf/rules/arguments:ASYNC_CALLBACKS "
-                "hf/trainer/checkpoint_mixin hf/run/placement hf/trainer/replicas "
+                "hf/run/saver hf/run/placement "
                 "hf/trainer/parameters:_check_kind"
             ),
             "Why one cannot be resumed": (

@@ -27,10 +27,10 @@ from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.trl import attach_problems, read_columns, trainer_problems
 from hf_longctx.hf.run.run import RunRequest
+from hf_longctx.hf.run.saver import ReplicaCheck
 from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.stages import own_stage
-from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
 

@@ -42,8 +42,8 @@ from hf_longctx.hf.rules.callbacks import ALONE
 from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.trl import alone_problems
 from hf_longctx.hf.run.run import BORROWED, RunRequest, meet, start_run
+from hf_longctx.hf.run.saver import ReplicaCheck, Saver
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
-from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.plan.core.types import StepPlan
@@ -147,7 +147,9 @@ class LongContextCallback(TrainerCallback):
         undo.callback(self._console.take_over(trainer))
         undo.enter_context(self._console.above_bars())
         undo.enter_context(self._stop.during_training(trainer.args, lambda: trainer.state.global_step))
-        undo.enter_context(cast(CheckpointMixin, trainer)._agreeing(self._stop, self._control))
+        guarded = cast(CheckpointMixin, trainer)
+        guarded._saver = Saver(self.config, trainer.args, self._control)
+        undo.enter_context(guarded._agreeing(self._stop, self._control))
         return self._control
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -274,9 +276,10 @@ class LongContextCallback(TrainerCallback):
         undo.callback(run.close)
         undo.callback(freeze_towers(model))
         _count_label_tokens(trainer, model, undo)
-        self._replicas = ReplicaCheck(config, run)
+        trainer.longctx_config, trainer.longctx_run = config, run
+        trainer._saver.begin(run)
+        self._replicas = trainer._saver.replicas
         undo.callback(setattr, self, "_replicas", None)
-        trainer.longctx_config, trainer.longctx_run, trainer._replicas = config, run, self._replicas
         num_layers, timeout_s = num_attention_layers(model), config.collective_timeout_s
 
         def enter_dropout(plan: StepPlan) -> DropoutKeys | None:

@@ -22,7 +22,7 @@ from hf_longctx.hf.rules.training_arguments import without_checkpointing
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer
-_OWN = ("longctx_config", "longctx_run", "_replicas", "_staged", "_saving", "_chosen", "_control", "_users_values", "_flow")
+_OWN = ("longctx_config", "longctx_run", "_saver", "_users_values", "_flow")
 
 
 class Guard(Protocol):
@@ -45,9 +45,9 @@ class GuardedMixin(CheckpointMixin):
             take_back(self)
             return self.train(resume_from_checkpoint, *args, **kwargs)
         with ExitStack() as undo, without_checkpointing(self.args, callback.config) as users_values:
-            control = callback.guard(self, undo)
+            callback.guard(self, undo)
             self._users_values = users_values
-            folder = self._choose_checkpoint(resume_from_checkpoint, callback.config, control)
+            folder = self._choose_checkpoint(resume_from_checkpoint)
             return super().train(folder, *args, **kwargs)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:

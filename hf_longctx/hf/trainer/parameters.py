@@ -145,11 +145,11 @@ class ParameterMixin(CheckpointMixin):
 
         With stages all ranks must see the same folder.
         """
-        if self._held is None:
+        if not self._saver.is_noting:
             self._switch_optimizer("eval")
         # done here, on all ranks, since some versions of `Trainer` call `_save` on the writing rank alone
-        is_joined = self._staged is None or not self._staged.in_memory
-        self._whole_weights = self._placement.save(self.model, self._folder(output_dir), self.args.should_save, is_joined)
+        folder, is_writer = self._folder(output_dir), self.args.should_save
+        self._whole_weights = self._placement.save(self.model, folder, is_writer, self._saver.is_joined)
         super().save_model(output_dir, _internal_call)
         if self._whole_weights is not None:
             self._whole_weights = None
@@ -244,7 +244,7 @@ class ParameterMixin(CheckpointMixin):
         """Writes the weights of all ranks, the tokenizer and the arguments; no weights if the placement wrote them already."""
         if not self._placement.writes_weights:
             return super()._save(output_dir, state_dict if self._whole_weights is None else self._whole_weights)
-        with self._holding_errors():
+        with self._saver.holding():
             # newer versions of `Trainer` call this on every rank
             if not self.args.should_save:
                 return
@@ -265,7 +265,7 @@ class ParameterMixin(CheckpointMixin):
             super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self._holding_errors():
+        with self._saver.holding():
             if not self._placement.save_optimizer(self.model, self._plain_optimizer, output_dir):
                 return super()._save_optimizer_and_scheduler(output_dir)
             assert self.lr_scheduler is not None
@@ -274,7 +274,7 @@ class ParameterMixin(CheckpointMixin):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads states, even those of a run with another number of ranks or stages, or with sharded parameters."""
-        placement, optimizer, is_anew = self._placement, self._plain_optimizer, self._starts_anew("optimizer")
+        placement, optimizer, is_anew = self._placement, self._plain_optimizer, self._saver.starts_anew("optimizer")
         settings = [set(group) - {"params", "initial_lr"} for group in optimizer.param_groups]
         with explained(checkpoint):
             is_loaded = not is_anew and checkpoint is not None and self._loads_states(placement, checkpoint)

@@ -55,9 +55,9 @@ from hf_longctx.hf.rules.trl import (
     scored_trainer_problems,
 )
 from hf_longctx.hf.run.run import Run, RunRequest
+from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import named_sets
 from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
-from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.runtime.core.loss import TokenLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 
@@ -80,9 +80,9 @@ class StartMixin(_TrainerBase):
     longctx_run: Run
     plans_evaluation: bool
     _stop: OrderlyStop
-    _replicas: ReplicaCheck
     _executor: StepExecutor | None
     _guard: NonfiniteGuard
+    _saver: Saver
     # the console of the run before, which has taken over from the trainer's own callback
     _console: Console
     # request from which the run was started, without the model, and the arguments that are read once
@@ -199,14 +199,14 @@ class StartMixin(_TrainerBase):
         if (old := vars(self).pop("longctx_run", None)) is None:
             return
         self._console = old.report.console
-        for callback in (old.report, self._stop, self._replicas):
+        for callback in (old.report, self._stop, self._saver.replicas):
             self.remove_callback(callback)
         # other ranks may still read from the groups that are closed next
         self.accelerator.wait_for_everyone()
         old.close()
         nothing: Any = None
         self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = self._executor = nothing
-        self._guard = self._stop = self._replicas = nothing
+        self._guard = self._stop = self._saver = nothing
         handler = self.callback_handler
         handler.model = handler.optimizer = handler.lr_scheduler = handler.train_dataloader = handler.eval_dataloader = nothing
         self.accelerator.free_memory()

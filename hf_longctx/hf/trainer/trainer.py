@@ -74,13 +74,13 @@ from hf_longctx.hf.rules.trl import (
 )
 from hf_longctx.hf.rules.user_code import reads_between_forwards
 from hf_longctx.hf.run.run import Run, RunRequest, meet, reference_run, start_run
+from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import TEST_SET, chosen_evaluation_set, evaluation_set_problems, named_sets
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameters import ParameterMixin, of_all_ranks
 from hf_longctx.hf.trainer.predictions import TokenMetrics, classified, evaluated
-from hf_longctx.hf.trainer.replicas import ReplicaCheck
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.start import StartMixin
 from hf_longctx.plan.core.types import RankPlan, StepPlan
@@ -224,21 +224,21 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             with (
                 self._stop.during_training(self.args, lambda: self.state.global_step),
                 self._agreeing(self._stop, self.longctx_run.control),
-                self._ending_saving(),
+                self._saver.ending(),
                 self.longctx_run.report.console.above_bars(),
                 without_liger(self.args),
                 hidden_from_trainer(self.args) as self._users_values,
                 self._telling_trackers(),
             ):
-                self._open_saving()
+                self._saver.open(self.callback_handler.callbacks)
                 run = self.longctx_run
-                chosen = self._choose_checkpoint(resume_from_checkpoint, self.longctx_config, run.control)
+                chosen = self._choose_checkpoint(resume_from_checkpoint)
                 if chosen is not None and not self.args.ignore_data_skip:
-                    run.recorder.resume(Path(chosen), self._starts_anew("data"))
+                    run.recorder.resume(Path(chosen), self._saver.starts_anew("data"))
                 self._guard.count_on_from(chosen)
                 return super().train(chosen, *args, **kwargs)
         finally:
-            self._chosen, self.neftune_noise_alpha, self.model_init = None, alpha, model_init
+            self.neftune_noise_alpha, self.model_init = alpha, model_init
             self._used_up = None
             if self._stream is not None:
                 self._stream.stop()
@@ -281,7 +281,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
 
         None outside of a training, and none while the state is still that of the training before.
         """
-        is_resumed = self._chosen is not None or is_stream(self.train_dataset)
+        is_resumed = self._saver.is_resumed or is_stream(self.train_dataset)
         return self.state.global_step if self.is_in_train and is_resumed else 0
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -347,7 +347,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             # in training the executor asks, after the callbacks of the step's beginning
             changed += filter(None, [self.longctx_run.code.problem(cast(nn.Module, self.model))])
         own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
-        asked = [] if stop is None else [self._saving is not None and self._saving.is_over, *stop.asked()]
+        asked = [] if stop is None else [self._saver.is_over, *stop.asked()]
         beside = self.longctx_run.activations.beside_bytes
         said = [*own, len(changed), beside, beside > 0, *asked]
         total_weight, num_labels, num_changed, beside_sum, num_full, *num_asked = sums_over_ranks(said, control)
@@ -616,8 +616,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._executor, self._plans_of_step, self._whole_weights = None, [], None
         self._counts_tokens = counts_tokens(type(self), self.longctx_config)
         self._guard = NonfiniteGuard(self.longctx_run)
-        self._replicas = ReplicaCheck(self.longctx_config, self.longctx_run)
-        self._staged, self._chosen, self._control, self._saving, self._writers = None, None, None, None, None
+        self._saver = Saver(self.longctx_config, request.args, self.longctx_run.control, self.longctx_run)
         self._users_values = None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
@@ -655,7 +654,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Adds the callbacks of the run, once `Trainer` is built."""
         self.add_callback(self.longctx_run.report)
         self.add_callback(self._stop)
-        self.add_callback(self._replicas)
+        self.add_callback(self._saver.replicas)
 
     def _check_early(
         self, args: TrainingArguments | None, given: dict[str, Any], problems: list[str]
@@ -717,15 +716,13 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
     def _save_refused(self, folder: Path, number: int) -> list[str]:
         """Writes step `number` and the model to `folder`; returns the errors of all ranks, since the disk may be full."""
         held: list[str] = []
-        self._held = held
-        try:
-            with self._holding_errors():
+        saver = self._saver
+        with saver.noting(held):
+            with saver.holding():
                 self._guard.save(folder, number)
-            with self._holding_errors():
+            with saver.holding():
                 # internal: nothing of it is uploaded
                 self.save_model(str(folder / MODEL_FOLDER), _internal_call=True)
-        finally:
-            self._held = None
         # a launcher ends all ranks as soon as one of them fails, so none may before the files are written
         PartialState().wait_for_everyone()
         everyone = gather_objects(held, self.longctx_run.control)

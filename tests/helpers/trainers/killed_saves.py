@@ -21,7 +21,7 @@ from transformers import TrainerState
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.checkpoints import staging, weights
 from hf_longctx.hf.checkpoints.background import MemoryCopy
-from hf_longctx.hf.trainer import checkpoint_mixin
+from hf_longctx.hf.run import saver
 
 NUM_STEPS, SAVE_STEPS = 6, 2
 # how the model and the data live -> settings; with " adapters" behind it, adapters alone are trained
@@ -164,7 +164,7 @@ def plant(trainer: Any, place: str, step: int) -> None:
 
             setattr(owner, name, dying)
         case "rotation":
-            before(checkpoint_mixin, "rotate", 0)
+            before(saver, "rotate", 0)
         case "deletion":
             original = staging.shutil.rmtree
 

@@ -13,7 +13,7 @@ from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_longctx.hf.trainer.replicas import checksums
+from hf_longctx.hf.run.saver import checksums
 
 NUM_STEPS = 4
 NAME = "model.layers.1.mlp.up_proj.weight"
