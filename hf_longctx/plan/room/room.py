@@ -271,11 +271,12 @@ class GroupRoom(Room):
         Raises ValueError naming the first group whose chunk does not fit, if slices do not fit either.
         """
         best: list[SequenceGroup] = []
-        error = ValueError()
+        # the error itself would hold this frame by its traceback, and so itself
+        refusal = ""
         try:
             best = [group if self._is_kept(group) else self.for_group(group) for group in groups]
-        except ValueError as reason:
-            error = reason
+        except ValueError as error:
+            refusal = str(error)
         is_crowded = self._accumulated_bytes > _ROOM.most_waiting * self.budget.device_bytes
         if best and (is_crowded or not self.allows_slices or not any(group.stages[0].activations for group in best)):
             return best
@@ -295,7 +296,7 @@ class GroupRoom(Room):
                 break
         best = best or [trial.group for trial in self._in_equal_slices(groups, WAYS[1:] if self.allows_slices else ())]
         if not best:
-            raise error
+            raise ValueError(refusal)
         return best
 
     def _is_kept(self, group: SequenceGroup) -> bool:
