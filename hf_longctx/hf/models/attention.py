@@ -1,4 +1,4 @@
-"""The attention function that we register with transformers, so that layers attend over their sequence group under a plan.
+"""Registers an attention function with transformers, so that layers attend over their sequence group under a plan.
 
 Start-up applies `AttentionSwitch`. From then on every attention layer of the model calls `longctx_attention`. With a plan's
 context this function attends over the sequence group; without one it calls the model's former implementation. The registered name

@@ -1,22 +1,19 @@
 """Runs attention that a class writes out in its own file, without transformers' common interface, over a sequence group.
 
-Such classes drop the plan's context on the way to their attention. So `OwnAttentionPatch` gives the model, its
-decoder, its layers and its attention a forward of their own, each of which runs that of its class. The first two take the
-context and hand it to the layers; a layer passes it on as a keyword, so that a replay of the layer has it too. Attention then
-runs in one of two ways: its method that computes outputs from queries, keys and values is replaced by ours, or it gets a cache
-of ours (`scores`).
+Such classes drop the plan's context on the way to their attention. So `OwnAttentionPatch` gives the model, its decoder, its
+layers and its attention a forward of their own, each of which runs that of its class. The first two take the context and hand
+it to the layers; a layer passes it on as a keyword, so that a replay of the layer has it too. Attention then runs in one of two
+ways: its method that computes outputs from queries, keys and values is replaced by ours, or it gets a cache of ours
+(`GroupCache`).
 
 Biases that grow with a token's index (ALiBi) count from the start of the row in these classes. Under a plan they are made anew
 from positions in documents.
 
-Stand-ins for keys, scores and attention weights, by which attention that a class writes out runs over a sequence group.
-
-Such a class multiplies queries with keys, scales, adds a mask, takes the softmax and multiplies with values. It asks the cache
-for keys and values first, and ours (`GroupCache`) returns stand-ins. What is computed with them gives further stand-ins, which
+With a cache of ours, the class multiplies queries with keys, scales, adds a mask, takes the softmax and multiplies with values.
+It asks the cache for keys and values first, which returns stand-ins. What is computed with them gives further stand-ins, which
 only note the scale and the bias of every key; the product with the values then runs `sequence_parallel_attention`. Every other
-operation on a stand-in raises, so nothing is left out silently.
-
-A stand-in follows torch's protocol for classes that are no tensors (`__torch_function__`).
+operation on a stand-in raises, so nothing is left out silently. A stand-in follows torch's protocol for classes that are no
+tensors (`__torch_function__`).
 
 Shapes: H query heads, G KV heads, T tokens of this rank, D head size.
 """

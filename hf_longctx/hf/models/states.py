@@ -1,23 +1,19 @@
-"""The functions that stand in for those of mixers with a state along the sequence, and the mixers that are tested with them.
+"""Runs mixers with a state along the sequence (linear attention, SSM, short convolution) under plans.
 
-A mixer of transformers (linear attention, SSM, short convolution) mixes tokens in two functions of its module alone: a causal
-convolution and, unless that is all, a scan. A row of `MIXERS` names those that the forward of a mixer class calls; `STAND_INS`
-has ours for each name. Ours split the chunk into documents, take and leave states, and run transformers' own function on each
-document. A further class is one more row, and one more function if its scan has another signature.
+A mixer of transformers mixes tokens in two functions of its module alone: a causal convolution and, unless that is all, a scan.
+A `Mixer` of the registry names those that its forward calls; `STAND_INS` has ours for each name. Ours split the chunk into
+documents, take and leave states, and run transformers' own function on each document. A further class is one more record, and
+one more function if its scan has another signature.
 
-Stand-ins for methods of mixers that write their recurrence out inside their forward, for `functions.FAMILIES`.
+Some mixers write their recurrence out inside their forward and call no function that could be replaced. They call modules of
+their own, whose methods are replaced while the forward runs (`METHODS`): a convolution, a scan, or those before and after a
+loop over blocks. These modules get and return other tensors than under the forward of the class, so hooks on them are refused.
 
-Where a mixer calls no function that could be replaced, it calls modules of its own, whose methods are replaced while its forward
-runs: a convolution, a scan, or those before and after its loop over blocks. These modules get and return other tensors than under
-the forward of the class, so `patching` refuses hooks on them.
+`MixerPatch` gives every mixer a forward of its own. With a plan's context it runs the code of its class's forward with other
+globals, in which the names of the convolution and the scan lead to ours. Without a context it runs the class's own forward. So
+a mixer runs without a cache, and slices of one token take the same path as others.
 
-Lets the mixers of one model run the functions of `functions` under plans; no module of transformers is changed.
-
-`MixerPatch` gives every mixer of a model a forward of its own. With a plan's context it runs
-the code of its class's forward with other globals, in which the names of the convolution and the scan lead to ours. Without a
-context it runs the class's own forward. So a mixer runs without a cache, and slices of one token take the same path as others.
-
-Ours get transformers' own torch functions, also where a package with kernels (fla, causal_conv1d) is installed, and run a kernel
+Ours get transformers' own torch functions, also if a package with kernels (fla, causal_conv1d) is installed, and run a kernel
 in their place only after its numbers have been compared (`runtime.states.kernels`). Kernels that transformers itself calls take
 no fp32 or fp64, so copies in these run without them (`leave_kernels_out`).
 """
