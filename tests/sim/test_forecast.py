@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_the_memory_model() -> None:
     found = forecast()
     held = max(rank.peak_tokens for rank in found.steps[0].execution.ranks)
     assert found.peak_tokens == held <= found.scenario.tokens_per_rank
-    # states sharded over four ranks, and the parameters gathered from them, as worked out in test_sim_capacity
+    # states sharded over four ranks, and the parameters gathered from them, as worked out in test_remedies
     assert found.steps[0].plan.estimate.peak_bytes == 15_744 + held * TOKEN_BYTES
 
 

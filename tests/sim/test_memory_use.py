@@ -31,7 +31,7 @@ from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.sim.scenario import Scenario
 
-# most tokens of four ranks with everything kept, 42 each, as worked out in test_sim_capacity
+# most tokens of four ranks with everything kept, 42 each, as worked out in test_remedies
 KEPT = 168
 
 
