@@ -24,7 +24,7 @@ PLAIN = (
     *(f"hf_longctx/plan/{folder}" for folder in ("core", "cost", "memory")),
     *(
         f"hf_longctx/hf/{folder}"
-        for folder in ("data", "ranks", "planning", "calibration", "evaluation", "log_probs", "self_test")
+        for folder in ("data", "ranks", "planning", "calibration", "evaluation", "log_probs", "self_test", "rules", "models")
     ),
 )
 

@@ -21,7 +21,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.experts import spread_group
 
-# room in a slab for the gaps between blocks, as a share of what a plan stores
+# room in a slab for gaps between blocks, as a share of the bytes that a plan stores
 _GAPS_SHARE = 1 / 8
 # most bytes copied each way to measure how fast a slab is
 _PROBE_BYTES = 2**26
@@ -30,11 +30,11 @@ _PROBE_BYTES = 2**26
 class ActivationRuntime:
     """Executes activation policies on the layers and the output head of one model at a time.
 
-    A model whose plans keep everything is never touched. host_bytes: most host memory for saved tensors; `reserve` makes a slab
-    of what plans need of it, pinned on CUDA. on_pageable: called with the measured bytes per second if the system refuses to pin
+    A model whose plans keep everything is never changed. host_bytes: most host memory for saved tensors; `reserve` makes a slab
+    as large as plans need, pinned on CUDA. on_pageable: called with the measured bytes per second if the system refuses to pin
     the slab, so that later plans expect slower copies. has_head: false for a pipeline stage before the last. layers: the layers
     of this rank's own stage, for a model that has the layers of all stages; None: all layers. replays_experts: whether ranks may
-    share experts, and plans of any rank may have policies.
+    share experts while plans of any rank may have policies.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class ActivationRuntime:
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of the pieces that this rank's slab got when it was full; ranks differ in them."""
+        """Bytes of the pieces that this rank's slab got when it was full; they differ between ranks."""
         return 0 if self._tier is None else self._tier.slab.beside_bytes
 
     def agree(self, beside_bytes: int) -> None:
-        """Takes bytes of pieces beside a slab, on all ranks the same number, for which the next `reserve` makes room.
+        """Sets the bytes of pieces beside a slab, equal on all ranks, for which the next `reserve` makes room.
 
-        Otherwise a rank that alone got pieces would replace its slab, while the others wait for it in their next collective.
+        Otherwise a rank that alone got pieces would replace its slab while the others wait for it in their next collective.
         """
         self._agreed_bytes = beside_bytes
 
     def reserve(self, needed_bytes: int) -> str:
-        """Makes the slab large enough for plans that store so many bytes on a rank's host; returns a line if it took time.
+        """Makes the slab large enough for plans that store `needed_bytes` on a rank's host; returns a line if it took time.
 
-        Call it between steps, on all ranks with the same number, since pinning takes some tenths of a second per GiB, for which
-        other ranks would wait in a step. A slab is replaced by one of at least twice its size, so that few are ever made.
+        Call it between steps, on all ranks with the same number: pinning takes some tenths of a second per GiB, and within a step
+        other ranks would wait for it. A slab is replaced by one of at least twice its size, so that few are made.
         """
         held_bytes, beside_bytes = 0 if self._tier is None else self._tier.slab.capacity_bytes, self._agreed_bytes
         # blocks of a plan that is larger than those before it leave gaps
         if int(needed_bytes * (1 + _GAPS_SHARE)) <= held_bytes and not beside_bytes:
             return ""
-        # a second training needs what the first one did
+        # a second training needs as many bytes as the first one did
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         wanted = max(int(self._needed_bytes * (1 + _GAPS_SHARE)), 2 * held_bytes, held_bytes + beside_bytes)
         if (num_bytes := min(wanted, self.host_bytes)) <= held_bytes:
@@ -115,7 +115,7 @@ class ActivationRuntime:
             self._engine, self._model = ActivationEngine(layers, head=head, partners=partners), model
         if self._engine is not None and self._engine.tier is None and any(share.host for share in shares):
             if self._tier is None:
-                # nobody said what the plan needs
+                # `reserve` was not called for this plan
                 self.reserve(self.host_bytes)
             self._engine.tier = self._tier
         return self._engine
@@ -151,7 +151,7 @@ def slab_rate(tier: HostTier, device: torch.device) -> float:
 
 
 def activation_problem(model: PreTrainedModel) -> str:
-    """Why this model cannot run activation policies; empty if it can."""
+    """Returns why this model cannot run activation policies; empty if it can."""
     try:
         layers = layer_modules(model)
     except ValueError as error:

@@ -53,7 +53,7 @@ def is_adapted(model: object) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model inside wrappers (adapters, DDP); `model` itself if nothing wraps it, even if it is sharded."""
+    """The transformers model inside wrappers (adapters, DDP); `model` itself if it has no wrapper, even if it is sharded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     inner = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     if inner is not None:
@@ -62,7 +62,7 @@ def base_of(model: Any) -> Any:
 
 
 def kind_problems(model: Any) -> list[str]:
-    """Why adapters of this kind cannot be trained, naming the kind; empty for tested kinds and for a model without adapters."""
+    """Returns why adapters of this kind cannot be trained, by name; empty for tested kinds and for models without adapters."""
     if not is_adapted(model):
         # adapters added by transformers' own add_adapter, and PEFT's mixtures of several kinds
         if hasattr(model, "peft_config"):
@@ -80,7 +80,7 @@ def kind_problems(model: Any) -> list[str]:
 
 
 def adapter_problems(model: Any) -> list[str]:
-    """Why adapters of a tested kind on a tested model still cannot be trained; empty if they can, or if there are none."""
+    """Returns why adapters of a tested kind on a tested model cannot be trained; empty if they can, or if there are none."""
     if not is_adapted(model):
         return []
     settings = [problem for config in model.peft_config.values() for problem in _setting_problems(config)]
@@ -109,7 +109,7 @@ def _setting_problems(config: LoraConfig) -> list[str]:
 
 
 def _parameters_problem(config: LoraConfig) -> str:
-    """Why adapters on single weights are refused: their memory is not predicted, although their gradients would be right."""
+    """Returns why adapters on single weights are refused: their memory is not predicted, but their gradients would be right."""
     named = sorted(config.target_parameters or ())
     return (
         f"LoraConfig has adapters on the weights {', '.join(named)} (target_parameters), for which PEFT copies all experts of a "
@@ -152,9 +152,9 @@ def _module_problems(model: PeftModel) -> list[str]:
 
 
 def _is_tested(layer: BaseTunerLayer) -> bool:
-    """Whether an adapter is on a linear or a four-bit linear module, or on the embedding or single tokens of it.
+    """Whether an adapter is on a linear module, plain or four-bit, or on the embedding or on single tokens of it.
 
-    On a four-bit linear module, PEFT's adapter has a class of its own. Single weights are refused by their setting.
+    On a four-bit linear module PEFT's adapter has its own class. Single weights are refused by their setting.
     """
     if type(layer) in (Linear, Embedding, TrainableTokensLayer, ParamWrapper):
         return True
@@ -170,7 +170,7 @@ def saves_tied(model: Any) -> bool:
 
 
 def tied_token_problem(model: Any) -> str:
-    """Why stages cannot train what adapters hold for both ends of a tied embedding; empty if there is no such thing."""
+    """Returns why stages cannot train adapter weights that both ends of a tied embedding use; empty if there are none."""
     if saves_tied(model):
         return (
             "ensure_weight_tying=True trains one copy of a tied embedding and head (modules_to_save), and two pipeline stages "
@@ -186,7 +186,7 @@ def tied_token_problem(model: Any) -> str:
 
 
 def shard_problems(model: Any) -> list[str]:
-    """Why the trained weights of a model cannot be sharded, since FSDP2 sums all gradients of a unit in one dtype; else empty."""
+    """Returns why trained weights cannot be sharded: FSDP2 sums all gradients of a unit in one dtype. Empty if they can be."""
     base = base_of(model)
     if not is_adapted(model) or not isinstance(base, PreTrainedModel):
         return []
@@ -231,7 +231,7 @@ def hidden_dtype(model: Any) -> torch.dtype:
 
 
 def trained_sizes(model: Any) -> AdapterSpec:
-    """The trained weights of the layer of `model` with the most, and of its embedding and head; zeros without adapters.
+    """Sizes of the trained weights in the layer with the most, and in embedding and head; zeros without adapters.
 
     `model` may be one pipeline stage.
     """
@@ -252,12 +252,12 @@ def trained_sizes(model: Any) -> AdapterSpec:
 
 
 def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """The maximum of each number over `specs`; what one of them reads is read."""
+    """The maximum of each number over `specs`; a flag is set if any of them sets it."""
     return AdapterSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec)))
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:
-    """Modules inside `module` that are projections with an active adapter, by name; an embedding's adapter looks rows up."""
+    """Projections inside `module` with an active adapter, by name; an embedding is none, since its adapter looks rows up."""
     return {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer) and _active(each)}
 
 
@@ -275,9 +275,9 @@ def tile_bytes(layers: Sequence[Any], hidden: torch.dtype, is_autocast: bool) ->
 
 
 def cut_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes per token that adapters on some projections take where attention runs in pieces of heads.
+    """Bytes per token that adapters on some projections take if attention runs in pieces of heads.
 
-    That are products of the first matrices, as they are saved, and sums of these and of their gradients, in at least fp32.
+    These hold products of the first matrices, as saved, and sums of them and of their gradients, in at least fp32.
     """
     layers: list[Any] = [module for module in modules if type(module) is Linear]
     weights = [layer.lora_A[name].weight for layer in layers for name in _active(layer)]
@@ -291,9 +291,9 @@ def _trained(module: nn.Module) -> tuple[int, int]:
 
 
 def plain_adapter(layer: Any) -> Adapter | None:
-    """The adapter of a projection, if it is the only active one and does nothing but multiply by two matrices and a number.
+    """The adapter of a projection, if it is the only active one and only multiplies by two matrices and a number.
 
-    None if a hook would see what these get or return. The module below the adapter may be of any kind.
+    None if a hook would see their inputs or outputs. The module below the adapter may be of any kind.
     """
     found = _active_adapters(layer)
     if isinstance(found, str) or len(found) != 1:
@@ -303,10 +303,10 @@ def plain_adapter(layer: Any) -> Adapter | None:
 
 
 def copies_input(layer: Any, hidden: torch.dtype, is_autocast: bool) -> bool:
-    """Whether an adapter of a projection saves a copy of its input: in another dtype than `hidden`, or with some of it dropped.
+    """Whether an adapter of a projection saves a copy of its input: in another dtype than `hidden`, or after dropout.
 
-    hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights. Then plans
-    let a plain adapter read hidden states in bf16 as they are (`hf.models.kernels`), where PEFT casts them to its dtype.
+    hidden: dtype of hidden states. is_autocast: matrices are multiplied in bf16 for any dtype of the weights. Then under plans
+    a plain adapter reads bf16 hidden states as they are (`hf.models.kernels`), while PEFT casts them to its dtype.
     """
     return any(_copies_input(layer, name, hidden, is_autocast) for name in _active(layer))
 
@@ -321,10 +321,10 @@ def _copies_input(layer: Any, name: str, hidden: torch.dtype, is_autocast: bool)
 
 
 def saved_bytes(layer: Any, hidden: torch.dtype, is_autocast: bool) -> int:
-    """Bytes per token that the adapters of a projection save for backward; what they read without a copy is not their own.
+    """Bytes per token that the adapters of a projection save for backward; inputs that they read without a copy do not count.
 
-    Each saves a copy of its input (`copies_input`) and the output of its first matrix, under autocast in bf16, as the matrix
-    reads and makes them. DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
+    Each saves a copy of its input (`copies_input`) and the output of its first matrix, in the dtype of the matrix product (bf16
+    under autocast). DoRA also saves the product with the frozen weight, the output of the adapter, and the sum of both.
     """
     kept = 0
     for name in _active(layer):
@@ -369,9 +369,9 @@ def _active_adapters(layer: Any) -> tuple[Adapter, ...] | str:
 
 
 def adapter_files(model: Any) -> dict[str, dict[str, nn.Parameter]]:
-    """Parameters of every adapter, active or not, under the names that its file gives them, by its folder in a checkpoint.
+    """Parameters of every adapter, active or not: its folder in a checkpoint -> name in the file -> parameter.
 
-    PEFT gives each adapter a folder of its name, but puts that named "default" into the checkpoint's folder itself.
+    PEFT gives each adapter a folder of its name, but puts the one named "default" into the checkpoint's folder itself.
     """
     own = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -389,10 +389,10 @@ def adapter_parameters(model: Any) -> list[nn.Parameter]:
 
 
 def saved_parameters(model: Any) -> list[nn.Parameter]:
-    """Parameters among which PEFT chooses what it writes into the adapter's folder: those of adapters, embedding and head.
+    """Parameters that PEFT may write into the adapter's folder: those of adapters, embedding and head.
 
-    It writes embedding and head if they have adapters or if the vocabulary was resized. To know the latter it may ask the Hub,
-    so ranks must not depend on its choice.
+    It writes embedding and head if they have adapters or if the vocabulary was resized. To find out the latter it may ask the
+    Hub, so ranks must not depend on its choice.
     """
     base = base_of(model)
     ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]

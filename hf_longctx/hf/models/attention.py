@@ -1,9 +1,9 @@
 """Registers an attention function with transformers, so that layers attend over their sequence group under a plan.
 
-Start-up applies `AttentionSwitch`. From then on every attention layer of the model calls `longctx_attention`. With a plan's
-context this function attends over the sequence group; without one it calls the model's former implementation. The registered name
-says which that is ("longctx": sdpa, "longctx_eager": eager). The names do not contain "flash", because transformers would take
-such a name for a kernel and try to download it.
+The start of a run applies `AttentionSwitch`. From then on every attention layer of the model calls `longctx_attention`. With a
+plan's context this function attends over the sequence group; without one it calls the model's former implementation. The
+registered name says which one ("longctx": sdpa, "longctx_eager": eager). The names do not contain "flash", because transformers
+would take such a name for a kernel and try to download it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_longctx.runtime.tiles.patterns import AttentionPattern
 NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 # owner of the kernels that transformers itself loads
 _KERNELS = "kernels-community/"
-# name for models that write their attention out themselves or have none, and so choose no function
+# name for models that write out their attention themselves or have none, and so choose no function
 OWN_NAME = "longctx_own"
 # attribute of a switched text model: its former implementation
 _FORMER = "_longctx_former_attention"
@@ -50,7 +50,7 @@ class AttentionSwitch:
     """Switches a model to the registered attention function that falls back to its present implementation."""
 
     def needed(self, model: nn.Module) -> bool:
-        """Whether plans do not run the text model yet."""
+        """Whether the text model cannot run plans yet."""
         return not runs_plans(model)
 
     def apply(self, model: nn.Module) -> None:
@@ -83,20 +83,20 @@ class AttentionSwitch:
 
 
 def _fallback_of(text: PreTrainedModel) -> str:
-    """The implementation that runs forwards outside of plans: the model's own if any dtype and device can run it."""
+    """The implementation for forwards outside of plans: the model's own if it runs with any dtype on any device."""
     current: str = text.config._attn_implementation
-    # where transformers' sdpa would leave out sinks or caps of scores, the class says so
+    # a class says so if transformers' sdpa would leave out its sinks or caps of scores
     return current if current in NAMES else "sdpa" if text._supports_sdpa else "eager"
 
 
 def attention_problems(model: nn.Module) -> list[str]:
-    """Problem with an attention function that others wrote, which may compute something else than attention; empty if none."""
+    """Problem with an attention function of other code, which may compute something else than attention; empty if none."""
     text = text_part(model)
     name = getattr(getattr(text, "config", None), "_attn_implementation", None)
     if name is None or name in NAMES.values():
         return []
     remedy = "load the model with attn_implementation='sdpa'; if the function computes something else, plans cannot run it"
-    # transformers still takes the names of its functions for caches in pages
+    # transformers still accepts names of its functions for paged caches
     name = name.removeprefix("paged|")
     if "/" in name:
         if name.startswith(_KERNELS):
@@ -122,7 +122,7 @@ def attention_problems(model: nn.Module) -> list[str]:
 
 
 def attention_line(model: Any) -> str:
-    """Says what runs in place of the attention implementation that a user chose; empty if it runs wherever no plan does."""
+    """Says what replaces the attention implementation that a user chose; empty if that runs in all forwards without a plan."""
     text: Any = text_part(model)
     if (name := attention_name(model)) in (None, *NAMES, *NAMES.values(), OWN_NAME):
         return ""
@@ -198,7 +198,7 @@ def longctx_attention(
             f"{name} makes an attention mask of its own, of shape {tuple(attention_mask.shape)}, which would be ignored; use a "
             f"model without one"
         )
-    # positions that the forward of another class has chosen would be those of rows, and are refused below
+    # positions chosen by the forward of another class would be positions in rows, and are refused below
     chosen = kwargs.pop(_CHOSEN, None) if (is_chosen := "forward" in vars(module) and chooses_by_plan(module)) else None
     if is_chosen and chosen is None:
         raise RuntimeError(
@@ -237,9 +237,9 @@ def _dropped_attention(
     drop: Callable[[Tensor], Tensor],
     **kwargs: Any,
 ) -> Tensor:
-    """Attention [1, T, H, E] of one document without a plan, whose weights [1, H, T, T] `drop` drops: the class's eager function.
+    """Attention [1, T, H, E] of one document without a plan, with dropout of its weights [1, H, T, T] by `drop`.
 
-    That function returns its weights; without dropout they are those of the softmax.
+    Runs the class's eager function, which returns its weights; without dropout they are those of the softmax.
     """
     if mask is None or mask.dtype == torch.bool:
         # torch's own attention is causal without a mask
@@ -253,9 +253,9 @@ def _dropped_attention(
 
 
 def _only_chosen(mask: Tensor | None, chosen_BTK: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask of a forward without a plan [B, 1, T, keys], in which every query sees its chosen keys alone.
+    """The mask of a forward without a plan [B, 1, T, keys], in which every query sees only its chosen keys.
 
-    The classes leave this out for implementations that they do not know.
+    The classes leave this out for unknown implementations.
     """
     if mask is None:
         raise ValueError("attention to chosen keys got no mask; pass the attention mask that the model makes")
@@ -288,8 +288,8 @@ def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:
 def _tempered_by_document(module: Any, q_1HTD: Tensor, context: GroupContext) -> Tensor:
     """Rescales queries by their position in the document, since the layer scaled them by their index in this rank's row.
 
-    The layer counts from 0 in every row. So each query is multiplied by the wanted factor over the factor already applied; for a
-    row that is one whole document this quotient is exactly 1.
+    The layer counts from 0 in every row. So each query is multiplied by the right factor divided by the factor already applied;
+    for a row that is one whole document this quotient is exactly 1.
     """
     if context.position_ids is None:
         raise RuntimeError(f"{type(module).__name__} scales queries by position, but the context has no position_ids; set them")

@@ -1,8 +1,8 @@
-"""Hands the context of a plan to modules below those that leave it out when they call them.
+"""Passes the context of a plan down through modules that would not pass it on.
 
-Most classes of transformers pass keywords that they do not know from the model's forward down to attention. Some decoder layers,
-decoders and causal language models do not. `ContextPatch` gives these a forward that binds the context to what
-they call, for as long as they run. Without a context they run as before.
+Most classes of transformers pass unknown keywords from the model's forward down to attention. Some decoder layers, decoders and
+causal language models do not. `ContextPatch` gives these a forward that binds the context to the modules that they call, for as
+long as they run. Without a context they run as before.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import is_written_by
 
-# attribute of a module that leaves the context out, with the forward that a user or accelerate had put in place of its class's
+# attribute of a module that does not pass the context on: the forward by which a user or accelerate had replaced its class's
 OWN_FORWARD = "_longctx_own_forward"
 
 
 class ContextPatch:
-    """Lets the modules of a model that would leave the context out hand it to what they call."""
+    """Makes modules that would leave out the context pass it to the modules that they call."""
 
     def needed(self, model: nn.Module) -> bool:
         """Whether the text model has such modules."""
         return any(_called(module) for module in text_part(model).modules())
 
     def apply(self, model: nn.Module) -> None:
-        """Keeps a forward that a user or accelerate has put there, and runs it."""
+        """Keeps a forward that a user or accelerate put there, and runs it."""
         for module in text_part(model).modules():
             if not _called(module) or has(module, _forward):
                 continue
@@ -59,7 +59,7 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _forward(module: Any, *args: Any, **keywords: Any) -> Any:
-    """Runs the forward of a module's class, or a user's, whose calls get the context."""
+    """Runs the forward of a module's class, or a user's; the modules that it calls get the context."""
     if keywords.get("longctx") is None:
         own = vars(module).get(OWN_FORWARD)
         return type(module).forward(module, *args, **keywords) if own is None else own(*args, **keywords)
@@ -70,7 +70,7 @@ def _forward(module: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def _run(module: Any, *args: Any, longctx: GroupContext, **keywords: Any) -> Any:
-    """Runs the forward of `module`, whose calls get the context; a layer's without checkpointing, which stands around this."""
+    """Runs the forward of `module` with the context for its calls; a layer's without checkpointing, which wraps this call."""
     forward = vars(module).get(OWN_FORWARD)
     if forward is None:
         is_layer = isinstance(module, GradientCheckpointingLayer)
@@ -84,7 +84,7 @@ def _run(module: Any, *args: Any, longctx: GroupContext, **keywords: Any) -> Any
 
 @contextmanager
 def _in_one_piece(module: nn.Module) -> Iterator[None]:
-    """Context in which `module` takes itself to be in training if it would run rows in pieces; its children are as before."""
+    """Context that sets `module` to training mode if it would run rows in pieces; its children keep their mode."""
     is_training = module.training
     module.training = is_training or any(each.__name__ in MODULES.in_pieces for each in type(module).__mro__)
     try:

@@ -1,7 +1,5 @@
 """Cuts Hugging Face models into pipeline stages: a stage keeps its own modules, and identities replace all others.
 
-The start-up of staged runs, stage loading and the self-test call it.
-
 Cutting replaces modules and never changes a forward. The layer list keeps its length, so layer numbers, layer types and parameter
 names stay those of the whole model. The embedding stays on the first stage, the final norm and the head on the last. Hidden
 states from the previous stage enter the model as `inputs_embeds` and leave it as `last_hidden_state`. A probe before the first
@@ -100,17 +98,16 @@ class StageLayers(nn.ModuleList):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Names of the modules between which a causal language model or a classifier can be cut.
-
-    decoder: the model whose output the head reads. first, layers, last: attributes of `decoder`, for the modules that turn token
-    ids into hidden states, for the list of layers, and for the modules after the layers. head: name of the head in `model`.
-    """
+    """Names of the modules between which a causal language model or a classifier can be cut."""
 
     model: PreTrainedModel
+    # the model whose output the head reads
     decoder: PreTrainedModel
+    # attributes of `decoder`: modules that turn token ids into hidden states, list of layers, modules after the layers
     first: tuple[str, ...]
     layers: str
     last: tuple[str, ...]
+    # name of the head in `model`
     head: str
 
     @property
@@ -130,7 +127,7 @@ class Pieces:
 
 
 def stage_problems(model: nn.Module) -> list[str]:
-    """Why the layers of `model` cannot be cut into stages, naming the class; empty if they can."""
+    """Returns why the layers of `model` cannot be cut into stages, naming the class; empty if they can."""
     inner = base_of(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     if not isinstance(inner, PreTrainedModel) or config is None:
@@ -321,9 +318,9 @@ def check_ranges(parts: Ranges, num_layers: int) -> None:
 
 
 def _decoder(model: nn.Module) -> nn.Module | None:
-    """The decoder inside `model`: its `base_model`, or its first child that is a transformers model if that attribute is wrong.
+    """The decoder inside `model`: its `base_model`, or its first child that is a transformers model.
 
-    It is wrong for Llama 4.
+    The latter if that attribute is wrong, as for Llama 4.
     """
     base = getattr(model, "base_model", model)
     return base if base is not model else next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
@@ -365,7 +362,7 @@ def _drop(owner: nn.Module, names: Sequence[str]) -> None:
 
 
 def _drop_towers(model: nn.Module) -> None:
-    """Removes everything of a multimodal model that is neither of its text model nor its head; the first stage keeps it."""
+    """Removes all parts of a multimodal model but its text model and head; the first stage keeps them."""
     for path in tower_names(model):
         owner, _, name = path.rpartition(".")
         _drop(model.get_submodule(owner), (name,))

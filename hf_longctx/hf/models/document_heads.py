@@ -1,8 +1,8 @@
 """Lets a model that classifies documents return the logits of all tokens under a plan.
 
 The forward of its class applies the head to every token, then picks the last token of each row that is no padding. A row of a
-plan holds many documents, or a slice of one, so that under a plan the forward returns the logits before the choice. The choice is
-then made by labels: the collator puts the label of a document on the token that transformers would pick.
+plan holds many documents, or a slice of one, so under a plan the forward returns the logits of all tokens. Labels then make the
+choice: the collator puts the label of a document on the token that transformers would pick.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Makes rotary embeddings whose frequencies depend on a document's length ("dynamic", "longrope") correct under plans.
 
-`DocumentRopePatch` binds these functions to a model; start-up checks ask them which embeddings are supported.
-
 transformers takes the length from the largest position in a forward. In a packed row, that gives the length of the longest
 document; in a slice or a shard, it gives the largest position present there; and "dynamic" also remembers the longest forward so
 far. Under a plan, every token gets the frequencies for the whole length of its own document: those that a new model would use if
@@ -71,7 +69,7 @@ class DocumentRopePatch:
 
 
 def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[str]:
-    """Why documents would get wrong frequencies, naming the embedding; empty if all of them get the right ones.
+    """Returns why documents would get wrong frequencies, naming the embedding; empty if all get the right ones.
 
     rope_types: those of the model's config that are in `DOCUMENT_ROPE_TYPES`.
     """
@@ -102,7 +100,7 @@ def document_rope_problems(model: nn.Module, rope_types: Iterable[str]) -> list[
 
 
 def document_rope_types(module: nn.Module) -> dict[str, str]:
-    """Rope type by layer type ("": all layers) of a rotary embedding, only where frequencies depend on a document's length."""
+    """Layer type ("": all layers) -> rope type, for rope types whose frequencies depend on a document's length."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         kinds = {"": kinds}
@@ -148,7 +146,7 @@ def shorten_limits(model: nn.Module, limit: int) -> int:
 
 @dataclass(slots=True)
 class _Lent:
-    """The documents of a context, which an embedding has for one forward of its parent; `was_used`: whether it read them."""
+    """Documents of a context that an embedding has during one forward of its parent. was_used: whether it has read them."""
 
     documents: tuple[tuple[int, int], ...]
     was_used: bool = False
@@ -245,7 +243,7 @@ def _frequencies(embedding: Any, kind: str, layer_type: str, length: int, device
     if length <= _limit(embedding, kind, layer_type):
         original: Tensor = getattr(embedding, f"{layer_type}_original_inv_freq" if layer_type else "original_inv_freq")
         return original.to(device)
-    # a tensor if it enters the formula, so that results are rounded as in transformers' forward
+    # if it enters the formula, it is a tensor, so that results are rounded as in transformers' forward
     tokens = torch.tensor(length, device=device) if kind == "dynamic" else length
     frequencies: Tensor
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](embedding.config, device, seq_len=tokens, layer_type=layer_type or None)

@@ -1,21 +1,19 @@
-"""Lets the dropout modules of one model draw masks by token (`runtime.dropout`); no module of torch or peft is changed.
+"""Makes dropout and NEFTune of one model depend on tokens alone, not on plans; no module of torch or peft is changed.
 
-`DropoutPatch` binds these functions to every `nn.Dropout` that drops something, among them those of LoRA's
-adapters. Rates are torch's, masks are not. In evaluation nothing is dropped. A forward without a plan drops as torch does, except
-while a training under plans is under way, since its masks would then depend on the plan.
+`DropoutPatch` gives every `nn.Dropout` with a rate above 0, also in LoRA's adapters, masks keyed by token
+(`runtime.core.dropout`). Rates are those of torch, masks differ. In evaluation nothing is dropped. A forward without a plan drops
+as torch does, but raises during a training under plans, since its masks would depend on the plan.
 
-Masks follow tokens only if the module gets all tokens of a forward, or of one tile, in order. Functional dropout in a layer and
-dropout on tokens that were sorted by experts is refused by name.
+Masks follow tokens only if the module gets all tokens of a forward, or of one tile, in order. Functional dropout in a layer, and
+dropout on tokens that were sorted by experts, are refused by name.
 
 Dropout of attention weights (`WEIGHT_DROPOUT`) is in no module: the registered attention function gets its rate, and masks follow
 document, query, key and head (`runtime.tiles.plain`). Attention layers have a site, which names their masks.
 
-NEFTune (`neftune_noise_alpha`): noise on the embeddings of tokens in training, keyed by token as dropout is.
-
-transformers adds noise that is uniform in +- alpha / sqrt(tokens * channels), where the tokens are those of the padded row. Under
-a plan, noise is keyed by seed, step, document, position and channel, and a token's row is its own document, whatever it was
-packed with or cut into. So any plan draws the same noise. Its distribution is that of transformers for a document alone; the
-numbers are others.
+NEFTune (`neftune_noise_alpha`) adds noise to the embeddings of tokens in training. transformers draws it uniformly in
++- alpha / sqrt(tokens * channels), where the tokens are those of the padded row. Under a plan, noise is keyed by seed, step,
+document, position and channel, and the tokens are those of the document, however it is packed or cut. So any plan draws the same
+noise. Its distribution is that of transformers for a document alone; the numbers differ.
 
 Source: Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", arXiv 2310.05914.
 """
@@ -45,7 +43,7 @@ class DropoutPatch:
     """Gives every dropout module of a model masks by token; all runs of a model share its keys."""
 
     def needed(self, model: nn.Module) -> bool:
-        """Whether anything in the model, adapters included, drops something."""
+        """Whether any module of the model, adapters included, drops values."""
         return bool(_dropouts(model) or _weighing(model))
 
     def apply(self, model: nn.Module) -> None:
@@ -74,7 +72,7 @@ def check_rates(model: nn.Module) -> None:
 
 
 def dropout_problems(model: nn.Module) -> list[str]:
-    """Why masks of dropout modules cannot follow tokens, by module; empty if they can."""
+    """Returns why masks of dropout modules cannot follow tokens, by module; empty if they can."""
     problems = []
     named, seen = dict(base_of(model).named_modules(remove_duplicate=False)), dict[int, str]()
     for name, module in named.items():
@@ -93,7 +91,7 @@ def dropout_problems(model: nn.Module) -> list[str]:
 
 
 def _weight_problems(model: nn.Module) -> list[str]:
-    """Why masks of attention weights cannot follow them, or what is wrong with their rates."""
+    """Returns why masks of attention weights cannot follow tokens, or problems with their rates."""
     rates = weight_rates(base_of(model).config.get_text_config()) if hasattr(base_of(model), "config") else {}
     problems = [
         f"{field} is {rate}, but must be from 0 to 1; set it in the model's config"
@@ -125,13 +123,13 @@ def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:
 
 
 def keyed_fields(class_name: str) -> tuple[str, ...]:
-    """Fields with rates of dropout of a class's config that may be above 0."""
+    """Fields of a class's config with dropout rates that may be above 0."""
     family = family_of(class_name)
     return (*family.dropout_fields, *(() if family.drops_more_than_weights else WEIGHT_DROPOUT))
 
 
 def weight_rates(config: Any) -> dict[str, float]:
-    """Rates of dropout of attention weights above 0 in a text model's config, by field."""
+    """Rates above 0 for dropout of attention weights in a text model's config, by field."""
     return {field: rate for field in WEIGHT_DROPOUT if (rate := getattr(config, field, None))}
 
 
@@ -165,7 +163,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def tokens_of(site: DropoutSite) -> DropoutTokens | None:
-    """The tokens that run now; None at rest. Raises RuntimeError without tokens during a training."""
+    """The tokens that run now; None outside of a training. Raises RuntimeError without tokens during a training."""
     if site.keys.tokens is None and site.keys.is_training:
         raise RuntimeError(
             f"dropout {site.name} ran outside of a plan during a training, where its masks would depend on the plan; call "
@@ -198,7 +196,7 @@ def rest_noise(model: nn.Module) -> None:
 
 
 def noise_problems(alpha: float | None, started_alpha: float | None) -> list[str]:
-    """The problem with a trainer's `alpha` if it is not the one with which its run was started, `started_alpha`."""
+    """The problem with a trainer's `alpha` if its run was started with another one, `started_alpha`."""
     if alpha == started_alpha:
         return []
     return [

@@ -33,7 +33,7 @@ def router_problems(model: PreTrainedModel) -> list[str]:
 
 
 def balance_problems(model: nn.Module, reason: str, remedy: str) -> list[str]:
-    """Problems with a model whose experts shall be balanced, for a `reason`; `remedy`: how to train it without."""
+    """Problems with a model that asks for balanced experts; reason: why it cannot have them, remedy: how to train without."""
     if any(type(module).__name__ in MODULES.routers for module in model.modules()):
         return []
     return [
@@ -57,7 +57,7 @@ def spread_experts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
-    """Why the experts of `model` cannot be spread over `expert_ranks` ranks each; empty if they can."""
+    """Returns why the experts of `model` cannot be spread over groups of `expert_ranks` ranks; empty if they can."""
     modules = spread_experts_of(model)
     if not modules:
         return [
@@ -80,8 +80,8 @@ def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
 class RouterRuntime:
     """Holds the load-balancing loss of one model at a time: binds it to the routers at the first plan, unbinds it at the end.
 
-    is_asked: whether the trainer's own loss asks for the balance, whose share in it is known after its backward; if it is None,
-    the model's config decides.
+    is_asked: whether the trainer's own loss asks for the balance; its share is then known after that loss's backward. None: the
+    model's config decides.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class RouterRuntime:
         return self._balance
 
     def close(self) -> None:
-        """Gives the routers their own forwards back. Idempotent."""
+        """Restores the routers' own forwards. Idempotent."""
         if self._balance is not None:
             self._balance.unbind()
         self._balance = self._model = None

@@ -18,8 +18,8 @@ from hf_longctx.plan.core.types import Ranges
 class ModelFacts:
     """Facts of a model as a run gets it: read without collectives, before plans patch, cut or shard it.
 
-    Of an object that is no model of transformers `base` is that object, and the other fields have the values of a causal language
-    model without outputs. The facts hold no layer, since a cut model must not keep the weights of other stages.
+    For an object that is no model of transformers, `base` is that object, and other fields have the values of a causal language
+    model without outputs. The facts hold no layers, since a cut model must not keep the weights of other stages.
     """
 
     # the model with its adapters and other wrappers, and the model of transformers inside them

@@ -1,7 +1,7 @@
-"""Puts methods on single modules in place of those of their classes, and looks at the functions that a forward consists of.
+"""Puts methods on single modules in place of those of their classes, and finds the functions inside wrappers of a forward.
 
-Accelerate wraps the forward of a model for mixed precision, and decorators wrap that of a class, each under the name and often
-with the attributes of what it wraps. So a method is recognised by its code.
+Accelerate wraps the forward of a model for mixed precision, and decorators wrap that of a class; a wrapper has the name and often
+the attributes of the function inside. So a method is recognised by its code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _GIVEN = "_longctx_given"
 
 
 def without_renames(function: Any) -> Any:
-    """`function` without the decorators of transformers that only take a parameter by its old name too."""
+    """`function` without decorators of transformers that only accept old names of parameters."""
     while getattr(function, "__globals__", {}).get("__name__") == _RENAMES and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-# every attention of some classes asks in every forward
+# cached, since in some classes every attention calls this in every forward
 @functools.cache
 def cache_parameter(function: Callable[..., Any]) -> str:
     """Name of the parameter by which a forward of transformers takes a cache; empty if it takes none."""
@@ -40,10 +40,10 @@ def cache_parameter(function: Callable[..., Any]) -> str:
 
 
 def give(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
-    """Puts `function` on one module in place of its class's method `name`, with the signature of that, which trainers read.
+    """Puts `function` on one module in place of its class's method `name`, with that method's signature, which trainers read.
 
-    Idempotent, and leaves `function` where accelerate has wrapped it since. A deep copy of the module has the method, too. Raises
-    ValueError for a method that others have put there.
+    Idempotent; leaves `function` in place if accelerate has wrapped it since. A deep copy of the module has the method, too.
+    Raises ValueError if other code has replaced the method.
     """
     if has(module, function, name):
         return
@@ -63,7 +63,7 @@ def give(module: nn.Module, function: Callable[..., Any], name: str = "forward")
 
 
 def take(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> bool:
-    """Undoes `give`, and says whether there was anything to undo. Leaves a method that somebody has wrapped since."""
+    """Undoes `give`, and returns whether there was anything to undo. Leaves a method that has been wrapped since."""
     is_there = _is_given(vars(module).get(name), function)
     if is_there:
         del vars(module)[name]
@@ -84,7 +84,7 @@ def is_replaced(module: nn.Module, function: Callable[..., Any], name: str = "fo
 def _is_given(method: Any, function: Callable[..., Any]) -> bool:
     own: Any = getattr(method, "__func__", method)
     code, place = getattr(own, "__code__", None), give.__code__
-    # a wrapper has the attributes of what it wraps, and other code
+    # a wrapper has the attributes of the function inside, but other code
     is_ours = code is not None and (code.co_filename, code.co_qualname) == (place.co_filename, "give.<locals>.method")
     return is_ours and vars(own)[_GIVEN] is function
 

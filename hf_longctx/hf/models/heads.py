@@ -1,9 +1,8 @@
-"""Tells what the output head of a model predicts, and finds the head.
+"""Finds the output head of a model, and whether it predicts next tokens or classifies documents or tokens.
 
 A causal language model predicts next tokens. `...ForSequenceClassification` reads one token of every document, and
 `...ForTokenClassification` reads every token. Both are a text model, perhaps a dropout, and one linear module. This holds for the
-classes that transformers derives from its generic ones, and for those in `Modules.like_generic`, whose forwards
-were compared with them.
+classes that transformers derives from its generic ones, and for those in `Modules.like_generic`, whose forwards were compared.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def inner_model(model: nn.Module) -> Any:
 def head_kind(model: nn.Module) -> HeadKind:
     """Kind of the output head of a model, by its class, even inside wrappers; "next_token" for all unknown classes."""
     base = inner_model(model)
-    # the ending also holds for the class that sharding puts in front of the model's own
+    # the class that sharding puts in front of the model's own has the same ending
     return next((kind for ending, kind in CLASSIFIERS.items() if type(base).__name__.endswith(ending)), "next_token")
 
 

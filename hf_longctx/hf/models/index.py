@@ -1,10 +1,9 @@
-"""Lets the indexes of a model choose keys within documents under plans, over all ranks of a group and all slices.
+"""Makes indexers of a model choose keys within documents under plans, over all ranks of a group and all slices.
 
-Such a class gives each attention layer an indexer: it scores the earlier tokens of the row, and the layer attends to the best of
-them. The code of the class does so for whole rows of one document. `IndexPatch` gives the indexers and their
-attention layers a forward of their own. With a plan's context, the class's own forward of the indexer runs for some tokens of one
-document at a time, on the index keys of all tokens of the document, which it asks a cache for: `runtime.states.chosen_keys`
-brings them together. Without a context both run as before.
+An indexer of an attention layer scores the earlier tokens of the row, and the layer attends to the best of them. The code of the
+class does so for whole rows of one document. `IndexPatch` gives indexers and their attention layers new forwards. With a plan's
+context, the class's own forward of the indexer runs for some tokens of one document at a time. It gets the index keys of all
+tokens of the document from a cache, for which `runtime.states.chosen_keys` gathers them. Without a context both run as before.
 
 The indexer runs without gradients in all these classes, so its weights get none, with and without a plan.
 """
@@ -29,7 +28,7 @@ _LENT = "_longctx_lent_context"
 
 
 def indexed_attention(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Attention layers of `model` with chosen keys, each with its indexer, or None where it takes the choice of another layer."""
+    """Attention layers of `model` with chosen keys, each with its indexer, or None if it uses the choice of another layer."""
     layers: list[Any] = [module for module in model.modules() if _class_name(module) in MODULES.indexed]
     # some layers of these classes may have windows instead
     return [(layer, layer.indexer) for layer in layers if layer.indexer is not None or getattr(layer, "skip_topk", False)]
@@ -41,7 +40,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 class IndexPatch:
-    """Gives attention layers with an indexer, and the indexers, a forward that knows plans."""
+    """Gives indexers, and attention layers that have one, forwards that run plans."""
 
     def needed(self, model: nn.Module) -> bool:
         """Whether the text model has such layers."""
@@ -61,7 +60,7 @@ class IndexPatch:
 
 
 def index_problems(model: nn.Module) -> list[str]:
-    """Why plans would not choose the keys of `model` as its class does, naming the first module; empty if they do."""
+    """Returns why plans would choose other keys than the class of `model`, naming the first module; empty if they do not."""
     names = {module: name for name, module in model.named_modules()}
     for module, forward in _forwards(model):
         where = f"{names[module]} ({type(module).__name__})"
@@ -155,7 +154,7 @@ class _KeysMade(Exception):
 class _IndexCache:
     """Stands in for a cache of transformers in one forward of an indexer.
 
-    whole_1ND: the index keys of the whole document, which it hands out; None: it takes the keys of the forward's tokens.
+    whole_1ND: index keys of the whole document, which `update_indexer` returns; None: it takes the keys of the forward's tokens.
     """
 
     def __init__(self, whole_1ND: Tensor | None) -> None:
@@ -163,7 +162,7 @@ class _IndexCache:
         self.keys: Tensor | None = None
 
     def update_indexer(self, keys_1RD: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Returns the index keys that the forward shall score."""
+        """Returns the index keys for the forward to score."""
         if self._whole_1ND is None:
             self.keys = keys_1RD
             raise _KeysMade

@@ -1,9 +1,8 @@
 """Finds the modules of a model whose elementwise functions can run as single kernels, by the code of their forward.
 
-Many classes of transformers have RMSNorm, gated MLP and rotary embedding letter by letter in common. A module is found if its
-class is one of transformers, the code of its forward is that of Llama's (or Gemma's norm), and no forward was put in its place.
-
-Checks settings about kernels, and finds kernels that a user put into a model, which would not be exact under plans.
+Many classes of transformers have literally the same RMSNorm, gated MLP and rotary embedding. A module is found if its class is
+one of transformers, its forward has the code of Llama's (or of Gemma's norm), and no other forward replaces it. Settings about
+kernels are checked here too, and kernels that a user put into a model are found, which would not be exact under plans.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", 
 
 @dataclass(frozen=True, slots=True)
 class FusableModule:
-    """A module, with what it computes token by token: a norm (its eps), a gated MLP (its activation) or a rotary embedding.
+    """A module that computes token by token: a norm (with its eps), a gated MLP (its activation) or a rotary embedding.
 
     is_centred: a norm's weights count from 1, as Gemma's do.
     """
@@ -82,19 +81,19 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
 
 
 def runs_as_written(module: nn.Module) -> bool:
-    """Whether a module runs the forward that its library has given its class."""
+    """Whether a module runs the forward of its class, from its library."""
     return own_forward(module) is None and is_written_by(type(module).forward, "torch", "transformers", "peft")
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether a hook would see what `module`, or a module inside it, gets or returns."""
+    """Whether a hook would see inputs or outputs of `module` or of a module inside it."""
     return any(getattr(each, name, None) for each in module.modules() for name in HOOKS)
 
 
 def runs_heads_alike(module: nn.Module) -> bool:
-    """Whether the forward of an attention module is one of those that run any number of heads, each like the others.
+    """Whether the forward of an attention module runs any number of heads, each like the others.
 
-    That is code which takes heads from the features of its projections, and rotates each head alike.
+    Such code takes heads from the features of its projections and rotates every head in the same way.
     """
     own: Any = without_renames(type(module).forward)
     if not _is_of_transformers(own) or own.__closure__ is not None:
@@ -109,7 +108,7 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def _is_same(function: Any, known: Any) -> bool:
-    """Whether two functions have the same code, but for documentation and annotations."""
+    """Whether two functions have the same code apart from documentation and annotations."""
     codes = [getattr(each, "__code__", None) for each in (function, known)]
     if None in codes:
         return False
@@ -162,7 +161,7 @@ def liger_problems(args: TrainingArguments, compile_layers: bool | None, draws_b
 
 @contextmanager
 def without_liger(args: TrainingArguments) -> Iterator[None]:
-    """Context of a training, in which `Trainer` does not apply Liger by itself, since plans have bound what is exact of it."""
+    """Context of a training in which `Trainer` does not apply Liger, since plans have already bound its exact kernels."""
     before, args.use_liger_kernel = args.use_liger_kernel, False
     try:
         yield
@@ -203,7 +202,7 @@ def kernel_problems(model: nn.Module) -> list[str]:
 
 
 def _is_of_hub(module: nn.Module, own: Any) -> bool:
-    """Whether the package `kernels` bound the forward of another class to a module of a class that it knows."""
+    """Whether the package `kernels` replaced the forward of a module by that of another class."""
     function = getattr(own, "__func__", None)
     is_method = getattr(function, "__qualname__", "").endswith(".forward")
     return hasattr(type(module), "kernel_layer_name") and is_method and function is not type(module).forward

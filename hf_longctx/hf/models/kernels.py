@@ -1,19 +1,14 @@
-"""Lets norms, gated MLPs and rotary embeddings of a model run as single kernels while plans run, and checks these beforehand.
+"""Runs norms, gated MLPs and rotary embeddings of a model as single kernels under plans, and low-rank adapters in few passes.
 
-Low-rank adapters always run in fewer passes over memory than PEFT makes (`low_rank`).
+The kernels are chosen, made and compared with the model's own code before the first step. The linear modules of an MLP and of
+attention run as before, so adapters, shards and packed weights are as in the model's own forward. Inputs that a kernel cannot
+take (mixed dtypes, batches in a rotary embedding, hooks inside an MLP) run the model's own code.
 
-The linear modules of an MLP and of attention run as ever, so adapters, shards and packed weights are as in the model's own
-forward. What a kernel cannot take (mixed dtypes, batches in a rotary embedding, hooks inside an MLP) runs the model's own code.
-
-Shapes: N rows (tokens, or heads of tokens), C features, I inner features of an MLP, T tokens, H heads, D head size.
-
-Runs a projection with a low-rank adapter of PEFT in as few passes over memory as there must be, with PEFT's result.
-
-Under autocast PEFT casts hidden states to the adapter's fp32, and autocast casts them back to bf16, bit for bit what they were,
-for each projection, forward and backward. Here the adapter reads them as they are, so that queries, keys and values share one
+Under autocast PEFT casts hidden states to the adapter's fp32, and autocast casts them back to bf16, bit for bit as they were, for
+each projection, forward and backward. Here a low-rank adapter reads them as they are, so that queries, keys and values share one
 saved input. Its output is added by one matrix product, which rounds once where PEFT rounds three times.
 
-Chooses who makes kernels of a model's layers, and makes and checks them before the first step.
+Shapes: N rows (tokens, or heads of tokens), C features, I inner features of an MLP, T tokens, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ from hf_longctx.runtime.core.kernels import CompiledFunction, Function, add_low_
 
 
 def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Result of `own`, the forward of PEFT's `layer`; calls it where dtypes, hooks or adapters are not the usual ones."""
+    """Result of `own`, the forward of PEFT's `layer`; calls it only if dtypes, hooks or adapters are not the usual ones."""
     if len(args) != 1 or keywords or (adapter := plain_adapter(layer)) is None:
         return own(*args, **keywords)
     x: Tensor = args[0]
@@ -74,7 +69,7 @@ def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) ->
     return add_low_rank(y, low, second.weight.to(low.dtype), adapter.scaling, in_place)
 
 
-# who makes the kernels; "": nobody, the model runs its own code
+# origin of the kernels; "": none, the model runs its own code
 Maker = Literal["", "compile", "liger"]
 _NAMES = {"norm": "norms", "gated": "gated MLPs", "rotary": "rotary embeddings"}
 _GATES: dict[str, Function] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
@@ -84,20 +79,20 @@ _LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2
 
 
 class FusedLayers:
-    """Binds kernels to the layers of one model at a time; `close` gives the model its own forwards back. Idempotent.
+    """Binds kernels to the layers of one model at a time; `close` restores the model's own forwards. Idempotent.
 
-    maker: who makes the kernels of norms, gated MLPs and rotary embeddings. backend: that of torch.compile.
+    maker: origin of the kernels of norms, gated MLPs and rotary embeddings. backend: that of torch.compile.
     """
 
     def __init__(self, maker: Maker, backend: str = "inductor") -> None:
         self.maker, self._backend = maker, backend
         self._model: nn.Module | None = None
         self._undo: list[Callable[[], None]] = []
-        # keyed by all that a function depends on, so that layers share it
+        # keyed by everything that a function depends on, so that layers share it
         self._functions: dict[tuple[Any, ...], Function] = {}
 
     def bind(self, model: nn.Module) -> None:
-        """Binds kernels to every module of `model` that is known; call it before an activation engine binds itself."""
+        """Binds kernels to every known module of `model`; call it before an activation engine binds itself."""
         if model is self._model:
             return
         self.close()
@@ -112,7 +107,7 @@ class FusedLayers:
                     self._undo.append(partial(KERNEL_NORMS.discard, found.module))
 
     def close(self) -> None:
-        """Gives the model its own forwards back."""
+        """Restores the model's own forwards."""
         while self._undo:
             self._undo.pop()()
         self._model = None
@@ -123,7 +118,7 @@ class FusedLayers:
         return {name: kinds.count(kind) for kind, name in _NAMES.items() if kind in kinds}  # type: ignore[arg-type]
 
     def covered(self, model: nn.Module) -> dict[str, bool]:
-        """Fields of `ModelSpec` that say of which functions all of the model's layers have kernels."""
+        """Fields of `ModelSpec` by function: whether all layers of the model run it as a kernel."""
         taken = [found for found in fusable_modules(model) if self.maker and self._takes(found)]
         kernel_norms = {id(found.module) for found in taken if found.kind == "norm"}
         gated = [found.module for found in taken if found.kind == "gated" and not self._is_seen(found.module)]
@@ -139,7 +134,7 @@ class FusedLayers:
         }
 
     def problem(self, model: nn.Module, device: torch.device, inner_dtype: torch.dtype) -> str:
-        """Why a kernel cannot be made here, or differs from the model's own code on random rows; empty if all are right.
+        """Returns why a kernel cannot be made here, or differs from the model's code on random rows; empty if all are right.
 
         Makes all kernels of norms and gated MLPs, so that no step waits for them. inner_dtype: that of an MLP's products.
         """
@@ -158,7 +153,7 @@ class FusedLayers:
             try:
                 error = self._error(found, width, dtype, device, trains)
             except Exception as reason:
-                # compilers raise whatever they like
+                # compilers raise errors of any class
                 return f"{type(found.module).__name__}: {type(reason).__name__}: {str(reason).strip().splitlines()[0][:200]}"
             if not error <= _LARGEST_ERROR[dtype]:
                 name = type(found.module).__name__
@@ -216,13 +211,13 @@ class FusedLayers:
         if gate.dtype != up.dtype or not self._fits(gate, up):
             return module.down_proj(module.act_fn(gate) * up)
         product = function(*(each.reshape(-1, each.shape[-1]).contiguous() for each in (gate, up))).view(gate.shape)
-        # nobody needs them beside what is kept of them
+        # free them: only what is saved of them is needed
         del gate, up
         return module.down_proj(product)
 
     def _is_seen(self, module: Any) -> bool:
-        """Whether something of the user's sees the activation of an MLP, or what a kernel writes over."""
-        # Liger writes over what these return, which a hook may have kept
+        """Whether a user's hook sees the activation of an MLP, or tensors that a kernel overwrites."""
+        # Liger overwrites the outputs of these modules, which a hook may have kept
         inner = [module.act_fn] if self.maker == "compile" else [module.act_fn, module.gate_proj, module.up_proj]
         return any(own_forward(each) is not None or is_hooked(each) for each in inner)
 
@@ -250,7 +245,7 @@ class FusedLayers:
         needs = trains if found.kind == "norm" else (True, True)
         results = []
         for function in (own, self._function(found)):
-            # kernels may write over what they get
+            # kernels may overwrite their inputs
             *tensors, gradient = (tensor.clone() for tensor in inputs)
             leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needs, strict=True)]
             output = function(*(leaf * 1 if leaf.requires_grad else leaf for leaf in leaves))
@@ -316,7 +311,7 @@ def compiled_layers(
     compile_layers: bool | None,
     control: dist.ProcessGroup | None,
 ) -> FusedLayers:
-    """Kernels for `model` by torch.compile, compared with its own code; nobody's if they are not wanted, or fail on any rank.
+    """Compiles kernels for `model` and compares them with its own code; an empty `FusedLayers` if off or if any rank fails.
 
     Collective over the ranks of `control`. compile_layers: None compiles on CUDA. is_autocast: products run in bf16.
     """
@@ -342,10 +337,10 @@ def _inner_dtype(model: nn.Module, is_autocast: bool) -> torch.dtype:
 def fused_layers(
     model: nn.Module, args: TrainingArguments, compile_layers: bool | None, control: dist.ProcessGroup | None
 ) -> tuple[FusedLayers, str]:
-    """Kernels for `model`, made and compared with its own code, and a line for the log. Collective over the ranks of `control`.
+    """Makes kernels for `model` and compares them with its own code; also returns a line for the log. Collective over `control`.
 
     compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own code. Raises ValueError on all
-    ranks if Liger's kernels cannot run here or differ.
+    ranks if Liger's kernels cannot run here or differ from that code.
     """
     if args.use_liger_kernel:
         layers = FusedLayers("liger")

@@ -82,9 +82,9 @@ def tiles_norms(model: nn.Module) -> bool:
 
 
 def adapter_spec(model: nn.Module, is_autocast: bool = False) -> AdapterSpec:
-    """The most that adapters add to any layer of `model`, and what they add to its embedding and head; zeros without adapters.
+    """Sizes that adapters add: the most of any layer of `model`, and those of embedding and head; zeros without adapters.
 
-    `model` may be one pipeline stage. is_autocast: matrices are multiplied in bf16, whatever the dtype of the weights.
+    `model` may be one pipeline stage. is_autocast: matrices are multiplied in bf16 for any dtype of the weights.
     """
     spec = trained_sizes(model)
     if not is_adapted(model):
@@ -105,7 +105,7 @@ def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_a
     outer_bytes = 0
     for name, each in outside.items():
         read = _READS.get(name.rpartition(".")[2], _UNKNOWN_READS)
-        # under autocast attention gives what matrices make, in bf16
+        # under autocast, outputs of attention are in bf16, as its matrices made them
         given = torch.bfloat16 if is_autocast and read == {"reads_attention"} else hidden
         outer_bytes += saved_bytes(each, given, is_autocast)
         if not copies_input(each, given, is_autocast):
@@ -150,7 +150,7 @@ def _norms(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
-    """MLPs of a layer that may run alone, and why its MLP may not; empty if it may, or if the layer has none."""
+    """MLPs of a layer that may run alone, and the reason why its MLP may not (empty if it may, or if the layer has none)."""
     named = (getattr(layer, name, None) for name in _MLPS)
     # an MLP that reads earlier tokens is a mixer
     mlps = tuple(module for module in named if isinstance(module, nn.Module) and not num_calls(module))

@@ -1,10 +1,10 @@
-"""Finds out what a model does to its logits after its output head, by running the code of its class on a stand-in.
+"""Finds the operations that a model applies to its logits after the head, by running the code of its class on a stand-in.
 
-The model's own forward runs on a shell of the model, which shares its settings but computes nothing: the decoder gives back a
-few numbers, and the head a stand-in for logits, which writes down every operation on it. So no table of classes can be out of
-date, and no setting can be read in another way than the class reads it. The operations found are then tried on random logits:
-value and gradient must equal those of the class's own code bit by bit, in every dtype. Whatever else a class does to its logits
-(a bias, a choice of columns, a learned scale) is not known, and plans then keep whole logits.
+The model's own forward runs on a shell of the model, which shares its settings but computes nothing: the decoder returns a few
+numbers, and the head a stand-in for logits, which records every operation on it. So no table of classes can be out of date, and
+no setting is read in another way than by the class. The operations found are then tried on random logits: value and gradient
+must equal those of the class's own code bit by bit, in every dtype. If a class does anything else to its logits (a bias, a choice
+of columns, a learned scale), the change counts as unknown, and plans keep whole logits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hf_longctx.hf.models.heads import head_kind, head_of, inner_model, num_outp
 from hf_longctx.runtime.activations.output_head import LogitChange, StandIn
 from hf_longctx.runtime.core.binding import HOOKS
 
-# words in names of config fields that make some class change its logits after the head
+# words in names of config fields by which some class changes its logits after the head
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
 # words in names of similar fields about other things: logits of attention, of a router or of a contrastive model, token counts
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
-# logits on which a change is tried: how many for each token, of which sizes and dtypes
+# logits on which a change is tried: number for each token, sizes and dtypes
 _TRIED_LOGITS = 32
 _TRIED_SIZES: tuple[float, ...] = (0.1, 3.0, 300.0)
 _TRIED_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def head_problem(model: nn.Module) -> str:
-    """Why the loss of `model` cannot be computed in tiles: it changes its logits in an unknown way. Empty if it can be."""
+    """Returns why the loss of `model` cannot be computed in tiles: an unknown change of its logits. Empty if it can be."""
     try:
         logit_change(model)
     except ValueError as error:
@@ -51,12 +51,12 @@ def logit_change(model: nn.Module) -> LogitChange:
     if not setting:
         return LogitChange()
     try:
-        # code of a class may draw random numbers
+        # the code of a class may draw random numbers
         with torch.random.fork_rng(devices=[]):
             changes = [_followed(inner, is_training) for is_training in (True, False)]
             is_known = changes[0] == changes[1] and all(_is_exact(inner, changes[0], mode) for mode in (True, False))
     except Exception as error:
-        # a forward that cannot run on a shell, whatever it raises, is one that is not known
+        # a forward that raises any error on a shell is unknown
         raise ValueError(_unknown(inner, setting)) from error
     if not is_known:
         raise ValueError(_unknown(inner, setting))
@@ -143,7 +143,7 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 
 class _GivenHead(nn.Module):
-    """Takes the place of an output head, whose weight some classes ask for its dtype."""
+    """Replaces an output head; some classes read the dtype of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _GivenHead(nn.Module):
 def _shell(module: nn.Module) -> Any:
     """A copy of a module with its settings, but without its children, hooks and replaced forward.
 
-    What the code of its class changes in the copy, such as a counter, stays as it is in the module.
+    If the code of its class changes the copy, for example a counter, the module itself stays as it is.
     """
     shell = object.__new__(type(module))
     copied = {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict | list | set)}

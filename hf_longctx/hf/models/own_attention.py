@@ -1,19 +1,18 @@
 """Runs attention that a class writes out in its own file, without transformers' common interface, over a sequence group.
 
 Such classes drop the plan's context on the way to their attention. So `OwnAttentionPatch` gives the model, its decoder, its
-layers and its attention a forward of their own, each of which runs that of its class. The first two take the context and hand
-it to the layers; a layer passes it on as a keyword, so that a replay of the layer has it too. Attention then runs in one of two
-ways: its method that computes outputs from queries, keys and values is replaced by ours, or it gets a cache of ours
-(`GroupCache`).
+layers and its attention new forwards, each of which runs the forward of its class. Those of model and decoder take the context
+and pass it to the layers; a layer passes it on as a keyword, so that a replay of the layer has it too. Attention then runs in one
+of two ways: our method replaces the one that computes outputs from queries, keys and values, or it gets our cache (`GroupCache`).
 
-Biases that grow with a token's index (ALiBi) count from the start of the row in these classes. Under a plan they are made anew
+Biases that grow with a token's index (ALiBi) count from the start of the row in these classes. Under a plan they are computed
 from positions in documents.
 
-With a cache of ours, the class multiplies queries with keys, scales, adds a mask, takes the softmax and multiplies with values.
-It asks the cache for keys and values first, which returns stand-ins. What is computed with them gives further stand-ins, which
-only note the scale and the bias of every key; the product with the values then runs `sequence_parallel_attention`. Every other
-operation on a stand-in raises, so nothing is left out silently. A stand-in follows torch's protocol for classes that are no
-tensors (`__torch_function__`).
+With our cache, the class multiplies queries with keys, scales, adds a mask, takes the softmax and multiplies with values. First
+it asks the cache for keys and values, which returns stand-ins. Operations on them give further stand-ins, which only record the
+scale and the bias of every key; the product with the values then runs `sequence_parallel_attention`. Every other operation on a
+stand-in raises, so that none is left out silently. A stand-in follows torch's protocol for classes that are no tensors
+(`__torch_function__`).
 
 Shapes: H query heads, G KV heads, T tokens of this rank, D head size.
 """
@@ -41,9 +40,9 @@ from hf_longctx.runtime.core.dropout import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
 Role = Literal["keys", "values", "scores", "weights"]
-# columns that a bias adds to queries and keys: operators want head sizes that are multiples of 8
+# columns that a bias adds to queries and keys: operators need head sizes that are multiples of 8
 _BIAS_COLUMNS = 8
-# parts of a bias: three of bf16 hold what one of fp32 does
+# parts of a bias: three numbers in bf16 hold one in fp32
 _PARTS = 3
 
 
@@ -62,7 +61,7 @@ class OwnCall:
     num_runs: int = 0
 
     def attend(self, query_1HTD: Tensor, scale: float, bias_HT: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-        """Attention [1, H, T, D] over all tokens that this rank's see.
+        """Attention [1, H, T, D] over all tokens that this rank's tokens see.
 
         bias_HT: added to the scores of every key. dropout: share of the weights that are dropped.
         """
@@ -129,20 +128,20 @@ def _like(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StandIn:
-    """Stands in for a tensor of the shape of `form`, which has no data.
-
-    is_turned: the last two dimensions are swapped. query: the queries of scores and weights. scale, bias_HT: scores are products
-    of queries and keys times `scale`, plus `bias_HT`. dropout: share of the weights that are dropped.
-    """
+    """Stands in for a tensor of the shape of `form`, which has no data."""
 
     call: OwnCall
     role: Role
     form: Tensor = field(repr=False)
     dtype: torch.dtype
+    # the last two dimensions are swapped
     is_turned: bool = False
+    # the queries of scores and weights
     query: Tensor | None = field(default=None, repr=False)
+    # scores are products of queries and keys times `scale`, plus `bias_HT`
     scale: float = 1.0
     bias_HT: Tensor | None = field(default=None, repr=False)
+    # share of the weights that are dropped
     dropout: float = 0.0
 
     @property
@@ -166,14 +165,14 @@ class StandIn:
         return replace(self, **changes)
 
     def refuse(self, what: str) -> ValueError:
-        """The error for an operation that plans do not know."""
+        """The error for an operation that plans do not support."""
         return ValueError(
             f"{type(self.call.layer).__name__} applies {what} to its attention {self.role}, which plans do not know; use the "
             f"newest version of transformers that docs/models.md names"
         )
 
     def _moved(self, name: str, *args: Any, **keywords: Any) -> StandIn:
-        """Another shape with the same last two dimensions."""
+        """Changes the shape by a method of tensors; the last two dimensions must stay."""
         form = getattr(self.form, name)(*args, **keywords)
         if form.shape[-2:] != self.shape[-2:]:
             raise self.refuse(f"{name}{args}")
@@ -331,9 +330,9 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 
 # attribute of a module: the context of the forward that is running
 _CONTEXT = "_longctx_context"
-# name of transformers' common interface, as forwards that call it know it
+# name of transformers' common interface in the code of forwards that call it
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# attribute of a model whose forwards are ours
+# attribute of a patched model
 _SERVED = "_longctx_own_attention"
 
 
@@ -344,9 +343,9 @@ _BIASES_OF_MASK, _BIASES_OF_LENGTH = "build_alibi_tensor", "build_mpt_alibi_tens
 
 
 def own_attention(model: nn.Module) -> OwnAttention | None:
-    """Facts about the attention of a model's class, if that writes it out itself; None for other classes.
+    """Facts about a model's attention if its class writes it out itself; None for other classes.
 
-    Newer versions of transformers moved some of these classes to its common interface.
+    Newer versions of transformers have moved some of these classes to its common interface.
     """
     own = OWN_ATTENTION.get(_class_name(model))
     if own is None:
@@ -366,12 +365,12 @@ def _class_name(module: nn.Module) -> str:
 
 
 def is_served(model: Any) -> bool:
-    """Whether the forwards of `model` are ours."""
+    """Whether `model` is patched."""
     return isinstance(model, nn.Module) and _SERVED in vars(model)
 
 
 class OwnAttentionPatch:
-    """Lets attention that a class writes out itself run under plans."""
+    """Makes attention that a class writes out itself run under plans."""
 
     def needed(self, model: Any) -> bool:
         """Whether the text model's class does so."""
@@ -382,7 +381,7 @@ class OwnAttentionPatch:
         text = text_part(model)
         if is_served(text):
             return
-        # accelerate has wrapped ours in an earlier run
+        # accelerate has wrapped our forward in an earlier run
         if "forward" in vars(text) and not has(text, _model_forward):
             raise ValueError(
                 f"the forward of {type(text).__name__} was replaced, so that plans would not reach its attention; remove it (del "
@@ -393,7 +392,7 @@ class OwnAttentionPatch:
         vars(text)[_SERVED] = True
 
     def undo(self, model: Any) -> None:
-        """Leaves the model's forward where accelerate has wrapped it in the meantime."""
+        """Leaves a forward of the model that accelerate has wrapped in the meantime."""
         if is_served(text := text_part(model)):
             for module, name, function in _methods(text):
                 take(module, function, name)
@@ -401,7 +400,7 @@ class OwnAttentionPatch:
 
 
 def own_attention_problems(model: Any) -> list[str]:
-    """Problem with a method of a user in place of which plans would run their own; empty if there is none."""
+    """Problem with a user's method that plans would replace by their own; empty if there is none."""
     if own_attention(model) is None:
         return []
     names = {module: name for name, module in model.named_modules()}
@@ -454,7 +453,7 @@ def _context_of(module: nn.Module) -> GroupContext | None:
 def _model_forward(model: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
     if longctx is None:
         return type(model).forward(model, *args, **keywords)
-    # these classes do not pass it on
+    # these classes do not pass the context on
     with _carrying([model.base_model], longctx):
         return type(model).forward(model, *args, **keywords)
 
@@ -474,7 +473,7 @@ def _decoder_forward(decoder: Any, *args: Any, longctx: GroupContext | None = No
 
 
 def _layer_forward(layer: Any, *args: Any, **keywords: Any) -> Any:
-    """The forward of a decoder layer's class, checkpointed where that is, whose attention finds the context."""
+    """The forward of a decoder layer's class, checkpointed if the class's is; attention finds the context."""
     context = _context_of(layer)
     if context is None:
         return type(layer).forward(layer, *args, **keywords)
@@ -486,12 +485,12 @@ def _layer_forward(layer: Any, *args: Any, **keywords: Any) -> Any:
 
 def _class_forward(layer: nn.Module, *args: Any, longctx: GroupContext, **keywords: Any) -> Any:
     with _carrying((module for module in layer.modules() if _class_name(module) in _ATTENTIONS), longctx):
-        # without the wrapper of transformers that checkpoints a forward: that is done by now
+        # skip the wrapper of transformers that checkpoints a forward: it has already run
         return inspect.unwrap(type(layer).forward)(layer, *args, **keywords)
 
 
 def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
-    """The forward of an attention class, with a cache that hands its keys, values and queries to plans."""
+    """The forward of an attention class, with a cache that passes its keys, values and queries to plans."""
     context = _context_of(attention)
     if context is None:
         return type(attention).forward(attention, *args, **keywords)
@@ -518,7 +517,7 @@ def _attn(attention: Any, query: Tensor, key: Tensor, value: Tensor, attention_m
 
 
 def _positions_forward(embedding: Any, *args: Any, **keywords: Any) -> Tensor:
-    """Embeddings of positions in documents, where the class counts from the start of the row."""
+    """Embeddings of positions in documents; the class itself counts from the start of the row."""
     context = _context_of(embedding)
     if context is None:
         own: Tensor = type(embedding).forward(embedding, *args, **keywords)
@@ -561,6 +560,6 @@ def _longest(context: GroupContext) -> int:
 
 
 def _by_position(bias_H1N: Tensor, context: GroupContext) -> Tensor:
-    """Entries of biases by position, for this rank's tokens; a softmax does not notice that they count on from elsewhere."""
+    """Entries of biases by position, for this rank's tokens; a constant offset of the count does not change a softmax."""
     assert context.position_ids is not None
     return bias_H1N.index_select(-1, context.position_ids.view(-1))

@@ -1,7 +1,7 @@
-"""Lists the changes of a model's instances by which plans run it, and applies or undoes all of them.
+"""Lists the changes to a model's instances that plans need, and applies or undoes all of them.
 
-Each peculiarity of model classes has a file, which reads it, refuses it, and has its patch. No class and no module of
-transformers is changed, so other models of the process run as before.
+Each peculiarity of model classes has a file that reads it, refuses it and patches it. No class and no module of transformers is
+changed, so other models of the process run as before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Patch(Protocol):
     def apply(self, model: Any) -> None:
         """Changes the instances. Idempotent; a deep copy of the model has the change, too.
 
-        Raises ValueError for a forward that others have put in place of the class's.
+        Raises ValueError if other code has replaced the class's forward.
         """
 
     def undo(self, model: Any) -> None:
@@ -54,9 +54,9 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patch_model(model: Any) -> None:
-    """Lets `model` run plans. Idempotent. Of a multimodal model only the text model attends under plans.
+    """Makes `model` run plans. Idempotent. In a multimodal model, only the text model attends under plans.
 
-    Raises ValueError for an attention implementation of others (`attention_problems`), and as the patches do.
+    Raises ValueError for an attention implementation of other code (`attention_problems`), and if a patch raises it.
     """
     if problems := attention_problems(model):
         raise ValueError(problems[0])

@@ -1,10 +1,10 @@
 """Positions of models that count from the number of their padding token, such as RoBERTa.
 
-Their first position is the id of the padding token + 1, and they number the tokens of a row themselves, leaving out padding
-tokens. The embeddings keep the id with which they were made, even if `Trainer.train` gives the config that of a tokenizer. Plans
-number the tokens of every document from 0 and never pad. So `PaddingPatch` lets the module around the embeddings
-add the number of the first position to the positions that it gets with a plan. A row with a padding token inside would be
-numbered differently, so such rows are refused where data is read (`absent_token_ids`).
+Their first position is the id of the padding token + 1, and they number the tokens of a row themselves, without padding tokens.
+The embeddings keep the id with which they were made, even if `Trainer.train` sets the config's id to that of a tokenizer. Plans
+number the tokens of every document from 0 and never pad. So with `PaddingPatch` the module around the embeddings adds the first
+position to the positions that it gets with a plan. A row with a padding token inside would be numbered differently, so such rows
+are refused when data is read (`absent_token_ids`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def first_position(owner: Any) -> int:
 
 
 def max_positions(owner: Any) -> int:
-    """The most tokens of a document for which a model, or that of a config, has positions; one that needs none has no limit."""
+    """The most tokens of a document for which a model, or the model of a config, has positions; no limit if it needs none."""
     text: Any = _config(owner).get_text_config()
     limit = next((each for name in _LIMITS if (each := getattr(text, name, None))), NO_POSITIONS)
     return int(limit) - first_position(owner)
@@ -45,12 +45,12 @@ def has_limit(config: PretrainedConfig) -> bool:
 
 
 def set_limit(text: PretrainedConfig, num_tokens: int) -> None:
-    """Lets a text config state that its model, which needs no positions, takes documents of so many tokens."""
+    """Sets the limit in a text config whose model needs no positions to `num_tokens`."""
     setattr(text, next(name for name in _LIMITS if getattr(text, name, None)), num_tokens)
 
 
 def absent_token_ids(owner: Any) -> tuple[int, ...]:
-    """Token ids that no row of a model may have: those that stand for images, sound, video, or for padding that moves positions.
+    """Token ids that no row of a model may have: placeholders for images, sound and video, and padding that shifts positions.
 
     owner: the model, or its config.
     """
@@ -59,10 +59,10 @@ def absent_token_ids(owner: Any) -> tuple[int, ...]:
 
 
 class PaddingPatch:
-    """Lets a model that counts positions from its padding token do so under plans too."""
+    """Makes a model that counts positions from its padding token do so under plans too."""
 
     def needed(self, model: Any) -> bool:
-        """Whether the text model counts positions so."""
+        """Whether the text model counts positions in this way."""
         return first_position(text_part(model)) > 0
 
     def apply(self, model: Any) -> None:
@@ -93,7 +93,7 @@ def _config(owner: Any) -> PretrainedConfig:
 
 
 def _padding_id(owner: Any) -> int:
-    """The padding token from which the embeddings count; the config's where there are no embeddings, as in a later stage."""
+    """The padding token from which the embeddings count; the config's if there are none, as in a later stage."""
     modules: Any = owner.modules() if isinstance(owner, nn.Module) else ()
     found = (each.padding_idx for each in modules if hasattr(each, "position_embeddings") and hasattr(each, "padding_idx"))
     return int(next(found, _config(owner).get_text_config().pad_token_id))

@@ -1,4 +1,4 @@
-"""Frozen four-bit weights under adapters (QLoRA): which are tested, how many bytes they take, and how they are unpacked.
+"""Checks frozen four-bit weights under adapters (QLoRA), and keeps forwards from changing them in place.
 
 Four-bit layers are bitsandbytes' `Linear4bit`. They are recognised by the name of their class, so that bitsandbytes is imported
 only for a model that has such layers. Their `weight` is a column of bytes, two elements to a byte; `weight.quant_state` holds
@@ -22,7 +22,7 @@ from hf_longctx.plan.model.model_spec import PackedSpec
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = ("absmax", "code", "offset")
-# attribute of a four-bit layer with which forwards in evaluation mode may repack it; what it was before a run, with the bias
+# attribute of a four-bit layer that lets forwards in evaluation mode repack it; its value before a run, with the bias
 _REPACKS, _SETTLED = "support_avx512bf16_for_cpu", "_longctx_settled"
 
 
@@ -43,7 +43,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def quantised_problems(model: Any) -> list[str]:
-    """Why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
+    """Returns why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
     layers = four_bit_layers(model)
     if not layers:
         return _method_problems(model)
@@ -101,8 +101,8 @@ def _method_problems(model: Any) -> list[str]:
 class QuantisedPatch:
     """Keeps forwards from changing four-bit layers in place; results of training stay the same.
 
-    In evaluation mode on a CPU with AVX-512 BF16, a layer would otherwise round and repack its weight for good, and then pass no
-    gradient on. And the first forward of a layer would cast its bias, in place, to the dtype of its products.
+    In evaluation mode on a CPU with AVX-512 BF16, a layer would otherwise round and repack its weight permanently, and then pass
+    no gradient on. Also, the first forward of a layer would cast its bias, in place, to the dtype of its products.
     """
 
     def needed(self, model: nn.Module) -> bool:
@@ -110,7 +110,7 @@ class QuantisedPatch:
         return bool(four_bit_layers(model))
 
     def apply(self, model: nn.Module) -> None:
-        """Keeps what it changes on the layers."""
+        """Stores the values that it changes on the layers."""
         for layer in four_bit_layers(model).values():
             own = vars(layer)
             bias = layer.bias if layer.compute_dtype is not None else None

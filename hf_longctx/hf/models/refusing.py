@@ -1,4 +1,4 @@
-"""Lets a model of which a rank holds a part, a shard or a pipeline stage, refuse by name what only a whole model can do."""
+"""Makes a shard or a pipeline stage of a model refuse, by name, calls that need a whole model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.runtime.core.binding import HIDDEN
 
-# attribute of a module: its refusing functions, also those that others have wrapped
+# attribute of a module: its refusing functions, also those that other code has wrapped
 _REFUSALS = "_longctx_refusals"
 
 
 def refuse_saving(model: nn.Module, why: str, takes_weights: bool = False) -> None:
-    """Lets `save_pretrained` of a part raise RuntimeError, since its files would look like those of a whole model.
+    """Makes `save_pretrained` of a part raise RuntimeError, since its files would look like those of a whole model.
 
-    why: what this rank holds. takes_weights: weights that are passed as `state_dict` are whole and are written. Adapters have a
-    `save_pretrained` beside that of the model in them. Idempotent: a second reason is not heard.
+    why: the part that this rank holds. takes_weights: weights that are passed as `state_dict` are whole and are written. Adapters
+    have their own `save_pretrained` beside the model's. Idempotent: a second reason has no effect.
     """
 
     def save(this: Any, save_directory: Any, *args: Any, **keywords: Any) -> Any:
@@ -38,7 +38,7 @@ def refuse_saving(model: nn.Module, why: str, takes_weights: bool = False) -> No
 
 
 def refuse_all(model: nn.Module, stage: int, num_stages: int) -> None:
-    """Lets forwards and `save_pretrained` of a stage raise RuntimeError, until `allow_all`."""
+    """Makes forwards and `save_pretrained` of a stage raise RuntimeError, until `allow_all`."""
     refuse_saving(model, held_stage(model, stage, num_stages))
     message = only_stage(model, stage, num_stages)
 
@@ -54,7 +54,7 @@ def refuses(module: nn.Module, name: str = "forward") -> bool:
 
 
 def allow_all(model: nn.Module) -> None:
-    """Takes the refusals of a model back, also inside functions that others have put around them since. Idempotent."""
+    """Removes the refusals of a model, also inside functions that other code has wrapped around them since. Idempotent."""
     for module in _outer_and_base(model):
         vars(module).pop(_REFUSALS, []).clear()
         if refuses(module, "_original_forward"):
@@ -70,12 +70,12 @@ def allow_all(model: nn.Module) -> None:
 
 
 def held_stage(model: nn.Module, stage: int, num_stages: int) -> str:
-    """Words for the part that a rank of a pipeline holds."""
+    """Describes this rank's stage for error messages."""
     return f"this rank holds only stage {stage} of {num_stages} of {type(base_of(model)).__name__}"
 
 
 def only_stage(model: nn.Module, stage: int, num_stages: int) -> str:
-    """The sentence with which a stage refuses what is not a plan."""
+    """The message with which a stage refuses calls outside of plans."""
     return (
         f"{held_stage(model, stage, num_stages)}, which runs under plans only; for anything else save the model by the "
         f"save_model() of a trainer with plans, and load it whole"
@@ -87,7 +87,7 @@ def _outer_and_base(model: nn.Module) -> list[nn.Module]:
 
 
 def _hide(module: nn.Module, name: str, refusal: Callable[..., Any]) -> None:
-    """Puts `refusal` in the place of a module's function, unless another one is there already."""
+    """Replaces a module's function by `refusal`, unless another refusal is there already."""
     if refuses(module, name):
         return
 

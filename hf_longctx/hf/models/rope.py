@@ -106,7 +106,7 @@ def _room(config: PretrainedConfig, rope_scaling: RopeScaling) -> float:
 
 
 def _unscaled(text: Any, old: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """`old`, with its present factor written out if transformers would otherwise derive another one."""
+    """`old`, with its present factor stated if transformers would otherwise derive another one."""
     logger.warning(
         "positions up to %d are used without rope_scaling, but the checkpoint was trained on %d only: expect it to learn the "
         "positions beyond slowly; rope_scaling='yarn' starts closer",
@@ -205,9 +205,9 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
 
 
 def _difference_beyond(module: Any, config: Any, layer_type: str, kind: str) -> float:
-    """Largest relative difference between module and config in what matters beyond the trained length.
+    """Largest relative difference between module and config beyond the trained length.
 
-    Compared are the frequencies there, the trained length itself, and the factor on cosines and sines.
+    Compares the frequencies there, the trained length itself, and the factor on cosines and sines.
     """
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     own, length = module.config, 2 * config.max_position_embeddings
@@ -233,6 +233,6 @@ def _difference(found: Tensor, expected: Tensor) -> float:
         return float("inf")
     found, expected = found.detach().double().cpu(), expected.double()
     if not found.numel():
-        # a share of the head so small that nothing is rotated
+        # so small a share of the head that nothing is rotated
         return 0.0
     return float(((found - expected).abs() / expected.abs().clamp_min(torch.finfo(torch.float64).tiny)).max())

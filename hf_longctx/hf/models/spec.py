@@ -1,7 +1,4 @@
-"""Translates a loaded model or its config to the planner's `ModelSpec`, and the machine to a `ClusterSpec`.
-
-Finds the decoder layers of a model, and how many tokens the attention of each layer sees.
-"""
+"""Translates a loaded model or its config to the planner's `ModelSpec`, and the machine to a `ClusterSpec`."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 
 
 def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
-    """The shapes of `model` for the planner. is_autocast: whether attention runs in bf16, whatever the dtype of the weights."""
+    """The shapes of `model` for the planner. is_autocast: whether attention runs in bf16 for any dtype of the weights."""
     element = hidden_dtype(model).itemsize
     spec = config_spec(base_of(model).config, element)
     if head_kind(model) != "next_token":
@@ -117,7 +114,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
 
 
 def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
-    """The fields of `spec` for weights that are gathered in bf16; for parts that this rank loaded, means over its layers."""
+    """Fields of `spec` for weights that are gathered in bf16; means over the loaded layers if this rank loaded one stage."""
     rounded = rounded_weights(model)
     if not rounded:
         return {}
@@ -139,10 +136,10 @@ def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
 
 
 def frozen_parameters(model: PreTrainedModel, has_stages: bool = False) -> int:
-    """Parameters of a layer that are frozen while others are trained, the mean over the layers that this rank loaded.
+    """Frozen parameters of a layer if others are trained: the mean over the layers that this rank loaded.
 
-    has_stages: those of the layer with the fewest, since with the mean a stage whose layers are all trained would count too few
-    gradients and states. Zero under adapters, beside which all weights of the layers count as frozen.
+    has_stages: the layer with the fewest instead, since with the mean a stage whose layers are all trained would count too few
+    gradients and states. Zero under adapters, where all weights of the layers count as frozen.
     """
     layers = [layer for layer in text_layers(model) if any(True for _ in layer.parameters())]
     if is_adapted(model) or not layers:
@@ -152,7 +149,7 @@ def frozen_parameters(model: PreTrainedModel, has_stages: bool = False) -> int:
 
 
 def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:
-    """Bytes of one logit that the model's cap keeps; by the config alone if it is not known what the model does to its logits."""
+    """Bytes of one logit that the model's cap keeps; by the config alone if the model's change to its logits is unknown."""
     try:
         change = logit_change(model)
     except ValueError:
@@ -162,7 +159,7 @@ def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 
 def config_spec(config: PretrainedConfig, bytes_per_element: int = 4) -> ModelSpec:
-    """The shapes of a model that a loaded config tells; `ModelSpec.from_config` reads the same from its file."""
+    """The shapes of a model from its loaded config; `ModelSpec.from_config` reads the same from its file."""
     return ModelSpec.from_config(_fields(config), bytes_per_element)
 
 
@@ -172,7 +169,7 @@ def windows_of(config: PretrainedConfig) -> Windows:
 
 
 def states_of(config: PretrainedConfig) -> StateSpec:
-    """The layers with a state along the sequence, read from a config."""
+    """Layers with a state along the sequence, read from a config."""
     return config_states(config_fields(_fields(config)), config.get_text_config().num_hidden_layers)
 
 
@@ -222,6 +219,6 @@ def usable_device_bytes(cluster: ClusterSpec) -> int:
 
 
 def tokens_that_fit(spec: ModelSpec, cluster: ClusterSpec, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-    """Number of tokens that one rank can keep everything of, beside the model's states; 0 if not even one fits."""
+    """Number of tokens for which one rank can keep everything beside the model's states; 0 if not even one fits."""
     byte_model = ByteModel(spec)
     return byte_model.kept_tokens(usable_device_bytes(cluster) - byte_model.states(parameters, shard_ranks))

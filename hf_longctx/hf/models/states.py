@@ -1,21 +1,21 @@
 """Runs mixers with a state along the sequence (linear attention, SSM, short convolution) under plans.
 
-A mixer of transformers mixes tokens in two functions of its module alone: a causal convolution and, unless that is all, a scan.
-A `Mixer` of the registry names those that its forward calls; `STAND_INS` has ours for each name. Ours split the chunk into
-documents, take and leave states, and run transformers' own function on each document. A further class is one more record, and
-one more function if its scan has another signature.
+A mixer of transformers mixes tokens in only two functions of its module: a causal convolution and, in most classes, a scan. A
+`Mixer` of the registry names the functions that the forward calls; `STAND_INS` has our function for each name. Ours split the
+chunk into documents, take and leave states, and run transformers' own function on each document. A further class needs one more
+record, and one more function if its scan has another signature.
 
-Some mixers write their recurrence out inside their forward and call no function that could be replaced. They call modules of
-their own, whose methods are replaced while the forward runs (`METHODS`): a convolution, a scan, or those before and after a
-loop over blocks. These modules get and return other tensors than under the forward of the class, so hooks on them are refused.
+Some mixers write their recurrence inside their forward and call no function that could be replaced. They call their own modules,
+whose methods are replaced while the forward runs (`METHODS`): a convolution, a scan, or the modules before and after a loop over
+blocks. These modules get and return other tensors than under the forward of the class, so hooks on them are refused.
 
-`MixerPatch` gives every mixer a forward of its own. With a plan's context it runs the code of its class's forward with other
-globals, in which the names of the convolution and the scan lead to ours. Without a context it runs the class's own forward. So
-a mixer runs without a cache, and slices of one token take the same path as others.
+`MixerPatch` gives every mixer a new forward. With a plan's context it runs the code of its class's forward with other globals, in
+which the names of convolution and scan lead to our functions. Without a context it runs the class's own forward. So a mixer runs
+without a cache, and slices of one token take the same path as others.
 
-Ours get transformers' own torch functions, also if a package with kernels (fla, causal_conv1d) is installed, and run a kernel
-in their place only after its numbers have been compared (`runtime.states.kernels`). Kernels that transformers itself calls take
-no fp32 or fp64, so copies in these run without them (`leave_kernels_out`).
+Our functions call transformers' torch functions even if a package with kernels (fla, causal_conv1d) is installed, and run a
+kernel in their place only after its numbers have been compared (`runtime.states.kernels`). Kernels that transformers itself calls
+take no fp32 or fp64, so copies in these dtypes run without them (`leave_kernels_out`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from hf_longctx.runtime.states.scans import Decays, MatrixMemory, MeansMap, diag
 _OF_RULE = ("use_qk_l2norm_in_kernel",)
 _OF_SCAN = ("D", "dt_bias", "dt_softplus", "dt_limit")
 _OF_CHANNELS = ("delta_softplus", "use_mambapy", "use_associative_scan")
-# limits of steps that limit nothing
+# limits of steps that have no effect
 _NO_LIMITS = (0.0, float("inf"))
 # keywords by which a scan reads and returns states of a cache
 _OF_CACHE = ("initial_state", "output_final_state", "initial_states", "return_final_states", "return_last_state")
@@ -78,9 +78,9 @@ _BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 @dataclass(frozen=True, slots=True)
 class MixerCall:
-    """One forward of a mixer under a plan, and the names of the functions that it called so far.
+    """One forward of a mixer under a plan, and the names of the functions that it has called so far.
 
-    kept: tensors that one stand-in leaves for another.
+    kept: tensors that one stand-in keeps for another.
     """
 
     mixer: nn.Module
@@ -298,12 +298,12 @@ KERNELS: dict[str, tuple[ScanKernel, Callable[[Any], tuple[Any, ...]]]] = {
 
 
 def mixer_of(model: nn.Module) -> Mixer | None:
-    """How plans run the mixers of a model's class, the first ones of its layers; None for classes without a state."""
+    """Record of the mixers of a model's class, those first in its layers; None for classes without a state."""
     return next(iter(family_of(text_class(model)).mixers), None)
 
 
 def scan_line(model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> str:
-    """The text that says what runs the scans of a model in a run; empty for a model without them.
+    """Says which code runs the scans of a model in a run; empty for a model without scans.
 
     states: the sizes of its layers. dtype: that of the tensors between layers. Checks the kernel if there is one for the model.
     """
@@ -342,9 +342,9 @@ def gated_linear_scan(
     reset: Tensor,
     recurrent_states: Tensor | None,
 ) -> tuple[Tensor, None]:
-    """Outputs [1, T, W] of a gated linear recurrence over each document; every one of W channels has a state of its own.
+    """Outputs [1, T, W] of a gated linear recurrence over each document; each of W channels has its own state.
 
-    It runs in blocks in place of `scan`, which runs token by token and whose backward takes time in the square of the tokens.
+    Runs in blocks in place of `scan`, which runs token by token and whose backward takes time in the square of the tokens.
     """
 
     def scanned(inputs: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -365,7 +365,7 @@ def gated_linear_scan(
 
 
 def lightning_inputs(call: MixerCall, activate: Callable[[Tensor], Tensor], x_1TC: Tensor) -> Tensor:
-    """Keeps queries, keys and values of lightning attention; returns zeros, on which the loop of the class runs in vain."""
+    """Keeps queries, keys and values of lightning attention; returns zeros, so the result of the class's loop is not used."""
     call.kept.append(activate(x_1TC))
     return torch.zeros_like(x_1TC)
 
@@ -391,7 +391,7 @@ def lightning_attention(call: MixerCall, norm: Callable[[Tensor], Tensor], unuse
 def stacked_convolutions(call: MixerCall, convolve: Callable[[Tensor], Tensor], padded_1CS: Tensor) -> Tensor:
     """Outputs [1, C, T] of two convolutions in a row over each document, without the zeros that the class put in front."""
     mixer: Any = call.mixer
-    # behind `done_before`
+    # the module with the forward `done_before`
     second = mixer.conv_qk_grouped.forward.args[1]
     num_read = mixer.conv_kernel_size
 
@@ -407,9 +407,9 @@ def done_before(call: MixerCall, convolve: Callable[[Tensor], Tensor], x: Tensor
 
 
 def delayed_values(call: MixerCall, project: Callable[[Tensor], Tensor], hidden_1TC: Tensor) -> Tensor:
-    """Values of the token before each token of a document, so that the class, which delays them by one token, gets them right.
+    """Values of the token before each token of a document, in place of the class's own delay by one token.
 
-    The class calls it for all tokens, and then for what stands before the first one.
+    The class calls it for all tokens, and then for the one before the first.
     """
     if call.kept:
         return call.kept.pop()
@@ -431,7 +431,7 @@ def shifted_tokens(call: MixerCall, shift: Callable[[Tensor], Tensor], x_1TC: Te
 
 
 def matrix_memory(call: MixerCall, run: Callable[..., Any], **given: Tensor | None) -> tuple[Tensor, None]:
-    """Outputs [1, H, T, E] of an mLSTM over each document, whatever the mode in the config.
+    """Outputs [1, H, T, E] of an mLSTM over each document, in any mode of the config.
 
     given: query, key and value [1, H, T, ...], igate and fgate [1, H, T].
     """
@@ -463,7 +463,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 _TORCH_CODE = {"rwkv_linear_attention": "rwkv_linear_attention_cpu"}
 # mark of a mixer that runs without kernels
 _NO_KERNELS = "_longctx_without_kernels"
-# method of a decoder that divides weights for evaluation, and multiplies them again; attribute that says which it did last
+# method of a decoder that divides weights for evaluation and multiplies them back; attribute that says which came last
 _DIVIDE, _DIVIDED = "_rescale_layers", "layers_are_rescaled"
 # attribute of a mixer: the plan's context that its parent got
 _LENT = "_longctx_lent_context"
@@ -481,7 +481,7 @@ def num_scans(mixer: nn.Module) -> int:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Name of a module's class, also where sharding has put a class of torch in front of it."""
+    """Name of a module's class, without the class that sharding puts in front of it."""
     return type(module).__name__.removeprefix("FSDP")
 
 
@@ -493,7 +493,7 @@ def num_calls(module: nn.Module) -> int:
 
 
 class MixerPatch:
-    """Gives every mixer of a model a forward that knows plans."""
+    """Gives every mixer of a model a forward that runs plans."""
 
     def needed(self, model: nn.Module) -> bool:
         """Whether the text model has mixers."""
@@ -518,12 +518,12 @@ def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any], 
 
 
 def _dividing(model: nn.Module) -> list[nn.Module]:
-    """Decoders that divide weights, and hidden states as often, when they first run in evaluation mode."""
+    """Decoders that divide weights, and hidden states to match, when they first run in evaluation mode."""
     return [module for module in model.modules() if hasattr(type(module), _DIVIDE)]
 
 
 def _keep_weights(decoder: nn.Module) -> None:
-    """Leaves weights as they are in evaluation too, since checkpoints may be written then; only fp16 would overflow."""
+    """Keeps weights undivided in evaluation too, since checkpoints may be written then; only fp16 would overflow."""
 
 
 def _parents(model: nn.Module) -> list[nn.Module]:
@@ -546,13 +546,13 @@ def _parent_forward(parent: nn.Module, *args: Any, longctx: Any = None, **keywor
 
 
 def leave_kernels_out(model: nn.Module) -> None:
-    """Lets the mixers of `model`, which are patched, run transformers' own torch functions without a plan too."""
+    """Makes patched mixers of `model` run transformers' own torch functions without a plan too."""
     for mixer in mixers_of(model).values():
         vars(mixer)[_NO_KERNELS] = True
 
 
 def state_problems(model: nn.Module) -> list[str]:
-    """Why states would not pass through the layers of a model with such mixers, by layer and class; empty if they do."""
+    """Returns why states would not pass through the layers of a model with mixers, by layer and class; empty if they do."""
     mixers = mixers_of(model)
     if not mixers and mixer_of(model) is None:
         return []
@@ -624,7 +624,7 @@ def _names_in(kind: type[nn.Module], function: Any) -> set[str]:
 
 
 def _hook_problem(where: str, mixer: nn.Module) -> str:
-    """Problem with hooks on modules whose forward is ours under a plan; our own hooks only watch for a while."""
+    """Problem with hooks on modules whose forward plans replace; our own hooks, which only read, are allowed."""
     for path in dict.fromkeys(MIXERS[_class_name(mixer)].methods):
         owner, _, method = path.rpartition(".")
         if method != "forward":
@@ -651,7 +651,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     if longctx is None:
         return with_globals(own, functions | left_out)(mixer, *args, **keywords)
     if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
-        # every forward under a plan gets such a mask, which hides nothing
+        # every forward under a plan gets such a mask, which masks nothing
         keywords["attention_mask"] = None
     for unwanted in ("attention_mask", *CACHES):
         given = keywords.get(unwanted)
@@ -660,7 +660,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
             raise ValueError(
                 f"{name} got {unwanted} under a plan, which has none; run the model through the plan's executor only"
             )
-    # hooks may come after the start
+    # hooks may have been added after the start
     if problem := _hook_problem(name, mixer):
         raise ValueError(problem)
     call = MixerCall(mixer, longctx)
@@ -678,12 +678,12 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
 
 
 def _nothing(*args: Any, **keywords: Any) -> None:
-    """Stands in for a function of a kernel for all of a mixer, which transformers leaves out if it returns None."""
+    """Stands in for a kernel for a whole mixer; transformers does not use the kernel if it returns None."""
 
 
 @contextmanager
 def _with_methods(mixer: nn.Module, paths: Iterable[str], call: MixerCall) -> Iterator[None]:
-    """Context in which methods of modules of a mixer are ours."""
+    """Context in which our methods replace those of a mixer's modules."""
     owners = [(mixer.get_submodule(path.rpartition(".")[0]), path) for path in dict.fromkeys(paths)]
     before = [dict(vars(owner)) for owner, _ in owners]
     for owner, path in owners:

@@ -1,9 +1,9 @@
 """Finds the text model inside a multimodal model (a "wrapper") and lets plans run rows of text through it alone.
 
-A wrapper has towers that encode images, sound or video, a text model, and a head. For a row without such input it does nothing
-but pass the embeddings of the tokens to the text model. Under a plan the module around the text model therefore calls it
-directly: it then embeds the tokens itself, gives them the plan's positions, and makes neither masks nor positions for images.
-Without a plan every forward stays that of its class.
+A wrapper has towers that encode images, sound or video, a text model, and a head. For a row without such input it only passes
+the embeddings of the tokens to the text model. Under a plan the module around the text model therefore calls it directly: the
+text model embeds the tokens itself and gets the plan's positions, and no masks or positions for images are made. Without a plan
+every forward stays that of its class.
 
 The towers take no part in such rows. They are frozen while a run lasts, so that no optimizer changes them.
 """
@@ -30,7 +30,7 @@ from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
 _TEXT = "_longctx_text"
 # keywords that every text model takes, some of them without naming them
 _PASSED = ("longctx", PART_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
-# keywords that hold no input of a tower, so that a text model which does not take them may go without
+# keywords that hold no input of a tower; they are left out for a text model that does not take them
 _DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 # fields of a wrapper's config with the ids of tokens whose embeddings a tower would replace
 _PLACEHOLDER = re.compile(r"(image|video|audio)_(token_id|token_index|patch_id)")
@@ -64,9 +64,9 @@ def text_path(wrapper: PreTrainedModel) -> str:
 
 
 def text_class(model: nn.Module) -> str:
-    """Name of the causal language model whose text model a model has, such as LlamaForCausalLM for a LlamaModel in a wrapper.
+    """Class name of the causal language model with the same text model: LlamaForCausalLM for a LlamaModel in a wrapper.
 
-    For causal language models themselves, the name of their class.
+    For a causal language model itself, the name of its class.
     """
     if head_kind(model) != "next_token":
         return _causal_name(backbone_of(inner_model(model)))
@@ -110,7 +110,7 @@ def tower_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def freeze_towers(model: nn.Module) -> Callable[[], None]:
-    """Lets no optimizer change a wrapper's towers, adapters on them included; returns the function that undoes it."""
+    """Freezes a wrapper's towers, including adapters on them; returns the function that undoes it."""
     frozen = [parameter for parameter in tower_parameters(model) if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -123,7 +123,7 @@ def freeze_towers(model: nn.Module) -> Callable[[], None]:
 
 
 class TextPatch:
-    """Lets the module around a wrapper's text model call it directly under plans."""
+    """Makes the module around a wrapper's text model call it directly under plans."""
 
     def needed(self, model: nn.Module) -> bool:
         """Whether `model` is a multimodal model."""
@@ -166,7 +166,7 @@ def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
-    """The forward of the module around a text model: that of its class, or under a plan that of the text model."""
+    """The forward of the module around a text model: its class's own or, under a plan, the text model's."""
     if _TEXT not in vars(around):
         return type(around).forward(around, *args, **keywords)
     text = getattr(around, vars(around)[_TEXT])
@@ -189,7 +189,7 @@ def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
 
 @contextmanager
 def _completed(text: Any, around: str) -> Iterator[None]:
-    """Context in which the text model's output has what the class around it reads but transformers 5.24 forgets: no images."""
+    """Context that adds empty images to the text model's output: the class around it reads them, transformers 5.24 omits them."""
     if not family_of(around.removeprefix("FSDP")).reads_image_outputs:
         yield
         return
@@ -212,7 +212,7 @@ def _completed(text: Any, around: str) -> Iterator[None]:
 
 
 class _TextOutput:
-    """Output of a text model for the head of a wrapper, which may ask for what only towers give: that is None."""
+    """Output of a text model for the head of a wrapper; fields that only towers fill are None."""
 
     def __init__(self, own: Any) -> None:
         self._own = own

@@ -1,7 +1,7 @@
-"""Gives a model back whole that was cut into pipeline stages, for a stock trainer that goes on with it afterwards.
+"""Restores a whole model that was cut into pipeline stages, for a stock trainer that continues with it afterwards.
 
-`cut_model` replaces modules. Here the modules and parameters of the whole model are noted before, the same objects come back
-later, and the weights that other stages have trained are sent by these.
+`cut_model` replaces modules. `WholeModel` records the modules and parameters of the whole model before that and puts the same
+objects back later; other stages send the weights that they have trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _FORWARDS = ("forward", "_original_forward", PUT)
 
 
 class WholeModel:
-    """Knows the modules and weights that a model had before it was cut into stages.
+    """The modules and weights that a model had before it was cut into stages.
 
-    is_loaded: the model was loaded as one stage, so that no rank ever had it whole, and none gets it.
+    is_loaded: the model was loaded as one stage, so no rank ever had the whole model, and none gets it.
     """
 
     def __init__(self, model: nn.Module, is_loaded: bool) -> None:
@@ -50,11 +50,11 @@ class WholeModel:
             for parameter in weights.values():
                 if parameter is not None and id(parameter) not in held and parameter not in self._shapes:
                     self._shapes[parameter] = parameter.shape
-                    # keep the same object, which hooks and users may know
+                    # keep the same object, to which hooks and users may refer
                     parameter.data = parameter.data.new_empty(0)
 
     def gather(self, pool: GroupPool) -> None:
-        """Gets the weights of all stages back, as they are trained, and puts the model together. Collective over all ranks."""
+        """Receives the trained weights of all stages and puts the model together. Collective over all ranks."""
         if self.is_loaded:
             return
         held = {id(tensor) for tensor in _tensors(self.model).values()}
@@ -73,17 +73,17 @@ class WholeModel:
 
     @torch.no_grad()
     def _send(self, tensor: Tensor, stage: int, pipe: dist.ProcessGroup) -> None:
-        """Sends a weight from its stage to the ranks at this rank's position in all others."""
+        """Sends a weight from its stage to the ranks at this rank's position in all other stages."""
         if (shape := self._shapes.get(tensor)) is not None:
             tensor.data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         sent = tensor.data.contiguous()
-        # bytes, since backends do not send every dtype
+        # sent as bytes, since backends do not send every dtype
         dist.broadcast(sent.view(-1).view(torch.uint8), group=pipe, group_src=stage)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(sent)
 
     def close(self, stage: int, num_stages: int) -> None:
-        """Puts the model together if its weights are here; else it refuses, by name, what only a whole model can do."""
+        """Puts the model together if its weights are here; else the model refuses, by name, what needs a whole model."""
         if self.is_here:
             self._put_together()
             return
@@ -92,7 +92,7 @@ class WholeModel:
         refuse_all(self.model, stage, num_stages)
 
     def _put_together(self) -> None:
-        """Gives all modules the children and weights that cutting has replaced, and their attributes of before. Idempotent."""
+        """Restores the children, weights and attributes that cutting has replaced in all modules. Idempotent."""
         allow_all(self.model)
         for module, children in self._children.items():
             for name, child in children.items():

@@ -1,1 +1,1 @@
-"""Why a run is refused. No side effect, no collective."""
+"""Checks that refuse a run, with the reason. They have no side effect and call no collective."""

@@ -1,4 +1,4 @@
-"""Why a run with such settings is refused: arguments of trainers, the launcher's configuration, and the config beside both.
+"""Refuses settings that cannot run: arguments of trainers, the launcher's configuration, and `LongContextConfig`.
 
 Most arguments are read where they are used: learning rate, schedule, clipping, accumulation, saving. Those in `_AT_START` are
 read once, when the trainer is made. A change afterwards is refused by name; a stock trainer goes on as it was made.
@@ -48,8 +48,8 @@ from hf_longctx.plan.core.settings import check_degrees
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
-# optimizers that cannot run on shards, not even on whole weights that ranks own: what they keep is more than states of weights,
-# or they look across weights
+# optimizers that cannot run on shards, nor on whole weights that ranks own: they keep more than states of weights, or read
+# several weights at once
 _NEVER_SHARDED = ("galore", "apollo", "lomo", "grokadamw", "adamw_torch_xla", "adamw_torch_npu_fused")
 # optimizers that update element by element, and so their shards alone
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "adagrad", "rmsprop")
@@ -58,11 +58,11 @@ _LISTED = ", ".join(_ELEMENTWISE)
 # torchao's optimizers, which keep moments in so many bits
 _LOW_BITS = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 4}
 
-# FSDP where the trainer's own loop or a trainer that is built already would shard
+# the reason against FSDP where the trainer's own loop, or a trainer that is already built, would shard
 _BY_OTHERS = "shards parameters without the planner knowing"
 _ONLY_OURS = "leave it out, or use LongContextTrainer, which translates it into LongContextConfig(parameters=...)"
 
-# arguments about the logits of all rows, which classifiers have, and loops of TRL's own
+# arguments that need the logits of all rows, which only classifiers and TRL's own loops have
 OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
 
 
@@ -70,7 +70,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
 
 
-# argument of a constructor -> whether a value is what its name says, and what is
+# argument of a constructor -> the check of its value, and the kind of value that passes
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "args": (lambda each: isinstance(each, TrainingArguments), "TrainingArguments"),
     "longctx_config": (lambda each: isinstance(each, LongContextConfig), "a LongContextConfig"),
@@ -104,7 +104,7 @@ def _is_callback(each: Any) -> bool:
     return isinstance(each, TrainerCallback) or (isinstance(each, type) and issubclass(each, TrainerCallback))
 
 
-# arguments of a constructor that are not what their names say, before anything reads them
+# arguments of a constructor whose values have the wrong kind, checked before anything reads them
 KINDS = {
     f"kind-of-{name.replace('_', '-')}": Rule(
         f"{name} is {{found}}",
@@ -129,7 +129,7 @@ KINDS = {
 
 
 def _stops_early(run: Facts) -> bool:
-    """Whether transformers' early stopping is a callback; a subclass with another beginning may look at something else."""
+    """Whether transformers' early stopping is a callback; subclasses with their own `on_train_begin` may compare other values."""
     stock = EarlyStoppingCallback.on_train_begin
     return any(getattr(each.on_train_begin, "__func__", None) is stock for each in run.given.get("callbacks", ()))
 
@@ -226,9 +226,9 @@ def run_problems(
 
 
 def likeliest_form(function: Any) -> str:
-    """Which of the arrays that plans have a `preprocess_logits_for_metrics` returns, found by trying it on small logits.
+    """Classifies what a `preprocess_logits_for_metrics` returns, by trying it on small logits.
 
-    "tokens": the likeliest tokens; "pair": these and the labels. Empty for anything else, and without a function.
+    "tokens": the likeliest tokens; "pair": these and the labels. Empty for anything else, and if there is no function.
     """
     if function is None:
         return ""
@@ -263,7 +263,7 @@ def _differs(name: str, value: Any, run: Facts) -> bool:
     return bool(getattr(run.args, name, value) != value)
 
 
-# settings beside compute_metrics about predictions, of which an evaluation under plans makes fewer
+# settings beside compute_metrics that need predictions which an evaluation under plans does not make
 METRICS = {
     **{
         name.replace("_", "-"): Rule(
@@ -387,7 +387,7 @@ def _never_called(name: str, run: Facts) -> Iterator[dict[str, Any]]:
 
 
 def _overrides(run: Facts) -> Iterator[tuple[str, type | None, type | None]]:
-    """Methods that plans replace, with the class before the mixin that replaces each without calling ours, or one behind it."""
+    """Yields methods that plans replace, with the class before the mixin that overrides each without `super()`, or one behind."""
     mro = _classes(run)
     place = mro.index(run.mixin) if mro else 0
     before = [cls for cls in mro[:place] if not cls.__module__.startswith("hf_longctx.")]
@@ -436,7 +436,7 @@ OVERRIDES = {
 
 
 def low_bits(args: TrainingArguments) -> int:
-    """Bits of a moment if `optim` names an optimizer that keeps moments in few; else 0."""
+    """Bits of a moment if `optim` names an optimizer with moments of few bits; else 0."""
     return _LOW_BITS.get(Facts(args=args).optim, 0)
 
 
@@ -532,7 +532,7 @@ def _hub_strategy(run: Facts) -> Iterator[dict[str, str]]:
         yield {"strategy": strategy}
 
 
-# trainers with checkpoints that come into view some steps after their own
+# settings of trainers that cannot work with checkpoints that become visible some steps after their save
 ASYNC_SAVE = {
     "async-save-to-the-hub": Rule(
         "async_save=True and hub_strategy={strategy!r}: a checkpoint would be uploaded as that of a later step",
@@ -547,7 +547,7 @@ ASYNC_SAVE = {
         "trainer = type('Mine', (LongContextTrainer,), {'_save_checkpoint': print})",
     ),
 }
-# callbacks that would meet such checkpoints with a model that has changed; those of transformers read the folder alone
+# callbacks that would get such a checkpoint after the model has changed; those of transformers read only the folder
 ASYNC_CALLBACKS = {
     "async-save-callback": Rule(
         "{kind.__name__}.on_save would be called with the model of a later step, since async_save=True writes behind training",
@@ -661,7 +661,7 @@ _PLACEMENT = {
 
 
 def placement_problems(facts: Facts) -> list[str]:
-    """Problems with where parameters, optimizer states and layers are to lie."""
+    """Problems with the places of parameters, optimizer states and layers."""
     found, config = refusals(_PLACEMENT, facts), facts.config
     if config.parameters != "replicated":
         found += shard_problems(facts.model)
@@ -675,7 +675,7 @@ def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
 
 
 def least_heads(model: Any) -> int:
-    """Attention heads of the layer with the fewest, or heads with a state: the largest group of ranks that can share them."""
+    """Attention heads, or heads with a state, of the layer with the fewest: no larger group of ranks can share them."""
     text = model.config.get_text_config()
     # heads may differ by layer
     heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [])
@@ -870,7 +870,7 @@ def _is_no_model(run: Facts) -> bool:
     return run.model is not None and not isinstance(run.model, PreTrainedModel) and not is_adapter
 
 
-# objects that are no model of transformers, with adapters or without
+# objects that are neither a model of transformers nor one with adapters
 KIND_OF_MODEL = {
     "no-model": Rule(
         "the trainer has no model and no model_init",

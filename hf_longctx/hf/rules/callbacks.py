@@ -1,4 +1,4 @@
-"""Why the callback cannot serve a trainer, alone or attached."""
+"""Refuses trainers that the callback cannot serve, alone or attached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYERS_ON_HOST = {
         "config = LongContextConfig(layer_weights='host')",
     ),
 }
-# settings that a callback in `callbacks=[...]` cannot follow, which does not control the loader; given: attributes of a trainer
+# settings that a callback in `callbacks=[...]` cannot follow, since it does not control the loader; given: a trainer's attributes
 ALONE = {
     "callback-and-async-save": Rule(
         "async_save=True needs the exchange with which planned steps begin, where ranks agree that a checkpoint is written",
@@ -111,7 +111,7 @@ ALONE = {
 
 
 def _replaced(run: Facts) -> Iterator[dict[str, str]]:
-    """Yields methods that were put on the instance of a trainer, in whose place plans run theirs."""
+    """Yields methods that were put on the instance of a trainer and that plans replace."""
     names = ["train", "training_step", "get_train_dataloader", "get_batch_samples"]
     if run.config.stages != 1:
         names += ["get_eval_dataloader", "evaluation_loop", "prediction_step", "predict", "save_model"]

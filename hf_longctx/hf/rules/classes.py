@@ -1,4 +1,4 @@
-"""Says why models of a class cannot run under plans, by what `families` knows of it.
+"""Says why models of a class cannot run under plans, by the records in `families`.
 
 A class is listed as tested if tiny models of it, with every kind of layer that its default config has, give the same loss and
 gradients as plain Hugging Face: packed, in slices, recomputed, in stages, on sequence groups, on rings and sharded. A tested
@@ -26,9 +26,9 @@ _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM
 
 
 def class_problem(model: nn.Module) -> str:
-    """Why models of this class cannot run under plans, naming the class and the layer; empty for a tested class.
+    """Returns why models of this class cannot run under plans, with class and layer; empty for a tested class.
 
-    A class that adds no code to a tested one, such as that of a repository with its own config, counts as that.
+    A class that adds no code to a tested one counts as tested, for example a class of a repository with its own config.
     """
     name = code_of(type(model)).__name__
     family, reason = family_of(name), reason_of(name)
@@ -61,7 +61,7 @@ def code_of(cls: type) -> type:
 
 
 def _decoder_problem(model: nn.Module) -> str:
-    """Why a model of a tested class cannot run because its config names an untested decoder; empty if the decoder is tested."""
+    """Returns why a tested class cannot run with the untested decoder that its config names; empty if the decoder is tested."""
     tested = family_of(code_of(type(model)).__name__).decoder
     inner = [(path, type(module).__name__) for path, module in model.named_modules() if hasattr(module, "embed_tokens")]
     wrong = [f"{path} ({name})" for path, name in inner if tested and name != tested]
@@ -73,7 +73,7 @@ def _decoder_problem(model: nn.Module) -> str:
 
 
 def _text_problem(model: nn.Module) -> str:
-    """Why a multimodal model cannot train rows of text because its text model is untested; empty if that is tested."""
+    """Returns why a multimodal model cannot train rows of text: its text model is untested. Empty if that is tested."""
     name, text = code_of(type(model)).__name__, type(text_part(model)).__name__.removeprefix("FSDP")
     if text == family_of(name).text or text_class(model) in TESTED_MODELS:
         return ""
@@ -82,7 +82,7 @@ def _text_problem(model: nn.Module) -> str:
 
 
 def _classifier_problem(model: nn.Module) -> str:
-    """Why a model that classifies documents or tokens cannot run; empty if its text model is that of a tested class."""
+    """Returns why a model that classifies documents or tokens cannot run; empty if its text model is of a tested class."""
     name, remedy = type(model).__name__, "use a class whose causal language model docs/models.md calls exact"
     if not is_generic(model):
         return (
@@ -111,7 +111,7 @@ def _classifier_problem(model: nn.Module) -> str:
 
 
 def reason_of(class_name: str) -> Reason | None:
-    """Why the class of this name is refused; None for tested and for unknown classes."""
+    """Returns why the class of this name is refused; None for tested and for unknown classes."""
     return REASONS.get(family_of(class_name).refused.get(class_name, ""))
 
 

@@ -1,4 +1,4 @@
-"""Reads what a trainer's data collator makes of rows, so that plans learn the same tokens without calling it on batches.
+"""Finds out how a trainer's data collator changes rows, so that plans learn the same tokens without calling it on batches.
 
 A plan packs whole sequences and learns the next token at every position of each. Collators whose effect on a row is known are
 replaced by that effect. Any other is called on single rows, and the row that it makes is read: its tokens, its labels, and the
@@ -43,10 +43,10 @@ Row = Mapping[str, Any]
 
 
 class Collation:
-    """A collator, and what it makes of the rows of a run.
+    """A collator, and the rows that it makes from those of a run.
 
-    kind_of_head: what the model's head predicts. columns: those that reach the collator, as `Trainer` removes others; None for
-    all.
+    kind_of_head: what the model's head predicts. columns: those that reach the collator, since `Trainer` removes others; None
+    for all.
     """
 
     def __init__(self, collator: Any, kind_of_head: HeadKind = "next_token", columns: Collection[str] | None = None) -> None:
@@ -59,11 +59,11 @@ class Collation:
 
     @property
     def reads_all(self) -> bool:
-        """Whether it is a user's, and gets all columns of rows."""
+        """Whether the collator is a user's and gets all columns of rows."""
         return self.collator is not None and not self._is_known and self.columns is None
 
     def problems(self, dataset: Any, name: str = "train_dataset") -> list[str]:
-        """Why plans would learn other tokens than batches of the collator over `dataset`; empty if they would learn the same.
+        """Returns why plans would learn other tokens than the collator's batches over `dataset`; empty if they learn the same.
 
         name: the name of the set in messages.
         """
@@ -101,7 +101,7 @@ class Collation:
         return self._known_row if self._is_known else self._tried_row
 
     def _known_row(self, row: Any) -> Any:
-        """A row of a stream, of which the start knew no columns. Raises ValueError for one that plans would divide."""
+        """A row of a stream, whose columns were unknown at the start. Raises ValueError for a row that plans would divide."""
         if isinstance(row, Mapping) and (found := _known_problems(self.collator, self._name, [row], self.kind_of_head)):
             raise ValueError(found[0])
         return row if _pad_token(self.collator) is None else self._masked(row)
@@ -247,7 +247,7 @@ class CollatedRows:
 
 
 class _CollatorProblem(Exception):
-    """Raised for a batch that a collator makes and plans cannot read; says what to do."""
+    """Raised for a collator's batch that plans cannot read; says what to do."""
 
 
 def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[str] | None:
@@ -261,12 +261,12 @@ def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[st
 
 
 def collator_problems(collator: Any, dataset: Any, kind_of_head: HeadKind = "next_token") -> list[str]:
-    """Why plans would learn other tokens than batches of `collator` over `dataset`; see `Collation`."""
+    """Returns why plans would learn other tokens than batches of `collator` over `dataset`; see `Collation`."""
     return Collation(collator, kind_of_head).problems(dataset)
 
 
 def _is_known(collator: Any, kind_of_head: HeadKind) -> bool:
-    """Whether the effect of a collator on rows is known; that of subclasses, which may do anything, is not."""
+    """Whether the effect of a collator on rows is known; false for subclasses, which may do anything."""
     kind = type(collator)
     if collator is default_data_collator or kind in _PADDING:
         return True
@@ -313,7 +313,7 @@ def _are_equal(first: Row, second: Row) -> bool:
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Context after which random numbers go on as if nothing had drawn any."""
+    """Context after which random numbers continue as if none had been drawn."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -340,7 +340,7 @@ def _known_problems(collator: Any, name: str, dataset: Any, kind_of_head: HeadKi
 
 
 def _classifier_problems(collator: Any, kind: type, name: str, kind_of_head: HeadKind) -> list[str]:
-    """Why plans would learn other labels of documents or tokens than batches of `collator`."""
+    """Returns why plans would learn other labels of documents or tokens than batches of `collator`."""
     if kind is transformers.DataCollatorForTokenClassification and collator.label_pad_token_id != IGNORE_INDEX:
         return [f"{name} has label_pad_token_id={collator.label_pad_token_id}, which would be learnt; set it to {IGNORE_INDEX}"]
     return _padding_side_problems(collator) if hasattr(collator, "tokenizer") else []

@@ -1,8 +1,8 @@
-"""Names of other packages on which plans rely although nobody promises them, and checks that an installed version has them.
+"""Lists names of other packages that plans need although they are private, and checks that installed versions have them.
 
-`HOOKS` are the methods of `Trainer` that our mixins override. An override does nothing if a newer `Trainer` has another name for
-the method, or calls it no more, and a training would go on without it in silence. `READS` are private attributes, and functions,
-that we read or call.
+`HOOKS` are the methods of `Trainer` that our mixins override. If a newer `Trainer` renames such a method or no longer calls it,
+our override never runs, and training would continue without it in silence. `READS` are private attributes that we read, and
+functions that we call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_longctx.hf.rules.trl import known_version
 
-# method of `Trainer` that a mixin overrides -> methods of `Trainer` that call it; none for what users call
+# method of `Trainer` that a mixin overrides -> methods of `Trainer` that call it; none for methods that users call
 HOOKS: dict[str, tuple[str, ...]] = {
     "_clip_grad_norm": ("_run_epoch",),
     "_evaluate": ("_inner_training_loop", "_maybe_log_save_evaluate"),
@@ -171,9 +171,9 @@ _OURS = "hf_longctx"
 
 
 def hook_problems(trainer: type) -> list[str]:
-    """Overrides of `trainer` that its own class has no more, or whose callers no longer call them.
+    """Overrides of methods that the class of `trainer` no longer has, or that their callers no longer call.
 
-    Also names of ours that hide a method of a newer class. A trainer without our mixins is read as if it had all of them.
+    Also names of ours that hide a method of a newer class. A trainer without our mixins is checked as if it had all of them.
     """
     ours = [cls for cls in trainer.__mro__ if _package(cls) == _OURS]
     theirs = tuple(cls for cls in trainer.__mro__ if _package(cls) in _READ_PACKAGES)
@@ -213,12 +213,12 @@ def hook_problems(trainer: type) -> list[str]:
 
 
 def read_problems() -> list[str]:
-    """Names in `READS` that an installed package does not have, of those of its modules that are loaded."""
+    """Names in `READS` that loaded modules of installed packages do not have."""
     return [problem for place in READS if place.partition(":")[0] in sys.modules for problem in place_problems(place)]
 
 
 def place_problems(place: str) -> list[str]:
-    """Names of `READS[place]` that are not there, and parameters that they do not take; imports no module."""
+    """Names of `READS[place]` that are missing, and parameters that they do not take; imports no module."""
     module_name, _, class_name = place.partition(":")
     module = sys.modules[module_name]
     package = module_name.partition(".")[0]
@@ -243,7 +243,7 @@ class _Callers:
         self._found: dict[str, set[str]] = {}
 
     def called_by(self, method: str) -> set[str]:
-        """Names that `method` looks up on its object, also in the methods of the classes behind that it calls by `super()`."""
+        """Names that `method` looks up on its object, also in methods of later classes that it calls by `super()`."""
         if method not in self._found:
             found = self._found[method] = set()
             for function in (vars(cls)[method] for cls in self.classes if method in vars(cls)):

@@ -1,7 +1,4 @@
-"""Checks of a model against the classes, attention patterns and settings whose equality with transformers is tested.
-
-Problems with the settings of runs whose model classifies documents or tokens, and its padding token.
-"""
+"""Checks a model's class, attention pattern, settings and padding token against those that are tested to equal transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "prop
 # tokens that a tokenizer may give a model's config
 _SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# words in names of config fields that make forwards draw random numbers, which plans would apply to other tokens
+# words in names of config fields by which forwards draw random numbers, which plans would apply to other tokens
 _CHANCES = ("dropout", "pdrop", "layerdrop", "jitter")
 # fields with such a word that are checked elsewhere, or that only task heads other than the language model's read
 _UNUSED_CHANCES = (
@@ -58,7 +55,7 @@ _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
 
 
 def lacking_problems(model: PreTrainedModel) -> list[str]:
-    """Problems of a model that has nothing to train, since its config or the way in which it was loaded left that out."""
+    """Problems of a model that has nothing to train, because its config or its loading left that out."""
     if not decoder_layers(model)[1]:
         name = type(base_of(model)).__name__
         return [f"{name} has no decoder layers (num_hidden_layers=0); give its config at least one layer"]
@@ -129,7 +126,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
 
 
 def _frozen_problem(model: Any) -> str:
-    """Why nothing in a model is trained, as far as one can see."""
+    """Returns why no weight of a model is trained, as far as the weights show it."""
     if is_adapted(model):
         active = [str(name) for name in model.active_adapters]
         named = f"the adapter {', '.join(active)} is" if len(active) == 1 else f"the adapters {', '.join(active)} are"
@@ -149,7 +146,7 @@ def _frozen_problem(model: Any) -> str:
 
 
 def _pattern_problems(model: PreTrainedModel) -> list[str]:
-    """Problems with attention patterns that nobody passes to the attention function, so that it would ignore them."""
+    """Problems with attention patterns that the model never passes to the attention function, which would ignore them."""
     config, text = model.config.get_text_config(), text_part(model)
     # "vision" lets tokens of images see each other; without images it has no effect
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
@@ -217,7 +214,7 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
     return {each.get("rope_type", "default") for each in per_layer_type or [parameters]}
 
 
-# settings that a model which classifies does not obey; given: the sets by name, and the user's token_loss
+# settings that have no effect on a classifier; given: the sets by name, and the user's token_loss
 _CLASSIFIERS = {
     "classifier-of-a-stream": Rule(
         "{name} is an iterable dataset, which is not supported for a model that classifies {task.kind}s",
@@ -262,7 +259,7 @@ _PROBLEM_TYPE = {
 
 
 def classifier_problems(facts: Facts) -> list[str]:
-    """Problems with settings that a classifier does not obey; empty for a language model."""
+    """Problems with settings that have no effect on a classifier; empty for a language model."""
     if facts.task.kind == "next_token":
         return []
     return refusals(_PROBLEM_TYPE, facts) or refusals(_CLASSIFIERS, facts)
@@ -271,7 +268,7 @@ def classifier_problems(facts: Facts) -> list[str]:
 def align_padding(kind: HeadKind, model: Any, processing_class: Any) -> Callable[[], None]:
     """Gives the config of a model that classifies documents the special tokens of its tokenizer, as `Trainer.train` does.
 
-    Labels stand on the last token that is no padding, so this comes before `task_of` reads the padding token. Returns the
+    Call it before `task_of` reads the padding token: the label belongs to the last token that is no padding. Returns the
     function that undoes it.
     """
     if kind != "document" or not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
@@ -289,7 +286,7 @@ def align_padding(kind: HeadKind, model: Any, processing_class: Any) -> Callable
 
 
 def padding_problems(task: HeadTask, model: Any, processing_class: Any) -> list[str]:
-    """The problem with a padding token that has changed since the run's labels were placed by it."""
+    """The problem of a padding token that changed after the run's labels were placed by it."""
     if task.kind != "document":
         return []
     align_padding(task.kind, model, processing_class)

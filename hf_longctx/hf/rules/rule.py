@@ -1,4 +1,4 @@
-"""A refusal as one record, of which its message, its entry on the pages of errors and its test are made."""
+"""A refusal as one record, from which its message, its entry on the error pages and its test are made."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from hf_longctx.hf.config import LongContextConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The facts that rules read, as far as those rules need them that are asked; texts may name these fields.
-
-    given: other arguments of the trainer's constructor, by name. draws_batches: whether plans draw the batches and sum the
-    gradients, instead of the trainer's own loader and DDP. plans_evaluation: whether evaluations run under plans. has_tokens:
-    whether `compute_metrics` gets arrays of tokens, not logits. mixin: the class that replaces methods of the trainer. launch:
-    the launcher's `LaunchEnvironment`. task: the `HeadTask` of a model.
-    """
+    """Facts that rules read and that their texts may name; a caller fills in those that its rules need."""
 
     config: LongContextConfig = field(default_factory=LongContextConfig)
     args: Any = None
     model: Any = None
     model_config: Any = None
+    # the `HeadTask` of the model
     task: Any = None
     trainer: Any = None
+    # other arguments of the trainer's constructor, by name
     given: Mapping[str, Any] = field(default_factory=dict)
     processing_class: Any = None
     num_ranks: int = 1
     degrees: tuple[int, ...] = (1,)
+    # plans draw the batches and sum the gradients, instead of the trainer's own loader and DDP
     draws_batches: bool = True
     plans_evaluation: bool = True
+    # `compute_metrics` gets arrays of tokens, not logits
     has_tokens: bool = False
+    # the class that replaces methods of the trainer
     mixin: type = object
+    # the launcher's `LaunchEnvironment`
     launch: Any = None
 
     @property
@@ -42,7 +42,7 @@ class Facts:
 
 
 class _Names(dict[str, Any]):
-    """Values of a text by name, and the fields of the facts behind them."""
+    """Values for a text by name; a name that is missing is looked up in the facts."""
 
     def __init__(self, facts: Facts, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -54,16 +54,14 @@ class _Names(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One refusal. Its key in a dict of rules is its name and its anchor on the pages of errors.
+    """One refusal. Its key in a dict of rules is its name and its anchor on the error pages."""
 
-    text, remedy: what was found and what to do; names in braces are values from `when`, or else fields of the facts. when:
-    whether the rule applies, or the values for each place where it does. example: Python that leads to the refusal, changing the
-    `config`, `args`, `model`, ... of a plain run on four ranks.
-    """
-
+    # finding and remedy; names in braces are values from `when`, or else fields of the facts
     text: str
     remedy: str
+    # whether the rule applies, or the values for each place where it applies
     when: Callable[[Facts], bool | Iterable[Mapping[str, Any]]]
+    # Python code that causes the refusal by changing `config`, `args`, `model`, ... of a plain run on four ranks
     example: str
 
     def messages(self, facts: Facts) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""Every field of `TrainingArguments` and what becomes of it under plans, as one table that the start checks read.
+"""Lists the effect of every field of `TrainingArguments` under plans; translates accelerate's FSDP and checkpointing settings.
 
-The page docs/reference/training-arguments.md repeats the table, and a test compares it with the fields of the installed version.
-
-Translates settings of other systems that mean the same as ours: accelerate's FSDP, and activation checkpointing.
+The checks at start read the table, docs/reference/training-arguments.md repeats it, and a test compares it with the installed
+version.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.plan.core.messages import shown
 
 State = Literal["supported", "Trainer's own", "some values", "translated", "no effect"]
-# where plans take the place of what reads a setting: wherever they run, where they draw the batches of a training, or where they
-# run the evaluation
+# the runs in which plans replace the code that reads a setting: all, those whose training batches they draw, or those whose
+# evaluation they run
 Scope = Literal["everywhere", "batches", "evaluation"]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of `TrainingArguments`.
-
-    note: its meaning here, the remedy for values that are refused, or the reason why it has no effect. values: the values that
-    are not refused, where the table alone decides. scope: where a setting has no effect; elsewhere it is `Trainer`'s own.
-    """
+    """One field of `TrainingArguments`."""
 
     state: State
+    # its meaning here, the remedy for refused values, or the reason why it has no effect
     note: str = ""
+    # values that are not refused, if the table alone decides
     values: tuple[Any, ...] = ()
+    # the runs in which the setting has no effect; in others `Trainer` reads it
     scope: Scope = "everywhere"
 
 
@@ -49,7 +47,7 @@ def _supported(note: str = "") -> Setting:
 
 
 def _own(note: str = "") -> Setting:
-    """A setting that code of `Trainer` reads, of which plans replace nothing."""
+    """A setting that is read by code of `Trainer` which plans do not replace."""
     return Setting("Trainer's own", note)
 
 
@@ -58,7 +56,7 @@ def _only(values: tuple[Any, ...], remedy: str) -> Setting:
 
 
 def _checked(note: str) -> Setting:
-    """A setting some of whose values are refused by a check of their own."""
+    """A setting with its own check, which refuses some values."""
     return Setting("some values", note)
 
 
@@ -76,7 +74,7 @@ _NO_LOGITS = "an evaluation under plans gathers no logits"
 _CHECKPOINTING = "`activations`: plans recompute where memory is short; a line says so"
 _HUB = "uploads read whole checkpoints"
 
-# field -> what becomes of it; fields of later and earlier versions than the installed one may be here, too
+# field -> its effect; fields of later and earlier versions than the installed one may be here, too
 SETTINGS: dict[str, Setting] = {
     "output_dir": _supported(),
     "per_device_train_batch_size": _supported("mean number of sequences of a rank; plans decide which rank runs what"),
@@ -235,7 +233,7 @@ def _mistyped(run: Facts) -> Iterator[dict[str, str]]:
 
 
 def _wanted(kinds: set[Any], value: Any) -> str:
-    """Words for what a field of these types needs in place of `value`; "" if it may have it, or if nothing is known here."""
+    """Describes the values that a field of these types may have; "" if it may have `value`, or if the types are unknown."""
     if kinds == {bool}:
         # stock code takes None for False
         return "" if value is None or (isinstance(value, bool | int) and value in (0, 1)) else "True or False"
@@ -257,7 +255,7 @@ def has_other(name: str, values: tuple[Any, ...], run: Facts) -> bool:
     return getattr(run.args, name, values[0]) not in values
 
 
-# values that stock code would meet in the middle of a training, or misread, and those about which the table alone decides
+# values that stock code would refuse in the middle of a training or misread, and those that the table alone decides
 VALUES = {
     "kind-of-argument": Rule("{name} is {found}", "give {wanted}", _mistyped, "args.max_grad_norm = None"),
     "use-cache": Rule(
@@ -335,7 +333,7 @@ def _is_changed(args: TrainingArguments, name: str, defaults: dict[str, Any]) ->
 
 
 def _orders_steps(args: TrainingArguments) -> bool:
-    """Whether the setting of the order of steps is one that plans obey."""
+    """Whether plans obey the setting of the order of steps."""
     order = str(getattr(args, "train_sampling_strategy", "random")).rsplit(".", 1)[-1]
     return order in ("random", "sequential")
 
@@ -366,7 +364,7 @@ _STRATEGIES = {
     "_hybrid_shard_zero2": ("gathered_per_round", True),
     "5": ("gathered_per_round", True),
 }
-# fields that make `Trainer` do what plans do, and the values with which it does not
+# fields that make `Trainer` do what plans do, with the values that turn it off
 _NO_CHECKPOINTING: dict[str, Any] = {
     "gradient_checkpointing": False,
     "activation_checkpointing": False,
@@ -378,7 +376,7 @@ _FSDP: dict[str, Any] = {"fsdp": None, "fsdp_plugin_args": None}
 
 @dataclass(frozen=True)
 class Translation:
-    """A config with the settings of other systems in our words, lines that say so, and problems with what has no such words."""
+    """A config with translated settings of other systems, lines that say so, and problems with what has no translation."""
 
     config: LongContextConfig
     lines: tuple[str, ...] = ()
@@ -398,7 +396,7 @@ class _Fsdp:
 
 
 def translate(config: LongContextConfig, args: TrainingArguments, launch: LaunchEnvironment) -> Translation:
-    """The settings of `args` and of the launcher's FSDP configuration in the words of `config`, which keeps what it sets."""
+    """Translates settings of `args` and of the launcher's FSDP configuration into fields of `config` that the user left open."""
     lines: list[str] = []
     problems: list[str] = []
     asked = _asked_fsdp(args, launch)
@@ -414,14 +412,14 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
 
 @contextmanager
 def hidden_from_trainer(args: TrainingArguments | None) -> Iterator[dict[str, Any]]:
-    """Context in which `Trainer` and accelerate find nothing of what `translate` has translated; gives the user's values."""
+    """Context that hides translated settings from `Trainer` and accelerate; gives the user's values."""
     with without_fsdp(), with_values(args, {**_NO_CHECKPOINTING, **_FSDP}) as users:
         yield users
 
 
 @contextmanager
 def without_checkpointing(args: TrainingArguments, config: LongContextConfig) -> Iterator[dict[str, Any]]:
-    """Context of a stock trainer's training, in which plans recompute and the trainer does not; gives the user's values.
+    """Context for the training of a stock trainer, where plans recompute and the trainer does not; gives the user's values.
 
     A line says so on rank 0.
     """
@@ -435,7 +433,7 @@ def without_checkpointing(args: TrainingArguments, config: LongContextConfig) ->
 def with_values(args: TrainingArguments | None, values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Context in which these fields have these values; fields of other versions of transformers are left out.
 
-    Gives the values that they have outside, and empties that when it ends.
+    Gives the values that they have outside, and empties that dict at its end.
     """
     before = {name: getattr(args, name) for name in values if hasattr(args, name)}
     try:
@@ -465,7 +463,7 @@ def _asked_fsdp(args: TrainingArguments, launch: LaunchEnvironment) -> _Fsdp | N
         def is_set(name: str) -> bool:
             return str(settings.get(name, False)).lower() == "true"
 
-        # before it is normalised, the strategy is part of the argument itself, with "offload" and "auto_wrap" beside it
+        # before the argument is normalised, it names the strategy itself, beside "offload" and "auto_wrap"
         named = [word for word in str(args.fsdp).lower().split() if word in _STRATEGIES]
         strategy = str(settings.get("reshard_after_forward", named[0] if named else True)).lower()
         offloads, recomputes = is_set("cpu_offload"), is_set("activation_checkpointing")
@@ -481,7 +479,7 @@ def _asked(run: Facts) -> list[_Fsdp]:
     return [] if asked is None else [asked]
 
 
-# FSDP configurations that have no words of ours
+# FSDP configurations that have no translation
 _FSDP_RULES = {
     "fsdp-offload": Rule(
         "{origin} offloads parameters to the CPU (cpu_offload, FSDP_OFFLOAD_PARAMS), which is not supported",

@@ -1,15 +1,13 @@
-"""Support for TRL's trainers: some run under full plans, some under the callback alone, the others are refused with a reason.
+"""Says which trainers of TRL run under full plans or under the callback alone, why others are refused, and which versions work.
 
 TRL's trainers prepare model and dataset inside their own constructors, so a mixin in front of them checks both afterwards. The
 loss of `SFTTrainer` is the token mean of the cross-entropy, and so is the loss of plans. Plans therefore replace its
 `compute_loss`, `training_step` and `prediction_step`, and log entropy and token accuracy themselves (`counts_tokens`). The
 losses of `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` are functions of log-probabilities of tokens. These
 trainers keep their loaders and their losses, and plans compute the log-probabilities and train them
-(`log_probs/two_passes.py`). That of `RewardTrainer` is a function of rewards of documents, and runs in the same way
+(`log_probs/two_passes.py`). The loss of `RewardTrainer` is a function of rewards of documents and runs in the same way
 (`log_probs/rewards.py`). Under the callback alone, an exchange around each forward serves `SFTTrainer` and `DPOTrainer`
-(`stock/exchange.py`). TRL is never imported here.
-
-Versions of other packages that are known to work, and checks of those that are installed.
+(`callback/exchange.py`). TRL is never imported here.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from hf_longctx.runtime.core.loss import OwnLogit, TemperedCrossEntropy, TokenLo
 
 # version of TRL whose trainers are tested; in later versions, methods of the same names may do other things
 _TRL = "1.16"
-# package -> first and last version that is known to work; newer ones may work too, of which `hooks.py` knows what is missing
+# package -> first and last version that is known to work; newer ones may work too if `hooks.py` misses no name in them
 _KNOWN = {
     "accelerate": ("1.15", "1.15"),
     "datasets": ("4.0", "5.2"),
@@ -71,7 +69,7 @@ def trl_problems() -> list[str]:
 
 
 def known_version(package: str) -> str:
-    """How to get a version of `package` that is known to work, and which one is installed."""
+    """Says how to install a version of `package` that is known to work, and which one is installed."""
     least, most = _KNOWN[package]
     major, minor = Version(most).release[:2]
     installed = __version__ if package == "transformers" else version(package)
@@ -88,9 +86,9 @@ _WITH_LOGITS = ("DPOTrainer", "KTOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
 # metrics that plans log in place of SFTTrainer
 OF_TRL = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss")
-# columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that nobody uses
+# columns that the collator of SFTTrainer reads; SFTTrainer also writes columns that have no reader
 _READ = ("input_ids", "labels", "seq_lengths")
-# columns that TRL reads or makes before its collator, whatever their names
+# columns that TRL reads or makes before its collator runs
 _PREPARED = ("completion_mask", "assistant_masks", "attention_mask", "chat_template_kwargs")
 
 
@@ -100,7 +98,7 @@ def trl_class(cls: type) -> type | None:
 
 
 def is_planned(cls: type) -> bool:
-    """Whether `cls` is the trainer of TRL whose loss plans compute too, or a subclass of it outside of TRL."""
+    """Whether `cls` is TRL's trainer with the loss of plans, or a subclass of it outside TRL."""
     found = trl_class(cls)
     return found is not None and found.__name__ == _PLANNED
 
@@ -122,7 +120,7 @@ def takes_metrics(cls: type) -> bool:
 
 
 def counts_tokens(trainer: type, config: LongContextConfig) -> bool:
-    """Whether the log of a training has token accuracy and entropy: as asked for, or as TRL's own has."""
+    """Whether the log of a training has token accuracy and entropy: if the user asks for them, or if TRL's own log has them."""
     return config.token_metrics == "on" or (config.token_metrics == "auto" and is_planned(trainer))
 
 
@@ -142,7 +140,7 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
     return trl_problems() + refusals(_OFFLOADING | _SFT, facts)
 
 
-# class of TRL -> columns of which a training set has all of one group
+# class of TRL -> groups of columns; a training set has all columns of one group
 _COLUMNS = {
     "SFTTrainer": (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"), ("text",)),
     "DPOTrainer": (("chosen", "rejected"), ("prompt_ids", "chosen_ids", "rejected_ids")),
@@ -153,12 +151,12 @@ _COLUMNS = {
 }
 
 
-# arguments that make rows of any columns into those that a trainer reads
+# arguments that turn rows with any columns into those that a trainer reads
 _MAKES_ROWS = ("formatting_func", "environment_factory", "rollout_func")
 
 
 def unprepared_problems(trainer: type, args: Any, sets: dict[str, Any], given: dict[str, Any]) -> list[str]:
-    """Problems with the sets that a trainer of TRL is given, in which its own constructor would end in an error of Python's.
+    """Problems with the sets given to a trainer of TRL for which its own constructor would fail with an error of Python.
 
     given: its other arguments.
     """
@@ -305,7 +303,7 @@ _SCORED_RULES = {
 
 
 def scored_trainer_problems(trainer: Any) -> list[str]:
-    """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, once it has prepared its model."""
+    """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, after it has prepared its model."""
     model, name = trainer.model, getattr(trl_class(type(trainer)), "__name__", "")
     problems = []
     if name == "RewardTrainer" and head_kind(model) != "document":
@@ -334,7 +332,7 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
 
 
 def whole_logits_problems(config: LongContextConfig, reason: str) -> list[str]:
-    """Problems with whole logits, which TRL computes by a forward of its own; reason: what needs them."""
+    """Problems with whole logits, which TRL computes in its own forward; reason: what needs them."""
     return [
         f"{reason} whole logits, which TRL computes by a forward of the whole model on every rank, but "
         f"{setting}={getattr(config, setting)!r} leaves a rank a part of it; set {setting}={needed!r}, or leave compute_metrics "
@@ -465,7 +463,7 @@ def read_columns(trainer: type, dataset: Any, reads_all: bool) -> Any:
     else:
         features = dataset.features or {}
         columns = {name: getattr(features.get(name), "dtype", None) == "string" for name in dataset.column_names}
-    # those by whose names a user means to mask or weigh tokens are kept, and refused by the scan
+    # columns with which a user means to mask or weigh tokens are kept, and the scan refuses them
     refused = [
         name
         for name, is_text in columns.items()

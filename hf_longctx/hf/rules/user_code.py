@@ -1,4 +1,4 @@
-"""Problems with code and sharing that users add to a model: hooks, replaced forwards, weights that layers share."""
+"""Finds problems with hooks and replaced forwards that users add to a model, and with weights that its layers share."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _KNOWN = ("hf_longctx", "transformers", "trl", "accelerate", "torch")
 def may_call_super(method: Any, name: str) -> bool:
     """Whether an override may call the method of this name that it replaces; false only if its code cannot.
 
-    Code that is not Python's own, or inside wrappers that hide it, may do anything.
+    Code in other languages, or inside wrappers that hide it, may do anything.
     """
     function = inspect.unwrap(getattr(method, "__func__", method))
     code = getattr(function, "__code__", None)
     if code is None or any(callable(_content(cell)) for cell in getattr(function, "__closure__", None) or ()):
         return True
     names = set(_names_in(code))
-    # `super()` is a name, and what is reached by a class's name or getattr has the method's
+    # a call by `super()` has that name in the code; a call by a class's name or getattr has the method's name
     return bool(names & {"super", name})
 
 
@@ -62,8 +62,8 @@ def _names_in(code: Any) -> Iterator[str]:
 def changes_before_updates(trainer: Any, optimizer: Any) -> bool:
     """Whether code of the user may change gradients or weights between the last backward of a step and its update.
 
-    That is: methods of a trainer's subclass, callbacks with `on_pre_optimizer_step`, or replaced methods. optimizer: the plain
-    one.
+    Such code is in methods of a trainer's subclass, callbacks with `on_pre_optimizer_step`, or replaced methods. optimizer: the
+    plain one.
     """
     called = [getattr(trainer, name, None) for name in _BEFORE_UPDATES]
     handler = trainer.callback_handler
@@ -75,7 +75,7 @@ def changes_before_updates(trainer: Any, optimizer: Any) -> bool:
 def reads_between_forwards(trainer: Any) -> bool:
     """Whether code of the user runs between the forwards of an evaluation, where it may read weights.
 
-    That is: callbacks with `on_prediction_step`, or `preprocess_logits_for_metrics`.
+    Such code is in callbacks with `on_prediction_step`, or in `preprocess_logits_for_metrics`.
     """
     handler = trainer.callback_handler
     called = [each.on_prediction_step for each in (handler, *handler.callbacks)]
@@ -83,7 +83,7 @@ def reads_between_forwards(trainer: Any) -> bool:
 
 
 def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:
-    """Reasons why hooks on `model`, its replaced forward or what its layers share would be trained wrong; empty if none would."""
+    """Reasons why hooks, a replaced forward or shared weights would make `model` train wrong; empty if there are none."""
     problems = kernel_problems(model) + weight_hook_problems(model) + _forward_problems(model)
     return problems + _head_hook_problems(model, config) + _sharing_problems(model, config)
 
@@ -120,7 +120,7 @@ def _forward_problems(model: nn.Module) -> list[str]:
 
 
 def _head_hook_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
-    """Problem with forward hooks on the output head, which a tiled loss would give losses in place of logits."""
+    """Problem with forward hooks on the output head: with a tiled loss they would get losses in place of logits."""
     if config.activations == "keep" or activation_problem(base_of(model)):
         return []
     head = output_head(model)
@@ -135,7 +135,7 @@ def _head_hook_problems(model: nn.Module, config: LongContextConfig) -> list[str
 def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
     """Problems with weights and modules that belong to several layers, where plans treat layers one by one.
 
-    Embedding and head may share their weight, which stages and shards know.
+    Embedding and head may share their weight: stages and shards support that.
     """
     is_divided = config.stages != 1 or config.parameters != "replicated"
     if not is_divided and config.activations == "keep":
@@ -160,7 +160,7 @@ def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
 def _shared_weight_problems(model: nn.Module, layers: list[nn.Module], has_stages: bool) -> list[str]:
     """Problem with the first trained weight that belongs to two layers, or to a layer and a module outside of all layers.
 
-    With stages, modules outside of the layers are parted too, except embedding and head, which may share a weight.
+    With stages, modules outside of the layers are also on different ranks, except embedding and head, which may share a weight.
     """
     base = base_of(model)
     inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
