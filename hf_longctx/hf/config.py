@@ -338,7 +338,7 @@ class LongContextConfig:
     solver: Literal["auto", "greedy", "lp", "milp", "static"] = field(
         default="auto",
         metadata={
-            "help": "`auto`, `greedy`: the fast planner. `lp` and `milp`: "
+            "help": "`auto`: exact for few sequences, else greedy. `greedy`: the fast planner alone. `lp` and `milp`: "
             "linear or integer programs (HiGHS, else CBC) improve its plan for up to `solver_time_limit_s`, while the step "
             "before runs. `static`: one degree for all groups, as a baseline."
         },

@@ -1,6 +1,6 @@
 """`plan_step` turns sequence lengths into a validated `StepPlan`, pass by pass. Read this file first.
 
-    lengths -> grouping problem -> layout (greedy, by programs or static) -> places on ranks, nested where that is faster
+    lengths -> grouping problem -> layout (exact, greedy, by programs or static) -> places on ranks, nested where that is faster
             -> plan tree -> activation policies and slices for what does not fit as it is -> evaluate -> validate -> estimate
 
 Every pass is a function from plain data to plain data. The planner runs on rank 0, one step ahead; all ranks obey its plan.
@@ -32,6 +32,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.configurations import plan_by_configurations, plan_lp
+from hf_longctx.plan.groups.exact import can_solve_exactly, solve_exactly
 from hf_longctx.plan.groups.flexsp import GroupedStep, group_by_milp, plan_milp
 from hf_longctx.plan.groups.greedy import overlapping_static_layouts, plan_greedy, plan_one_micro_batch, plan_static
 from hf_longctx.plan.groups.placement import (
@@ -304,7 +305,7 @@ def _easier_to_place(problem: GroupingProblem, ranks_per_node: int) -> list[Grou
 
 
 def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
-    """Returns the configured solver's layout and the solver's name."""
+    """Returns the configured solver's layout and the solver's name. "auto" is exact for few sequences."""
     if not problem.lengths:
         return [[]], "empty"
     if config.solver in ("lp", "milp"):
@@ -313,6 +314,8 @@ def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layo
         return plan_one_micro_batch(problem, one_degree=config.solver == "static"), "one micro-batch"
     if config.solver == "static":
         return plan_static(problem, config.micro_batch_trials, config.static_degree), "static"
+    if config.solver == "auto" and can_solve_exactly(problem):
+        return solve_exactly(problem), "exact"
     return plan_greedy(problem, config.micro_batch_trials, config.time_aware), "greedy"
 
 

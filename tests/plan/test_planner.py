@@ -104,25 +104,25 @@ def test_every_plan_is_valid_aligned_within_memory_and_above_the_bound(
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(skewed, min_size=1, max_size=5), kinds)
-def test_a_small_step_is_planned_nearly_as_well_as_by_brute_force(lengths: list[int], kind: str) -> None:
+def test_a_small_step_is_planned_as_well_as_brute_force(lengths: list[int], kind: str) -> None:
     found, costs = plan(lengths, kind), cost_model(kind, 4)
+    assert found.estimate.solver == "exact"
     best_s = least_seconds(lengths, costs, DEGREES, 4, 400)
-    seconds = layout_seconds(plan_layout(found), lengths, costs)
-    assert best_s * (1 - 1e-9) <= seconds <= best_s * 1.01
+    assert layout_seconds(plan_layout(found), lengths, costs) == pytest.approx(best_s, rel=1e-9)
     # with sharded parameters all ranks wait for the slowest group, so the prediction is the same sum
-    assert found.estimate.step_s == pytest.approx(seconds + STEP_S, rel=1e-9)
+    assert found.estimate.step_s == pytest.approx(best_s + STEP_S, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("num_ranks", [3, 5, 6])
-def test_odd_worlds_are_planned_nearly_as_well_as_by_brute_force(kind: str, num_ranks: int) -> None:
+def test_odd_worlds_are_planned_as_well_as_brute_force(kind: str, num_ranks: int) -> None:
     degrees = default_degrees(num_ranks, 8, "ulysses")
     for seed in range(2):
         lengths = lognormal_lengths(seed, 5, degrees[-1] * 400)
         found = plan(lengths, kind, num_ranks)
         check_plan(found, lengths, cost_model(kind, num_ranks), 400)
         best_s = least_seconds(lengths, cost_model(kind, num_ranks), degrees, num_ranks, 400)
-        assert found.estimate.step_s == pytest.approx(best_s + STEP_S, rel=1e-3)
+        assert found.estimate.step_s == pytest.approx(best_s + STEP_S, rel=1e-9)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -271,7 +271,7 @@ def test_the_estimate_says_where_its_numbers_come_from() -> None:
     found = plan([100, 200, 30])
     assert found.estimate.cost_source == "test"
     assert found.estimate.solve_s > 0
-    assert found.estimate.solver == "greedy"
+    assert found.estimate.solver == "exact"
     assert plan(lognormal_lengths(0, 30, 1600)).estimate.solver == "greedy"
     assert plan([100, 200, 30], solver="greedy").estimate.solver == "greedy"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from helpers.plans.exact import rank_layouts
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, MicroBatch, Parameters, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.groups.exact import rank_layouts
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.plan.model.model_spec import ModelSpec

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.models.reference import random_rows
-from helpers.plans.exact import rank_layouts
 from helpers.plans.layouts import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.groups.exact import rank_layouts
 
 NO_LABEL = -100
 Row = dict[str, list[int]]

@@ -1,4 +1,4 @@
-"""The oracle that solves small problems exactly equals a plain enumeration of all layouts."""
+"""The exact solver equals a plain enumeration of all layouts, and takes only problems that are small enough."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
-from helpers.plans.exact import rank_layouts, solve_exactly
 from helpers.plans.grouping_problems import (
     FIRST_DEGREES,
     check_layout,
@@ -20,6 +19,8 @@ from helpers.plans.grouping_problems import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hf_longctx.plan.groups.exact import can_solve_exactly, rank_layouts, solve_exactly
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -91,3 +92,9 @@ def test_rank_layouts_are_all_multisets_that_leave_no_usable_rank(num_ranks: int
     # the search goes down in degree, so it may also list a layout that a larger degree would still extend
     assert expected <= set(found)
     assert all(list(layout) == sorted(layout, reverse=True) and sum(layout) <= num_ranks for layout in found)
+
+
+def test_only_small_problems_are_solved_exactly() -> None:
+    assert can_solve_exactly(priced_problem([100] * 8))
+    assert not can_solve_exactly(priced_problem([100] * 11))
+    assert not can_solve_exactly(priced_problem([100], num_ranks=32, degrees=(1, 2, 4, 8)))

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
-from helpers.plans.exact import solve_exactly
 from helpers.plans.grouping_problems import (
     FIRST_DEGREES,
     cost_kinds,
@@ -26,6 +25,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.core.settings import default_degrees
 from hf_longctx.plan.core.types import GroupShape
+from hf_longctx.plan.groups.exact import solve_exactly
 from hf_longctx.plan.groups.greedy import plan_greedy, plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout

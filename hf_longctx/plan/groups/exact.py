@@ -1,4 +1,7 @@
-"""The grouping problem of few sequences, solved exactly by dynamic programming: an oracle for the heuristics."""
+"""Solve the grouping problem of few sequences exactly, by dynamic programming over all their partitions.
+
+Solver "auto" uses it if `can_solve_exactly`, and tests use it as an oracle for the heuristics.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import math
 from collections.abc import Sequence
 
 from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout
+
+# most table operations that `can_solve_exactly` accepts, about a tenth of a second
+_MAX_OPERATIONS = 150_000
 
 
 def rank_layouts(num_ranks: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
@@ -23,12 +29,20 @@ def rank_layouts(num_ranks: int, degrees: Sequence[int]) -> list[tuple[int, ...]
     return layouts
 
 
+def can_solve_exactly(problem: GroupingProblem) -> bool:
+    """Whether `solve_exactly` takes at most about a tenth of a second."""
+    if len(problem.lengths) > 10 or problem.num_ranks > 16:
+        return False
+    prefixes = {layout[:end] for layout in _layouts(problem) for end in range(1, len(layout) + 1)}
+    return len(prefixes) * int(3 ** len(problem.lengths)) <= _MAX_OPERATIONS
+
+
 def solve_exactly(problem: GroupingProblem) -> Layout:
     """A layout of least cost, by dynamic programming over subsets of the sequences (3^n operations per table).
 
     There is a table for every prefix of every division of the ranks into groups: the least makespan of each subset of the
     sequences on these groups. A step is then a cheapest partition of all sequences into subsets (micro-batches). Meant for few
-    sequences.
+    sequences: ask `can_solve_exactly` first.
     """
     full = (1 << len(problem.lengths)) - 1
     single = {degree: _subset_seconds(problem, degree) for degree in problem.degrees}
