@@ -93,17 +93,16 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """When a solver may stop before it has proved an optimum.
-
-    relative_gap: stop within this fraction of the optimum. target: stop at an objective of at most this (HiGHS only).
-    most_nodes: stop after this many nodes (0: no limit); unlike a time limit it gives the same result on every machine.
-    presolve: let HiGHS first remove redundant rows and columns, which wastes time if there are none.
-    """
+    """Limits at which a solver may stop before it has proved an optimum."""
 
     time_limit_s: float = math.inf
+    # stop within this fraction of the optimum
     relative_gap: float = 0.0
+    # stop at an objective of at most this (HiGHS only)
     target: float = -math.inf
+    # stop after this many nodes (0: no limit); unlike a time limit it gives the same result on every machine
     most_nodes: int = 0
+    # let HiGHS first remove redundant rows and columns, which wastes time if there are none
     presolve: bool = True
 
 

@@ -1,4 +1,4 @@
-"""Build the scenario of a forecast: a model by name or config.json, a hardware profile, and how the ranks are used.
+"""Builds the scenario of a forecast: a model by name or config.json, a hardware profile, and the use of its ranks.
 
 Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user left out are chosen here, with notes that say so.
 """
@@ -50,7 +50,7 @@ _GIB = 2**30
 
 
 def optimizer_of(moment_bytes: float) -> str:
-    """The optimizer that keeps so many bytes of moments per parameter."""
+    """The optimizer that keeps `moment_bytes` of moments per parameter."""
     return next((name for name, num_bytes in MOMENT_BYTES.items() if num_bytes == moment_bytes), "adamw_torch")
 
 
@@ -60,17 +60,7 @@ _MOST_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Options of the user; empty strings, zeros and () mean that the program chooses.
-
-    longest_tokens: tokens of the longest sequence to be planned. lora_rank: rank of the adapters (0: all weights are trained).
-    quantize: "nf4" freezes the weights below the adapters in four bits. host_bytes: host memory for each rank (below 0: that of
-    the profile). activations: "auto" recomputes and offloads if needed, "keep" never does. expert_ranks: ranks over which experts
-    are spread. bf16_updates: the optimizer keeps no fp32 copies of bf16 weights. optim: the optimizer. optimizer_states: "host"
-    keeps its states in host memory, "auto" only if the longest sequence needs that. layer_weights: "host" keeps shards of layers
-    there while a step computes, "auto" only if the longest sequence needs that. network_gbit: Gbit/s of the network of a
-    node, which its ranks share. name: what to call the model in place of `model`. compile_layers: norms, gated MLPs and rotary
-    embeddings run as kernels, as they do on GPUs unless a run's setting of this name says no (None: on GPUs).
-    """
+    """Options of the user; empty strings, zeros and () mean that the program chooses."""
 
     model: str
     hardware: str
@@ -83,33 +73,45 @@ class Request:
     method: GroupMethod = "auto"
     solver: Solver = "auto"
     tokens_per_rank: int = 0
+    # tokens of the longest sequence to be planned
     longest_tokens: int = 0
     solver_time_limit_s: float = 10.0
+    # rank of the adapters (0: all weights are trained)
     lora_rank: int = 0
+    # "nf4" freezes the weights below the adapters in four bits
     quantize: str = ""
+    # host memory for each rank (below 0: that of the profile)
     host_bytes: int = -1
+    # "auto" recomputes and offloads if needed, "keep" never does
     activations: str = "auto"
+    # ranks over which experts are spread
     expert_ranks: int = 0
+    # the optimizer keeps no fp32 copies of bf16 weights
     bf16_updates: bool = False
     optim: str = "adamw_torch"
+    # "host" keeps optimizer states in host memory, "auto" only if the longest sequence needs that
     optimizer_states: Place = "device"
+    # "host" keeps shards of layers there while a step computes, "auto" only if the longest sequence needs that
     layer_weights: Place = "device"
+    # Gbit/s of a node's network, which its ranks share
     network_gbit: float = 0.0
+    # name of the model in place of `model`
     name: str = ""
+    # norms, gated MLPs and rotary embeddings run as kernels (None: on GPUs, as in a run without this setting)
     compile_layers: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A model on a cluster, with all choices made. notes: sentences about these choices. hardware_name: as the user gave it.
-
-    kept_because: why runs of this class of models keep everything, whatever is asked for; empty if they may recompute.
-    """
+    """A model on a cluster, with all choices made."""
 
     model_name: str
+    # name or path from the user
     hardware_name: str
     setup: Setup
+    # sentences about the choices
     notes: tuple[str, ...] = ()
+    # reason why runs of this class of models always keep everything; empty if they may recompute
     kept_because: str = ""
 
     @property
@@ -151,12 +153,12 @@ class Scenario:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the longest sequence that fits, whatever positions the model has."""
+        """Tokens of the longest sequence that fits, without the model's limit of positions."""
         return replace(self.placement, max_length=0).longest_tokens(self.memory)
 
     @property
     def may_recompute(self) -> bool:
-        """Whether everything is kept since the user says so, and for no other reason."""
+        """Whether everything is kept only because the user asks for it."""
         return self.memory.keeps_everything and not (self.memory.is_measured or self.kept_because)
 
 
@@ -355,7 +357,7 @@ def _shares_calls(model: ModelSpec, hardware: str) -> bool:
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
-    """`model`, with the weights of its layers in four bits if the request asks for that."""
+    """`model`, with layer weights in four bits if the request asks for that."""
     if not request.quantize:
         return model
     if request.quantize != "nf4":
@@ -462,7 +464,7 @@ def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
 
 
 def _check_fits(scenario: Scenario) -> None:
-    """Raise ValueError with numbers and remedies if the states leave no room for a single token."""
+    """Raises ValueError with numbers and remedies if the states leave no room for a single token."""
     if scenario.tokens_per_rank >= 1:
         return
     memory, placement = scenario.memory, scenario.placement

@@ -20,12 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("hf_longctx", "kernels", "recipes", "tests")
 
 PLAIN = (
-    *("hf_longctx/runtime", "hf_longctx/page", "hf_longctx/cli", "hf_longctx/sim/output", "kernels"),
-    *(f"hf_longctx/plan/{folder}" for folder in ("core", "cost", "memory")),
-    *(
-        f"hf_longctx/hf/{folder}"
-        for folder in ("data", "ranks", "planning", "calibration", "evaluation", "log_probs", "self_test", "rules", "models")
-    ),
+    *("hf_longctx/runtime", "hf_longctx/page", "hf_longctx/cli", "hf_longctx/sim", "kernels"),
+    *(f"hf_longctx/plan/{folder}" for folder in ("core", "cost", "memory", "model", "policies", "predict", "pipeline")),
+    *(f"hf_longctx/hf/{folder}" for folder in ("calibration", "data", "evaluation", "log_probs", "models", "planning")),
+    *(f"hf_longctx/hf/{folder}" for folder in ("ranks", "rules", "self_test", "start")),
 )
 
 _DOCSTRING = re.compile(r"(Of|The same|What|As|Whether of)\b")

@@ -1,7 +1,7 @@
 """The loss that a run trains: cross-entropy, the trainer's label smoothing, or a user's `token_loss`.
 
-Losses that stock transformers would obey in other places (`model.loss_function`, `loss_type`, `compute_loss_func`, an overridden
-`compute_loss`) are found at start and refused by name, since plans would train cross-entropy in their place.
+Other places where stock transformers takes a loss (`model.loss_function`, `loss_type`, `compute_loss_func`, an overridden
+`compute_loss`) are checked at start, and such a loss is refused by name, since plans would train cross-entropy in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, BinaryCrossEntropy, LabelSmoothing, SquaredError, TokenLoss, ValueLoss
 
-# the losses of transformers that plans train by default, by what the head predicts: module and names
+# losses of transformers that plans train by default, by kind of head: module and names
 _MODULE = "transformers.loss.loss_utils"
 _STOCK = {"next_token": "ForCausalLMLoss", "document": "ForSequenceClassificationLoss", "token": "ForTokenClassification"}
 _TRAINED = {
@@ -28,9 +28,9 @@ _TRAINED = {
     "document": "the mean over documents of the loss that problem_type names",
     "token": "the token mean of cross-entropy",
 }
-# share by which the loss of a token may differ when other tokens are beside it: rounding of fp32
+# share by which the loss of a token may differ if other tokens are computed with it: rounding of fp32
 _ROUNDING = 1e-4
-# largest difference between a loss and cross-entropy in fp32 of which the two are taken for one
+# largest difference in fp32 at which a loss counts as cross-entropy
 _EQUAL = 1e-6
 # remedy for a loss that plans would not call
 WAY_OUT = "pass the loss of a token as LongContextTrainer(..., token_loss=...) or attach(trainer, token_loss=...)"
@@ -125,13 +125,13 @@ def _is_cross_entropy(found: Any, vocab_size: int, device: torch.device, is_shif
             loss = _called(function, logits_1TV, labels_T.unsqueeze(0), is_shifted)
             results.append((loss.detach().double(), *torch.autograd.grad(loss, logits_1TV)))
         except Exception:
-            # the loop would meet the error too, with a better trace
+            # the loop would raise the error too, with a better trace
             return False
     return all(torch.allclose(own, usual, rtol=_EQUAL, atol=_EQUAL) for own, usual in zip(*results, strict=True))
 
 
 def _adds_up(found: Any, vocab_size: int, device: torch.device) -> bool:
-    """Whether a model's loss of a row is the sum of its losses on two parts of it, given labels that are shifted already."""
+    """Whether a model's loss of a row is the sum of its losses on two parts of it, given shifted labels."""
     logits_TV, labels_T = _probe_tokens(vocab_size, device)
     cuts = (slice(None), slice(0, 3), slice(3, None))
     try:
@@ -201,7 +201,7 @@ def token_loss_problems(token_loss: Any, vocab_size: int, device: torch.device) 
 
 
 def loss_digest(token_loss: TokenLoss | None, vocab_size: int, device: torch.device) -> str:
-    """The loss and its value on fixed tokens, which must be equal on all ranks; a loss that fails has its name alone."""
+    """The loss and its value on fixed tokens, which must be equal on all ranks; only the name for a loss that fails."""
     if token_loss is None or not vocab_size:
         return loss_name(token_loss)
     try:

@@ -1,4 +1,4 @@
-"""Set up a run before its first step: checks on every rank, then what `plan/setup.py` needs to know of model and machine."""
+"""Sets up a run before its first step: checks every rank, then measures model and machine for `plan/setup.py`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ from hf_longctx.runtime.tiles.tile import attention_backend
 
 logger = logging.getLogger(__name__)
 
-# share of a machine's host memory that its ranks may fill with saved tensors, and most of a rank, unless `host_gib` is set: what
-# plans need of it is pinned, at some tenths of a second per GiB
+# share of a machine's host memory that its ranks may fill with saved tensors, and the most of a rank, unless `host_gib` is set:
+# pinning what plans need takes some tenths of a second per GiB
 _HOST_SHARE, _MOST_HOST_BYTES = 0.5, 64 * 2**30
 _GIB = 2**30
 
@@ -81,7 +81,7 @@ class Beside:
 
     # bytes of a reference model
     reference_bytes: int = 0
-    # fields of `ModelSpec` that say of what its layers have kernels
+    # fields of `ModelSpec` that say which functions of its layers have kernels
     kernels: Mapping[str, bool] = field(default_factory=dict)
 
 
@@ -380,7 +380,7 @@ def _hardware_problems(hardware: str) -> list[str]:
 def open_plan_source(
     config: LongContextConfig, setup: Setup, control: dist.ProcessGroup | None, args: TrainingArguments
 ) -> PlanSource:
-    """Makes the group pool of a run and the source of its plans. Collective: every rank calls it at the same point."""
+    """Makes the group pool of a run and the source of its plans. Collective over all ranks."""
     # plans may follow seconds that are measured in the run
     is_timed = not args.full_determinism
     blocks = block_sizes(setup.planner.degrees, setup.costs)
@@ -506,7 +506,7 @@ def slow_tiles(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str
 
 
 def tf32_offer(capability: tuple[int, int], dtype: torch.dtype, precision: str) -> str:
-    """Says what TF32 gives to products of fp32 matrices and what it costs; empty where no product would change.
+    """Says how much TF32 speeds up products of fp32 matrices and what it costs; empty if no product would change.
 
     precision: of such products now, as `torch.backends` names it.
     """
@@ -519,7 +519,7 @@ def tf32_offer(capability: tuple[int, int], dtype: torch.dtype, precision: str) 
 
 
 def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
-    """A setting of torch's allocator that is missing; empty if none is, or on a CPU."""
+    """Advises a missing setting of torch's allocator; empty if none is missing, or on a CPU."""
     settings = [environment.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
     if device_type != "cuda" or any("expandable_segments" in each for each in settings):
         return ""
@@ -530,7 +530,7 @@ def allocator_advice(device_type: str, environment: dict[str, str]) -> str:
 
 
 def threads_advice(costs: CostModel, device_type: str, num_threads: int, num_cores: int) -> str:
-    """More threads for updates on the host, if cores would be idle; empty on a CPU, whose threads do everything."""
+    """Advises more threads for updates on the host, if cores would be idle; empty on a CPU, whose threads do everything."""
     own_cores = num_cores // costs.cluster.ranks_per_node
     if device_type != "cuda" or not costs.model.updates_on_host or 2 * num_threads > own_cores:
         return ""

@@ -1,4 +1,4 @@
-"""Loads a model that the trainer will shard, without holding it whole on every rank."""
+"""Loads a model that the trainer will shard, without the whole model on every rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_sharded(
 
 
 def unread_problems(model: Any, setup: Setup) -> list[str]:
-    """Why the weights of a model of `load_sharded` could not be read in a run of this setup; empty if they can."""
+    """Returns why weights of a model from `load_sharded` cannot be read in a run of this setup; empty if they can."""
     if source_of(model) is None:
         return []
     if setup.costs.parameters == "replicated":

@@ -1,10 +1,7 @@
-"""Decides the layers of every pipeline stage, once, before the first step; also loads one stage alone.
+"""Loads one pipeline stage of a checkpoint: builds the model on the meta device, cuts it, and reads only this stage's tensors.
 
-Loads one pipeline stage of a checkpoint: builds the model on the meta device, cuts it, and reads this stage's tensors only.
-
-The package's `load_pipeline_stage` calls this. The loader of transformers builds a model from its class, so it is given a class
-whose constructor cuts the model. Tensors of other stages are then unknown to the loader, which never reads them. It handles
-renamed and fused weights, dtypes and buffers as usual.
+The loader of transformers builds a model from its class, so it gets a class whose constructor cuts the model. Tensors of other
+stages are then unknown to the loader, which never reads them. It handles renamed and fused weights, dtypes and buffers as usual.
 """
 
 from __future__ import annotations
@@ -101,7 +98,7 @@ _SAMPLED_ROWS = 256
 def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Lengths of up to 256 rows spread over the set, cut to `max_length`, as rank 0 reads them; collective.
 
-    For a stream, or without a set: one sequence of `max_length` tokens.
+    A stream, or no set, gives one sequence of `max_length` tokens.
     """
     lengths = [max_length]
     is_reader = control is None or dist.get_rank() == 0
@@ -160,7 +157,7 @@ def load_pipeline_stage(
     ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions], config.interleave)
     model = load_stage(folder, ranges, own_stage(config.stages), dtype, **settings)
     setattr(model, RANGES, ranges)
-    # a stock trainer would train, evaluate or save this part as if it were a model
+    # a stock trainer would train, evaluate or save this part as if it were a whole model
     refuse_all(model, own_stage(config.stages), config.stages)
     return model
 

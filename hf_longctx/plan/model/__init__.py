@@ -1,1 +1,1 @@
-"""The fields of model configs: their names, and what they say about a class of models."""
+"""The model in numbers, for the planner: layers, sizes and query-key pairs, read from the fields of its config."""

@@ -1,4 +1,4 @@
-"""Count the query-key pairs that attention computes, in layers with full causal attention and in layers with sliding windows.
+"""Counts the query-key pairs that attention computes, in layers with full causal attention and with sliding windows.
 
 The cost model prices attention by these pairs. Tokens are treated as a continuum: the token at position x of a sequence sees x
 tokens, or at most w under a window of w. The tokens [a, b) then have this many pairs, where (x)+ = max(x, 0):
@@ -8,9 +8,9 @@ tokens, or at most w under a window of w. The tokens [a, b) then have this many 
 The exact count over whole tokens, sum of min(i, w) over i in (a, b], is larger by half a pair for every token that the window
 does not cut. Both formulas are convex and increasing in b: a longer sequence takes more seconds, and more seconds per token.
 
-Attention of a device computes so many keys at once (`tile_keys`), and hides those that a query does not see. A band of a window
-has a masked square on either side (`runtime/tiles/patterns.py`). On the diagonal every layer has one, so its hidden pairs are
-seconds per token, whatever the window. Those of the square on the far side are counted here: each token beyond the window adds
+A device computes attention for `tile_keys` keys at once, and masks those that a query does not see. A band of a window has a
+masked square on either side (`runtime/tiles/patterns.py`). Every layer has the one on the diagonal, so its masked pairs are
+seconds per token for any window. Those of the square on the far side are counted here: each token beyond the window adds
 `masked_keys` pairs to its w. The formula stays convex.
 """
 
@@ -34,21 +34,20 @@ Tokens = TypeVar("Tokens", float, FloatArray)
 
 @dataclass(frozen=True, slots=True)
 class AttentionPairs:
-    """Query-key pairs of one layer, averaged over a set of layers.
+    """Query-key pairs of one layer, averaged over a set of layers."""
 
-    windows: (window in tokens, share of the layers that have it), ascending; the remaining layers have full attention. A window
-    of 0 stands for layers without attention. tile_keys: keys that attention computes at once; 0: only pairs that are seen count.
-    weight: what one pair of a layer counts, on average; shares are multiplied by it.
-    """
-
+    # (window in tokens, share of the layers that have it), ascending; other layers have full attention, and a window of 0
+    # stands for layers without attention
     windows: tuple[tuple[int, float], ...] = ()
+    # keys that attention computes at once (0: only pairs that are seen count)
     tile_keys: int = 0
+    # mean weight of a pair in a layer; shares are multiplied by it
     weight: float = 1.0
 
     @classmethod
     def of(cls, windows: Windows, tile_keys: int = 0, weights: Sequence[float] = ()) -> AttentionPairs:
-        """Pairs of a set of layers, given the window of each, and what one of its pairs counts (1 without `weights`)."""
-        # where no window cuts anything, nothing depends on tiles
+        """Pairs of a set of layers, given the window of each, and the weight of one of its pairs (1 without `weights`)."""
+        # if no window cuts any pairs, tiles have no effect
         tile_keys = tile_keys if any(windows) else 0
         if weights:
             summed: dict[int, float] = {}
@@ -81,7 +80,7 @@ class AttentionPairs:
 
 
 def masked_keys(window: int, tile_keys: int) -> float:
-    """Keys that attention computes and hides for each query of a masked square of `window` tokens, on average.
+    """Keys that attention computes and masks for each query of a masked square of `window` tokens, on average.
 
     A query's keys are filled up to a multiple of `tile_keys`, or to the end of the square.
     """

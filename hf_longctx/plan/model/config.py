@@ -1,9 +1,9 @@
 """Reads the fields of a model's config under the names that most classes use, from a `config.json` and without transformers.
 
-Classes of transformers translate names of their own when their config is loaded; here a table does. A test compares both for the
+Classes of transformers translate their own names when a config is loaded; here a table does it. A test compares both for the
 configs of all tested classes. Also reads the sizes of a mixture of experts and the heads of every layer, and says why a run keeps
-everything and which functions of its layers have kernels. A run finds the last two out from the model itself (`hf/models`); tests
-compare what `families` says of them with every class that runs.
+everything and which functions of its layers have kernels. A run finds the last two from the model itself (`hf/models`); tests
+compare the records in `families` with every class that runs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _MOST_LAYERS, _MOST_POSITIONS, _MOST_SIZE = 10_000, 2**40, 2**31
 
 
 def check_fields(config: Mapping[str, Any], path: str = "") -> None:
-    """Raises ValueError for the first field of a config.json whose value no model can have, with the field and the value."""
+    """Raises ValueError for the first field of a config.json with an impossible value, naming both."""
     rules = {name: (1, _whole) for name in _SIZES} | {name: (0, _whole) for name in (*_COUNTS, *_MAY_BE_0)}
     rules |= {other: rules[name] for name, others in _NAMES.items() for other in others if name in rules}
     for name, value in config.items():
@@ -137,7 +137,7 @@ def has_position_table(config: Mapping[str, Any]) -> bool:
 
 
 def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config, or of the decoder's config inside one; fields that are not there stay away."""
+    """The fields of a config, or of the decoder's config inside one; missing fields are left out."""
     text = decoder_config(config)
     parts = [text[name] for name in _NESTED if isinstance(text.get(name), Mapping)]
     fields: dict[str, Any] = {name: value for part in (*parts, text) for name, value in part.items()}
@@ -152,11 +152,11 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of layers, where a class derives it from another field."""
+    """The number of layers, if a class derives it from another field."""
     derived, kinds = traits_of(fields).layers, fields.get("layer_types") or fields.get("hybrid_override_pattern")
     if derived == "of_types" and kinds:
         return {"num_hidden_layers": len(kinds)}
-    # each calls attention twice, as two layers of other classes do
+    # each layer calls attention twice, as two layers of other classes do
     if derived == "doubled" and fields.get("num_layers"):
         return {"num_hidden_layers": 2 * int(fields["num_layers"])}
     return {}
@@ -168,7 +168,7 @@ def _width(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(width, list | tuple):
         return {"intermediate_size": max(width)}
     if width is not None and fields.get("block_auto_adjust_ff_dim"):
-        # a Lfm2 has two thirds of it, rounded up to a multiple
+        # Lfm2 uses two thirds of it, rounded up to a multiple
         multiple = int(fields.get("block_multiple_of") or 1)
         width = int(float(fields.get("block_ffn_dim_multiplier") or 1) * int(2 * int(width) / 3))
         return {"intermediate_size": -(-width // multiple) * multiple}
@@ -199,19 +199,18 @@ def _most_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Sizes of the routed experts of a mixture, and over how many ranks they are spread; empty without experts.
+    """Sizes of the routed experts of a mixture, and the number of ranks over which they are spread; empty without experts."""
 
-    parameters: matrix parameters of all experts of a layer, the mean over layers. token_rows: copies of a token's hidden state
-    that go to experts in all layers together, one for each expert that it chooses. num_layers: layers with experts. num_experts:
-    experts of such a layer. num_ranks: ranks of a block, among which whole experts are dealt and tokens travel; 1 if experts lie
-    where the other weights do. are_rounded: where their weights are gathered, they travel in two bytes.
-    """
-
+    # matrix parameters of all experts of a layer, the mean over layers
     parameters: int = 0
+    # copies of a token's hidden state that go to experts in all layers together, one for each chosen expert
     token_rows: int = 0
+    # layers with experts, and experts of such a layer
     num_layers: int = 0
     num_experts: int = 0
+    # ranks of a block, which share out whole experts and send them tokens; 1 if experts lie with the other weights
     num_ranks: int = 1
+    # gathered weights travel in two bytes
     are_rounded: bool = False
 
     @property
@@ -221,7 +220,7 @@ class ExpertSpec:
 
     @property
     def travelling_rows(self) -> int:
-        """Copies of a token's hidden state that travel between ranks in all layers together, those that stay included."""
+        """Copies of a token's hidden state that travel between ranks in all layers, including those that stay."""
         return self.token_rows if self.num_ranks > 1 else 0
 
     @property
@@ -243,8 +242,8 @@ def expert_sizes(
     """Returns `intermediate_size`, `idle_parameters`, `routed_elements`, `experts`; `dense_size` and nothing without experts.
 
     Granite without experts has only the MLP that otherwise all tokens share. Each chosen expert gets a copy of the token and
-    returns one. Experts of GPT-OSS clamp gate and up, which saves three more inner tensors. Experts of Gemma 4 stand beside an
-    MLP of every token. In Llama 4 every token runs through all experts, multiplied by zero where it did not choose them.
+    returns one. Experts of GPT-OSS clamp gate and up, which saves three more inner tensors. Gemma 4 has experts beside an MLP for
+    every token. In Llama 4 every token runs through all experts, multiplied by zero if it did not choose them.
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = int(config.get("num_experts_per_tok") or 0)
@@ -294,8 +293,8 @@ _HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
 class HeadSizes(NamedTuple):
     """Heads of one layer.
 
-    num_kv: KV heads. head_dim: elements of each head. num_made: of keys and values, how many the layer makes by a matrix of its
-    own: 2, or 1 if values are made of the same product as keys, or 0 if it reads those of an earlier layer.
+    num_kv: KV heads. head_dim: elements of each head. num_made: how many of keys and values the layer makes with its own matrix:
+    2, or 1 if values are made of the same product as keys, or 0 if it reads those of an earlier layer.
     """
 
     num_kv: int
@@ -309,7 +308,7 @@ class HeadSizes(NamedTuple):
 
 
 def config_heads(config: Mapping[str, Any], windows: Sequence[int | None]) -> tuple[HeadSizes, ...]:
-    """Heads of every layer; () where all layers have the same. windows: of every layer, or () if all see everything."""
+    """Heads of every layer; () if all layers have the same. windows: of every layer, or () if all see everything."""
     num_layers = int(config.get("num_hidden_layers") or 0)
     own = {name: int(config[name]) for name in sorted(_HEAD_FIELDS) if config.get(name)}
     if len(own) < len(_HEAD_FIELDS) or config.get("kv_lora_rank"):
@@ -347,7 +346,7 @@ def _changes(config: Mapping[str, Any], is_full: Sequence[bool], is_once: bool) 
 
 
 def kept_reason(config: Mapping[str, Any]) -> str:
-    """Why a run of a model with this config keeps everything; empty if plans may recompute its layers and tile its loss."""
+    """Returns why a run of a model with this config keeps everything; empty if plans may recompute layers and tile the loss."""
     return traits_of(decoder_config(config)).keeps_all
 
 

@@ -1,4 +1,4 @@
-"""Read from a model's `config.json` what each layer mixes tokens with: full attention, a sliding window, or a state.
+"""Reads from a model's `config.json` how each layer mixes tokens: with full attention, a sliding window, or a state.
 
 Called for plans from a `config.json` (`plan/model/model_spec.py`) and from a loaded config (`hf/models/spec.py`). Windows follow
 the rules of transformers. Layers with a state along the sequence follow `STATES`, whose rows families name. A layer may have
@@ -105,19 +105,19 @@ def layer_kinds(windows: Windows, states: StateSpec, heads: tuple[HeadSizes, ...
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """An index that chooses the keys of a token from all earlier ones; without any, most_keys is 0.
+    """An index that chooses the keys of a token from all earlier ones; empty if most_keys is 0."""
 
-    most_keys: keys that a token sees. num_heads, head_dim: of the index, whose heads share one key of a token. num_chosen: layers
-    with chosen keys. num_indexes: those that run an index of their own. passes_on: every layer hands its choice to the next one.
-    most_ranks: ranks of the largest group of the run, whose chosen keys every rank gathers; 0: only those of each plan count.
-    """
-
+    # keys that a token sees
     most_keys: int = 0
+    # heads of the index, which share one key of a token, and their size
     num_heads: int = 0
     head_dim: int = 0
+    # layers with chosen keys, and layers with their own index
     num_chosen: int = 0
     num_indexes: int = 0
+    # every layer passes its choice to the next one
     passes_on: bool = False
+    # ranks of the run's largest group, whose chosen keys every rank gathers; 0: those of each plan count
     most_ranks: int = 0
 
     @property
@@ -131,7 +131,7 @@ class IndexSpec:
 
     @property
     def passed_bytes(self) -> int:
-        """Bytes per token and layer of choices that are handed on; they wait for the next replay, and layers share some."""
+        """Bytes per token and layer of choices that are passed on; they wait for the next replay, and layers share some."""
         return self.token_bytes * self.num_indexes // self.num_chosen if self.passes_on else 0
 
     @property
@@ -265,22 +265,21 @@ def _block_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _StateRow:
-    """Layers with a state of families of model classes.
+    """Layers with a state in families of model classes."""
 
-    fields: fields that only configs of these families have, any of them. kinds: names in `layer_types` of its layers with a state
-    in place of attention. beside: of those with both. without: of those with neither. sizes: sizes of their mixer. default_kinds:
-    layer types of a config that does not list them, given the number of layers.
-    """
-
+    # sizes of their mixer
     sizes: Callable[[Mapping[str, Any]], StateSpec]
+    # layer types of a config that does not list them, given the number of layers
     default_kinds: Callable[[Mapping[str, Any], int], list[str]]
+    # names in `layer_types` of layers with a state in place of attention, with both, and with neither
     kinds: tuple[str, ...] = ("linear_attention", "mamba")
     beside: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    # fields of which only configs of these families have one
     fields: tuple[str, ...] = ()
 
 
-# `Traits.state` -> row; of an unknown model type, the first row counts of whose fields the config has one
+# `Traits.state` -> row; an unknown model type gets the first row with a field that its config has
 STATES: dict[str, _StateRow] = {
     "mamba1": _StateRow(mamba1, _period_kinds),
     "zamba": _StateRow(mamba1, _zamba_kinds, beside=("hybrid",)),

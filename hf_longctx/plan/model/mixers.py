@@ -1,13 +1,7 @@
 """Sizes of every kind of mixer with a state along the sequence, from the fields of a model's config.
 
-Tests compare saved bytes, parameters and bytes sent with those of torch.
-
-Describes layers that carry a state along the sequence: what they compute, save, send and leave at the end of a slice.
-
-Sizes of mixers whose outputs are divided by sums of weights, RWKV and xLSTM, from the fields of a model's config.
-
-Their MLPs count as parts of the mixers, since no layer of these models has attention. Tests compare saved bytes, parameters and
-bytes sent with those of torch.
+They say how much a mixer computes, saves, sends and leaves at the end of a slice. Tests compare saved bytes, parameters and bytes
+sent with those of torch. In RWKV and xLSTM the MLPs count as parts of the mixers, since no layer of these models has attention.
 """
 
 from __future__ import annotations
@@ -22,12 +16,11 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class ScanSize:
-    """Elements that transformers' torch code of a scan saves for backward, which decide how many tokens plans run at once.
+    """Elements that transformers' torch code of a scan saves for backward, which decide how many tokens plans run at once."""
 
-    token_elements: fp32 elements of one token and head. tile_tokens: tokens that the scan computes at once.
-    """
-
+    # fp32 elements of one token and head
     token_elements: int
+    # tokens that the scan computes at once
     tile_tokens: int
 
     def block_tokens(self, num_heads: int) -> int:
@@ -38,52 +31,56 @@ class ScanSize:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """Sizes of layers that carry a state along the sequence, all of one shape; empty: there are none.
+    """Sizes of layers that carry a state along the sequence, all of one shape; empty if there are none.
 
-    layers: for each layer of the model whether it carries a state. attends: for each layer whether it has attention; empty: those
-    without a state have it. parameters: matrix parameters of the mixer. heads: heads with a state of their own (0: the layer only
-    convolves). scans: calls of the scan in a layer, among which the heads are shared out. convolutions: calls of functions that
-    read tokens before a slice. head_elements: fp32 elements of one head's state. tail_elements: elements of the tokens that the
-    convolutions read before a slice. scan_products: multiplications of the scan for a token.
-
-    Sent per token in a Ulysses group: read_size elements of each of read_heads heads, which several heads with a state read;
-    own_size elements and own_wide fp32 elements of each head with a state; and back out_size and out_wide of each.
-
-    Where ranks pass states on: carry_elements, fp32 elements for each head that say how tokens change an earlier state. For a
-    token whose document begins on another rank: carry_products, multiplications more of the scan; carry_wide, fp32 elements more
-    that are saved, and carry_copied more of them in a model of 16 bits. slice_wide: fp32 elements more that are saved for a token
-    of a slice after the first, where ranks do not pass states on.
-
-    Saved per token for backward, by transformers' own torch functions, which plans run: saved_elements in the model's format and
-    saved_wide in fp32 outside the scan. A scan in one piece saves scan_elements of each head and runs tile_tokens at once
-    (`ScanSize`), and saves copied_wide more in a model of fp32. A scan in blocks saves what ranks would be sent, and the states
-    between blocks. work_wide: fp32 elements per token that are alive at once inside the forward of the scan.
+    Saved elements are those of transformers' own torch functions, which plans run. A scan in one piece saves `scan_elements` of
+    each head; a scan in blocks saves its inputs and the states between blocks.
     """
 
+    # for each layer of the model whether it carries a state
     layers: tuple[bool, ...] = ()
+    # for each layer whether it has attention; empty: those without a state have it
     attends: tuple[bool, ...] = ()
+    # matrix parameters of the mixer
     parameters: int = 0
+    # heads with their own state (0: the layer only convolves)
     heads: int = 0
+    # calls of the scan in a layer, which share out the heads
     scans: int = 1
+    # calls of functions that read tokens before a slice
     convolutions: int = 1
+    # fp32 elements of one head's state
     head_elements: int = 0
+    # elements of the tokens that the convolutions read before a slice
     tail_elements: int = 0
+    # multiplications of the scan for a token
     scan_products: int = 0
+    # sent per token in a Ulysses group: elements of each of the heads that several heads with a state read
     read_heads: int = 0
     read_size: int = 0
+    # sent there for each head with a state: elements, and fp32 elements
     own_size: int = 0
     own_wide: int = 0
+    # sent back for each head with a state: elements, and fp32 elements
     out_size: int = 0
     out_wide: int = 0
+    # if ranks pass states on: fp32 elements for each head by which tokens change an earlier state
     carry_elements: int = 0
+    # for a token whose document begins on another rank: further multiplications of the scan, further fp32 elements saved,
+    # and more of them in a model of 16 bits
     carry_products: int = 0
     carry_wide: int = 0
     carry_copied: int = 0
+    # fp32 elements saved besides for a token of a slice after the first, if ranks do not pass states on
     slice_wide: int = 0
+    # saved per token outside the scan, in the model's format and in fp32
     saved_elements: int = 0
     saved_wide: int = 0
+    # fp32 elements that a scan in one piece saves besides in a model of fp32
     copied_wide: int = 0
+    # fp32 elements per token that are alive at once inside the forward of the scan
     work_wide: int = 0
+    # elements and tokens as in `ScanSize`
     scan_elements: int = 0
     tile_tokens: int = 1
 
@@ -167,8 +164,8 @@ def kimi_scan(key_size: int, value_size: int) -> ScanSize:
 def mamba_scan(head_size: int, state_size: int, tile_tokens: int) -> ScanSize:
     """Elements that the scan of Mamba 2 saves, with heads of p and states of p x n elements and tiles of t tokens.
 
-    Tokens, 5 p; what takes them into the state and out of it, 5 n; three t x t matrices of a tile, 3 t; two states for each tile,
-    2 p n / t; seven numbers.
+    Tokens, 5 p; vectors that take them into the state and out of it, 5 n; three t x t matrices of a tile, 3 t; two states for
+    each tile, 2 p n / t; seven numbers.
     """
     p, n, t = head_size, state_size, tile_tokens
     return ScanSize(5 * p + 5 * n + 3 * t + 2 * p * n // t + 7, t)
@@ -426,7 +423,7 @@ def gated_lru(config: Mapping[str, Any]) -> StateSpec:
 
 
 def mixed_projections(config: Mapping[str, Any]) -> StateSpec:
-    """Sizes of what mixes tokens before attention in Zaya: two convolutions of queries and keys, and values of the token before.
+    """Sizes of Zaya's mixing before attention: two convolutions of queries and keys, and values of the token before.
 
     Saved: inputs of both convolutions.
     """

@@ -1,7 +1,4 @@
-"""Describes a model to the planner: shapes, adapters, packed weights. Plain data, in elements and bytes.
-
-Sizes of adapters: weights that are trained while the model's own are frozen.
-"""
+"""Describes a model to the planner: shapes, adapters, packed weights. Plain data, in elements and bytes."""
 
 from __future__ import annotations
 
@@ -43,24 +40,26 @@ from hf_longctx.plan.model.mixers import NO_STATES, StateSpec
 class AdapterSpec:
     """Sizes of weights that are trained while the model's own are frozen; empty: all weights are trained.
 
-    layer_parameters, layer_bytes: weights that adapters add to one layer. attention_saved_bytes, mlp_saved_bytes: bytes per token
-    that adapters outside MLPs, and in them, save for backward, beside inputs that they read as they are. cut_bytes, tile_bytes:
-    what these take instead where attention runs in pieces of heads, and where MLPs run in token tiles, per token of a tile.
-    first_*, last_*: weights that are trained at the embedding and at the head. reads_*: whether an adapter reads, without a copy,
-    what the first norm gives to attention, attention to its last projection, the second norm to the MLP, and what the last matrix
-    of the MLP multiplies. Frozen matrices save no inputs, so layers save these only for adapters.
+    Frozen matrices save no inputs, so layers save these only for adapters.
     """
 
+    # weights that adapters add to one layer
     layer_parameters: int = 0
     layer_bytes: int = 0
+    # bytes per token that adapters outside MLPs, and in them, save for backward, beside inputs that they read without a
+    # copy
     attention_saved_bytes: int = 0
     mlp_saved_bytes: int = 0
+    # weights that are trained at the embedding and at the head
     first_parameters: int = 0
     first_bytes: int = 0
     last_parameters: int = 0
     last_bytes: int = 0
+    # bytes in place of these if attention runs in pieces of heads, and if MLPs run in token tiles, per token of a tile
     cut_bytes: int = 0
     tile_bytes: int = 0
+    # whether an adapter reads, without a copy, the output of the first norm for attention, the input of attention's last
+    # projection, the output of the second norm for the MLP, and the input of the MLP's last matrix
     reads_first_norm: bool = False
     reads_attention: bool = False
     reads_second_norm: bool = False
@@ -97,14 +96,13 @@ UPDATE_PART_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class PackedSpec:
-    """Sizes of frozen layer weights that are stored in a few bits each; empty: weights take `bytes_per_element`.
+    """Sizes of frozen layer weights that are stored in a few bits each; empty: weights take `bytes_per_element`."""
 
-    layer_bytes: a layer's packed weights in memory, without adapters. layer_scale_bytes: a layer's scales, which every shard
-    holds in full. unpacked_bytes: the largest matrix while a product unpacks it.
-    """
-
+    # packed weights of a layer in memory, without adapters
     layer_bytes: int = 0
+    # scales of a layer, which every shard holds in full
     layer_scale_bytes: int = 0
+    # the largest matrix while a product unpacks it
     unpacked_bytes: int = 0
 
     @classmethod
@@ -201,9 +199,9 @@ class ModelSpec:
     layers_on_host: bool = False
     # hidden states between layers are in at least fp32
     has_wide_hidden: bool = False
-    # elements of a token that a layer hands to the next one beside hidden states
+    # elements of a token that a layer passes to the next one beside hidden states
     passed_elements: int = 0
-    # every residual and what is added to it are multiplied by weights first
+    # every residual and its addend are multiplied by weights first
     scales_residuals: bool = False
     # if everything is kept, keys and values are saved once and not for every query head that reads them, as GPUs' operators in
     # half precision allow, and short documents share calls of attention
@@ -229,7 +227,7 @@ class ModelSpec:
     norms_results: bool = False
     # values are normalized, too, without a weight
     norms_values: bool = False
-    # layers hand keys and values on, whether later ones read them or not
+    # layers pass keys and values on, even if no later one reads them
     hands_kv_on: bool = False
     # elements of a token that every layer gets as an input of its own, from a table and by a matrix; 0: no such input
     own_input_size: int = 0
@@ -364,12 +362,12 @@ class ModelSpec:
 
     @property
     def runs_mlps_whole(self) -> bool:
-        """Whether MLPs run whole, never in token tiles, and a replay runs all of them, as where tokens travel to experts."""
+        """Whether MLPs run whole, never in token tiles, and a replay runs all of them, for example if experts are spread."""
         return self.experts.are_spread or not self.tiles_mlps
 
     @property
     def replayed_classes(self) -> tuple[TensorClass, ...]:
-        """Classes of which a replay reuses nothing, so that policies neither keep nor offload them."""
+        """Classes that a replay does not reuse, so that policies neither keep nor offload them."""
         unplain: tuple[TensorClass, ...] = () if self.can_keep_qkv else ("qkv",)
         return (*unplain, "mlp") if self.runs_mlps_whole else unplain
 
@@ -409,7 +407,7 @@ class ModelSpec:
     def pair_operations(self) -> int:
         """Operations per query-key pair in one layer's forward, over all heads: one product with the key, one with the value.
 
-        Chosen keys save none, since attention computes all pairs and hides those that were not chosen; their index adds its own.
+        Chosen keys save none, since attention computes all pairs and masks those not chosen; their index adds its own operations.
         """
         if self.heads:
             return self._head_mean(lambda own: 4 * self.num_heads * own.head_dim) + self.index.pair_operations
@@ -418,8 +416,8 @@ class ModelSpec:
     def attention_pairs(self, parts: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
         """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers.
 
-        Layers without attention have none, and count in the average. Where layers have heads of several sizes, pairs count by the
-        operations that they take. tile_keys: see `AttentionPairs`.
+        Layers without attention have none, and count in the average. If layers have heads of several sizes, pairs count by their
+        operations. tile_keys: see `AttentionPairs`.
         """
         if not self.windows and not self.heads:
             return FULL
@@ -436,7 +434,7 @@ class ModelSpec:
         return AttentionPairs.of(windows, tile_keys, [each / mean for each in operations])
 
     def layer_kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
-        """Kinds of the layers of `part`, one by one; () where all layers of the model have full attention and no state."""
+        """Kinds of the layers of `part`, one by one; () if all layers of the model have full attention and no state."""
         return layer_kinds(self.windows, self.states, self.heads)[part.first_layer :][: part.num_layers]
 
     def of_kind(self, kind: LayerKind) -> ModelSpec:
@@ -476,7 +474,7 @@ class ModelSpec:
         return sum(window != 0 for window in self.windows) if self.windows else self.num_layers
 
     def layer_windows(self, part: LayerRange) -> Windows:
-        """The windows of the layers of `part`, one by one; () where all layers of the model see everything."""
+        """The windows of the layers of `part`, one by one; () if all layers of the model see everything."""
         return self.windows[part.first_layer :][: part.num_layers]
 
     @property
@@ -596,10 +594,10 @@ class ModelSpec:
 
 
 def _shared_blocks(config: Mapping[str, Any], spec: ModelSpec) -> int:
-    """Matrix parameters of a layer, the mean over layers, that a Zamba has beyond those counted; negative, since layers share.
+    """Further matrix parameters of a layer of Zamba, the mean over layers; negative, since layers share.
 
-    All layers with attention share one block of attention and an MLP, or several in turn. Each has a matrix behind it, and those
-    of Zamba 2 adapters of their own.
+    All layers with attention share one block of attention and an MLP, or several in turn. Each layer has a matrix after the
+    block, and in Zamba 2 also its own adapters.
     """
     if traits_of(config).mlp != "with_attention":
         return 0

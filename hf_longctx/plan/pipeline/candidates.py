@@ -1,20 +1,18 @@
 """Candidates for one micro-batch on several stages: layouts of a stage, sequences on their groups, and the chunks of every group.
 
-Every group of a stage's layout is a pipeline of its own, so its number of slices is chosen independently of other groups. With
-one slice the pipeline runs whole sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula
-compares numbers of slices first (`StagedStep.cuts`); the best few are then simulated.
+A layout divides a stage's ranks into sequence groups, of one degree or of different degrees. Sequences go longest first, each to
+the group that would finish it first (Graham 1969, section 4: within 4/3 - 1/(3m) of the optimum for m equal groups). So faster
+groups get more work, and a group never gets a sequence that is too long for it.
 
-Divides a stage's ranks into sequence groups, of one degree or of different degrees, and deals sequences to them.
+Every group is its own pipeline, so its number of slices does not depend on other groups. With one slice the pipeline runs whole
+sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula compares numbers of slices first
+(`StagedStep.cuts`); the best few are then simulated.
 
-Sequences go longest first, each to the group that would finish it first (Graham 1969, section 4: within 4/3 - 1/(3m) of the
-optimum for m equal groups). Faster groups thus get more work, and a group never gets a sequence that is too long for it.
-
-Micro-batches whose groups run one chunk each, for sequences that no pipeline of several chunks can hold.
-
-Where ranks sum gradients over their shards once per micro-batch, those of a stage wait whole on each of its ranks from the first
-backward to the last one. A group of one chunk has only one backward, so that nothing waits. Its stages run one after the other,
-which takes as many times longer as there are stages, but less memory than any pipeline. Which sequences run together is the
-grouping problem of a single stage, whose ranks are those of every stage.
+Sequences that no pipeline of several chunks can hold get micro-batches whose groups run one chunk each (`SingleChunks`). If ranks
+sum gradients over their shards once per micro-batch, the gradients of a stage wait whole on each of its ranks from the first
+backward to the last one. A group of one chunk has only one backward, so none wait. Its stages run one after the other, which
+takes as many times longer as there are stages, but less memory than any pipeline. The choice of sequences that run together is
+the grouping problem of a single stage.
 """
 
 from __future__ import annotations
@@ -43,13 +41,11 @@ StageLayout = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _LayoutSearch:
-    """Constants of the search for layouts.
+    """Constants of the search for layouts."""
 
-    few_ranks: most ranks for which layouts may have three different degrees; beyond it two, or there would be thousands of
-    layouts. most_mixed: layouts of mixed degrees that are tried.
-    """
-
+    # most ranks for which layouts may have three different degrees; beyond it two, or there would be thousands of layouts
     few_ranks: int = 16
+    # layouts of mixed degrees that are tried
     most_mixed: int = 12
 
 
@@ -97,7 +93,7 @@ def _layouts(num_ranks: int, degrees: Sequence[int], most: int) -> Iterator[Stag
     for place, degree in enumerate(degrees):
         for count in range(num_ranks // degree, 0, -1):
             for rest in _layouts(num_ranks - count * degree, degrees[place + 1 :], most - 1):
-                # a degree that was passed over must not fit into what is left
+                # a degree that was skipped must not fit into the remaining ranks
                 if num_ranks - count * degree - sum(rest) < degrees[-1]:
                     yield (*(degree,) * count, *rest)
 
@@ -174,19 +170,17 @@ def _deal_equal(order: Sequence[int], seconds_N: FloatArray, num_groups: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _CandidateSearch:
-    """Constants of the search for candidates.
+    """Constants of the search for candidates."""
 
-    doubt: a layout is not simulated if this share of its estimate is more than the fastest simulated time, since estimates are
-    that accurate. most_layouts: layouts that are simulated. fitting_cuts, most_cuts: for each group, cuts that fit before the
-    simulation stops, and cuts that it tries before it gives up.
-
-    least_memory_slices: numbers of slices to try where memory is short.
-    """
-
+    # a layout is not simulated if this share of its estimate exceeds the fastest simulated time, since estimates are that
+    # accurate
     doubt: float = 0.95
+    # layouts that are simulated
     most_layouts: int = 4
+    # for each group: cuts that fit before the simulation stops, cuts tried before it gives up
     fitting_cuts: int = 2
     most_cuts: int = 5
+    # numbers of slices to try if memory is short
     least_memory_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
 
 
@@ -198,7 +192,7 @@ _CANDIDATES = _CandidateSearch()
 class Candidate:
     """Pipelines that run side by side, and the seconds of the slowest of them.
 
-    The seconds include an estimate of recomputation where not everything can be kept; nan: they are not estimated.
+    The seconds include an estimate of recomputation if not everything can be kept; nan: they are not estimated.
     """
 
     seconds: float
@@ -263,7 +257,7 @@ class Candidates:
         return len(blocks) > len(set(blocks))
 
     def _simulated(self, groups: Sequence[PlacedGroup]) -> Candidate | None:
-        """Groups with the chunks that are fastest in simulation; None where they do not fit."""
+        """Groups with the chunks that are fastest in simulation; None if they do not fit."""
         cuts = {group: self.staged.cuts(group) for group in groups if group.members}
         chunks: dict[PlacedGroup, tuple[Chunk, ...]] = {}
         slowest_s = 0.0
@@ -300,7 +294,7 @@ class Candidates:
     def _in_step(self, groups: Sequence[PlacedGroup]) -> Candidate | None:
         """Groups with whole sequences in equally many chunks, so that all run forwards and backwards in one order.
 
-        Returns None where a sequence has to be cut, since all groups would need slices at the same places.
+        Returns None if a sequence has to be cut, since all groups would need slices at the same places.
         """
         busy = [group for group in groups if group.members]
         best: tuple[float, dict[PlacedGroup, tuple[Chunk, ...]]] | None = None
@@ -333,7 +327,7 @@ class Candidates:
     def fewest_bytes(self, sequence: int) -> Iterator[SequenceGroup]:
         """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.
 
-        They have the largest degree. Slices are left out where groups side by side have to run in one order.
+        They have the largest degree. Slices are left out if concurrent groups have to run in one order.
         """
         staged, degree = self.staged, self.staged.degrees[-1]
         own, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
@@ -366,14 +360,14 @@ def _padded(chunks: Sequence[Chunk], count: int) -> tuple[Chunk, ...]:
     return (*chunks, *(Chunk(index) for index in range(len(chunks), count)))
 
 
-# share of the tokens of one document that fit, with which ranks are filled: several documents need more workspace
+# share of the fitting tokens of one document with which ranks are filled: several documents need more workspace
 _FILLED = 0.95
-# share up to which the tokens that fit are searched for
+# precision of the search for the fitting tokens, as a share
 _PRECISION = 0.02
 
 
 class SingleChunks:
-    """Makes micro-batches of single chunks for the sequences of a step; `room` tells what fits."""
+    """Makes micro-batches of single chunks for the sequences of a step; `room` decides which ones fit."""
 
     def __init__(self, candidates: Candidates, room: PipelineRoom) -> None:
         self.candidates, self.staged, self.room = candidates, candidates.staged, room
@@ -387,11 +381,11 @@ class SingleChunks:
         return tuple(sorted(ordered[: bisect_left(ordered, True, key=self._fits_in_several)]))
 
     def steps(self, members: Sequence[int]) -> Iterator[list[MicroBatch]]:
-        """Micro-batches with ranks as full as they can be with everything kept, and with every layer recomputed.
+        """Micro-batches with ranks as full as possible, once with everything kept and once with every layer recomputed.
 
-        What probably takes fewer seconds comes first: full micro-batches recompute, and others gather weights more often.
-        Sequences that the largest group cannot keep are in micro-batches without others where everything is kept. There are no
-        steps where a sequence does not fit.
+        The probably faster ones come first: full micro-batches recompute, and others gather weights more often. If everything is
+        kept, sequences that the largest group cannot keep are alone in micro-batches. There are no steps if a sequence does not
+        fit.
         """
         lengths, degree = self.staged.lengths, self.staged.degrees[-1]
         longest = -(-max(int(lengths[i]) for i in members) // degree)
@@ -420,7 +414,7 @@ class SingleChunks:
         return replace(problem, micro_batch_s=problem.micro_batch_s / staged.num_stages)
 
     def _prefers_full(self, problem: GroupingProblem, kept: int, least: int) -> bool:
-        """Whether recomputing what does not fit costs less than the further micro-batches that keep everything."""
+        """Whether recomputation costs less than the further micro-batches that keep everything."""
         tokens, ranks = sum(problem.lengths), problem.num_ranks
         more = tokens / ranks * (1 / kept - 1 / least)
         work_s = float((problem.seconds * [[degree] for degree in problem.degrees]).min(axis=0).sum()) / ranks

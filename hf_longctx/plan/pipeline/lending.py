@@ -1,4 +1,4 @@
-"""Decides where lending ranks pays: in the first slices of a long sequence, the last, both or none.
+"""Decides whether ranks are lent to the first slices of a long sequence, the last, both or none.
 
 Predictions assume that every rank has the weights of all stages, as with adapters, whose frozen base weights every rank can keep;
 the runtime executes no other case. Lending in the first slices alone is tried too, since only the last slices need the keys and
@@ -42,7 +42,7 @@ _LENDING = LendingConstants()
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """A plan that lends stages where it pays. lent_s: predicted seconds of the step. num_lent: groups with lent ranks."""
+    """A plan that lends stages if it pays. lent_s: predicted seconds of the step. num_lent: groups with lent ranks."""
 
     plan: StepPlan
     lent_s: float
@@ -82,7 +82,7 @@ def _alone(candidates: Candidates, sequence: int) -> list[Candidate]:
 
 
 def lend(plan: StepPlan, predict: Predict, fits: Fits = lambda plan, run: True) -> Lending:
-    """Lends ranks to every group where this saves predicted seconds of the step; tries three ways per group, takes the best.
+    """Lends ranks to every group if this saves predicted seconds of the step; tries three ways per group, takes the best.
 
     fits: plans for which it returns False are left out.
     """

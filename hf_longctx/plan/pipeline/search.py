@@ -1,10 +1,10 @@
-"""Plans of several pipeline stages: the micro-batches that are predicted fastest among those that fit.
+"""Plans several pipeline stages: finds the micro-batches that are predicted fastest among those that fit.
 
     lengths -> `StagedStep` -> `Candidates`: layouts of a stage, sequences to their groups, chunks, schedules, the fastest by
             simulation -> `PipelineSearch`: predictions, activation policies for what does not fit
 
-Sequences that fit no pipeline of several chunks get micro-batches of single chunks (`single_chunks.py`). Where nothing fits even
-so, long sequences get a micro-batch of their own, and the others another one after it.
+Sequences that fit no pipeline of several chunks get micro-batches of single chunks (`candidates.SingleChunks`). If these do not
+fit either, long sequences get their own micro-batch, and the others a later one.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from hf_longctx.plan.room.room import PipelineRoom, make_room
 
 @dataclass(frozen=True, slots=True)
 class SearchConstants:
-    """Constants of the search among candidates.
+    """Constants of the search among candidates."""
 
-    equal: candidates whose seconds are within this factor of the fastest count as equal. most_fits: how many of those that may
-    fit get room, the quickest first. much_lost: factor on the seconds with everything kept beyond which a plan is compared with
-    finer chunks, of which fewer need to be recomputed. worth: factor by which a candidate with everything kept must beat the
-    fastest so far to be tried. much_waiting: share of the device's room that gradients take while they wait, from which on the
-    least bytes of sequences are counted before candidates for them are made. few: sequences for each of the largest groups that
-    are counted in place of all. in_turn: factor on the least seconds of sequences where stages run one after the other, beyond
-    which a pipeline is slower: these mostly take 1.15 to 1.25 times as long. few_chunks: chunks per stage, up to which stages may
-    idle so much that sequences take less time in two parts; much_idle: factor on their least seconds beyond which this is tried.
-    """
-
+    # candidates within this factor of the fastest seconds count as equal
     equal: float = 1.01
+    # number of candidates that get room among those that may fit, the quickest first
     most_fits: int = 2
+    # factor on the seconds with everything kept beyond which a plan is compared with finer chunks, of which fewer need to
+    # be recomputed
     much_lost: float = 1.05
+    # factor by which a candidate with everything kept must beat the fastest so far to be tried
     worth: float = 1.03
+    # share of the device's room for waiting gradients from which the least bytes of sequences are counted before candidates
+    # are made
     much_waiting: float = 0.5
+    # sequences for each of the largest groups that are counted in place of all
     few: int = 4
+    # factor on the least seconds of sequences whose stages run one after the other beyond which a pipeline is slower: these
+    # mostly take 1.15 to 1.25 times as long
     in_turn: float = 1.3
+    # chunks per stage up to which idle stages may make two parts faster
     few_chunks: int = 2
+    # factor on the least seconds of the sequences beyond which two parts are tried
     much_idle: float = 1.5
 
 
@@ -76,7 +78,7 @@ class PipelineSearch:
 
     def micro_batches(self, members: tuple[int, ...]) -> list[MicroBatch]:
         """Micro-batches for these sequences, in running order: as few as fit, those of the longest sequences first."""
-        # with one backward no gradients wait; to search for pipelines of these sequences would be in vain
+        # with one backward no gradients wait; a search for pipelines of these sequences would find none
         apart = self._single_only(members)
         others = tuple(i for i in members if i not in set(apart))
         try:
@@ -84,7 +86,7 @@ class PipelineSearch:
             found, left = self._in_pipelines(others, may_leave) if others or not members else ([], ())
             single = self._in_single_chunks(tuple(sorted((*apart, *left)))) if apart or left else ()
             if single is None:
-                # to search for pipelines of all sequences tells which of them does not fit
+                # the search for pipelines of all sequences raises for the one that does not fit
                 return self._in_pipelines(members, False)[0]
             return [*single, *found]
         except ValueError:
@@ -97,7 +99,8 @@ class PipelineSearch:
     def _in_pipelines(self, members: tuple[int, ...], may_leave: bool) -> tuple[list[MicroBatch], tuple[int, ...]]:
         """Micro-batches of several chunks in which these sequences fit, and the sequences that are left.
 
-        may_leave: leave sequences where a pipeline takes longer than stages that run one after the other, and all longer ones.
+        may_leave: leave sequences for which a pipeline takes longer than stages that run one after the other, and all longer
+        ones.
         Raises ValueError for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
@@ -114,7 +117,7 @@ class PipelineSearch:
                 return found, tuple(i for each in (together, *waiting) for i in each)
             if row is None:
                 if together is members:
-                    # to split is in vain if the longest does not fit even alone
+                    # splitting is useless if the longest does not fit even alone
                     longest = (self._longest(members),)
                     _ = self._fastest(longest) or self._least_memory(longest)
                 waiting += self._apart(together)
@@ -123,7 +126,7 @@ class PipelineSearch:
         return found, ()
 
     def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
-        """The plan of these sequences in one micro-batch, or a faster one of more where stages idle for lack of chunks."""
+        """The plan of these sequences in one micro-batch, or a faster one in several if stages idle for lack of chunks."""
         num_chunks = min((len(group.chunks) for group in row.plan.micro_batches[0].groups if group.num_tokens), default=0)
         is_short = self._room is not None and len(members) > 1 and num_chunks <= _CHOICE.few_chunks * self.staged.num_stages
         if not is_short or row.run.step_s - row.run.once_s <= _CHOICE.much_idle * self.staged.least_s(members):
@@ -146,7 +149,7 @@ class PipelineSearch:
         return SingleChunks(self.candidates, self._room).needed_for(members)
 
     def _in_single_chunks(self, members: tuple[int, ...]) -> tuple[MicroBatch, ...] | None:
-        """Micro-batches of these sequences with one chunk for each group; None where a sequence does not fit so."""
+        """Micro-batches of these sequences with one chunk for each group; None if a sequence does not fit in this way."""
         if self._room is None:
             return None
         plans = map(self._plan_of, SingleChunks(self.candidates, self._room).steps(members))
@@ -164,7 +167,7 @@ class PipelineSearch:
     def _is_hopeless(self, members: tuple[int, ...]) -> bool:
         """Whether several sequences need more than there is even on the largest groups in many slices.
 
-        Asked only where gradients that wait leave little room: the search for pipelines would be in vain.
+        Called only if waiting gradients leave little room: the search for pipelines would then find none.
         """
         if self._room is None or len(members) < 2:
             return False
@@ -174,7 +177,7 @@ class PipelineSearch:
         return bool(few.counts) and not self._may_fit(few.of(few.counts[-1]))
 
     def _few(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """The longest of these sequences, which mostly need as much memory as all of them where memory is short."""
+        """The longest of these sequences, which mostly need as much memory as all of them if memory is short."""
         count = _CHOICE.few * -(-self.staged.ranks_per_stage // self.staged.degrees[-1])
         return members if len(members) <= count else tuple(sorted(self.staged.by_length(members)[:count]))
 
@@ -185,7 +188,7 @@ class PipelineSearch:
         return self._least_of[members]
 
     def _least(self, members: tuple[int, ...]) -> Iterator[Candidate]:
-        """Candidates of least memory that may fit, with ever more slices; those that not even few sequences fit are not made."""
+        """Candidates of least memory that may fit, with ever more slices; skips those in which a few sequences do not fit."""
         every = self._least_memory_of(members)
         # without gradients that wait, sequences mostly fit in few slices
         few = self._least_memory_of(self._few(members)) if self._waiting_bytes else every
@@ -197,7 +200,7 @@ class PipelineSearch:
         return self._room is None or not any(map(self._room.is_hopeless, candidate.micro_batch.groups))
 
     def _may_keep(self, candidate: Candidate) -> bool:
-        """Whether the candidate may fit as it is; its prediction tells whether it does."""
+        """Whether the candidate may fit as it is; only its prediction decides."""
         return self._room is None or not any(map(self._room.exceeds, candidate.micro_batch.groups))
 
     def _kept_s(self, candidate: Candidate) -> float:
@@ -206,18 +209,18 @@ class PipelineSearch:
         return max(map(self._room.kept_s, candidate.micro_batch.groups))
 
     def _takes(self, candidate: Candidate, seconds: float) -> bool:
-        """Whether a candidate takes at least so many seconds even with everything kept; without a budget it counts as if."""
+        """Whether a candidate takes at least `seconds` even with everything kept; assumed without a budget."""
         return self._room is None or any(self._room.takes(group, seconds) for group in candidate.micro_batch.groups)
 
     def _as_it_is(self, candidate: Candidate) -> _Row | None:
-        """The candidate's prediction; None where it does not fit as it is."""
+        """The candidate's prediction; None if it does not fit as it is."""
         if not self._may_keep(candidate):
             return None
         row = self._row(candidate)
         return row if self.fits(row.plan, row.run) else None
 
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
-        """Finds the fastest single micro-batch of these sequences that fits; None where none does."""
+        """Finds the fastest single micro-batch of these sequences that fits; None if none does."""
         candidates = self.candidates.fastest(members)
         equal = [each for each in candidates if each.seconds <= _CHOICE.equal * candidates[0].seconds]
         # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
@@ -253,7 +256,7 @@ class PipelineSearch:
         return sorted(found, key=self._kept_s)[: _CHOICE.most_fits] if len(found) > 1 else found
 
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
-        """The fastest of `best` and of these candidates with room made; None where nothing fits.
+        """The fastest of `best` and of these candidates with room made; None if none fits.
 
         The first candidate that is hardly faster than the best so far, even with everything kept, ends the search.
         """
@@ -294,11 +297,11 @@ class PipelineSearch:
         return all(rank.peak_tokens * stages[rank.rank // plan.ranks_per_stage].num_layers <= most for rank in run.ranks)
 
     def _made_to_fit(self, candidate: Candidate) -> _Row | None:
-        """Makes room in a candidate; None where it does not fit even so, or without a budget."""
+        """Makes room in a candidate; None if it does not fit even then, or without a budget."""
         return self._with_room(self._plan_of([candidate.micro_batch]))
 
     def _with_room(self, plan: StepPlan) -> _Row | None:
-        """The plan with room; None where it does not fit even so, or without a budget."""
+        """The plan with room; None if it does not fit even then, or without a budget."""
         if self.config.activations is None:
             return None
         try:
@@ -309,7 +312,7 @@ class PipelineSearch:
         return made if self.fits(made.plan, made.run) else None
 
     def _least_memory(self, members: tuple[int, ...], tries_longest: bool = True) -> _Row | None:
-        """Finds a micro-batch that fits of the largest groups with as few slices as possible; None where none does.
+        """Finds a fitting micro-batch of the largest groups with as few slices as possible; None if there is none.
 
         Raises ValueError for a single sequence that does not fit; tries_longest: also if the longest does not fit even alone.
         """

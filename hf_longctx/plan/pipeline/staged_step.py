@@ -27,18 +27,17 @@ from hf_longctx.plan.predict.event_loop import Wiring
 
 @dataclass(frozen=True, slots=True)
 class CutConstants:
-    """Constants of the search for ways to cut a group's sequences.
+    """Constants of the search for ways to cut a group's sequences."""
 
-    slice_counts: numbers of slices of the longest sequence to try. chunks_per_stage: numbers of chunks per stage to try where
-    packs may take longer than the longest sequence. most_chunks: most chunks of all concurrent groups together; more cost more in
-    messages, small kernels and planning than they save. equal: share of a pipeline's seconds within which cuts count as equally
-    fast, so that fewer chunks win. rough: factor by which the estimate's held tokens may exceed the room, since it is rough.
-    """
-
+    # numbers of slices of the longest sequence to try
     slice_counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    # numbers of chunks per stage to try if packs may take longer than the longest sequence
     chunks_per_stage: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+    # most chunks of all concurrent groups; more cost more in messages, small kernels and planning than they save
     most_chunks: int = 512
+    # share of a pipeline's seconds within which cuts count as equally fast, so that fewer chunks win
     equal: float = 0.01
+    # factor by which the estimate's held tokens may exceed the room, since it is rough
     rough: float = 1.3
 
 
@@ -91,7 +90,7 @@ class StagedStep:
         ]
 
     def by_length(self, members: Sequence[int]) -> list[int]:
-        """These sequences, the longest first."""
+        """Sorts these sequences, the longest first."""
         return sorted(members, key=lambda i: (-self.lengths[i], i))
 
     @property
@@ -100,7 +99,7 @@ class StagedStep:
         return 1 if self.costs.parameters == "replicated" else self.costs.shards or self.ranks_per_stage
 
     def _shape(self, degree: int) -> GroupShape:
-        """Chooses how groups of a degree share attention: in one block where possible, since rings send earlier slices again."""
+        """Chooses how groups of a degree share attention: in one block if possible, since rings send earlier slices again."""
         shapes = group_shapes(degree, self.costs.method, self.costs.model, self.costs.cluster)
         num_tokens = float(min(self.lengths.sum() / self.ranks_per_stage, self.config.tokens_per_rank) * degree)
         return next((s for s in shapes if s.num_blocks == 1), None) or self.costs.best_shape(degree, num_tokens)
@@ -137,7 +136,7 @@ class StagedStep:
         return sorted(found, key=lambda cut: (max(equal_s, cut.estimate_s), cut.num_chunks))
 
     def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a group's pipeline, including recomputation where memory is short; infinite where it cannot fit."""
+        """Seconds of a group's pipeline, including recomputation if memory is short; infinite if it cannot fit."""
         shape = self.shapes[group.degree]
         seconds, held = pipeline_s(chunks, shape, self.costs, self.parts, self.schedule, self.leaves_node)
         return seconds + self.room.added_s(held, self.work_s(group))
@@ -170,7 +169,7 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
 
 
 class StageRoom:
-    """Estimates how much fits on a rank of every stage, and how many seconds it costs to make room for more."""
+    """Estimates the room on a rank of every stage, and the seconds that recomputation adds to get more."""
 
     def __init__(self, costs: CostModel, parts: Ranges, config: PlannerConfig) -> None:
         self.layers = [sum(part.num_layers for part in ranges) for ranges in parts]

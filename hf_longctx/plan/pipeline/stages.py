@@ -1,8 +1,8 @@
-"""Deal the layers of a model to pipeline stages, so that the slowest stage takes as few seconds as possible.
+"""Deals the layers of a model to pipeline stages, so that the slowest stage takes as few seconds as possible.
 
 Layers differ: one with a window takes seconds that grow with the tokens, one without a window seconds that grow with their
-square, and the last stage also has the output head and the loss. At long contexts a stage with one full layer more than
-another is what all wait for, so layers are dealt by seconds and not by number.
+square, and the last stage also has the output head and the loss. At long contexts all stages wait for one that has one full layer
+more than another, so layers are dealt by seconds and not by number.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def layer_ranges(
 ) -> Ranges:
     """Layers of every stage's parts, divided so that the most loaded stage has as little work as possible.
 
-    layer_work: work of every layer, in units of a layer; () where all have as much. The last stage also has the output head,
-    which takes as long as `head_layers` layers. Between equally loaded stages an extra layer goes to the later one, because it
-    holds fewer chunks. With unequal layers in several parts, bounds move as long as a single move helps, which may end a
-    little above the least. Raises ValueError for fewer layers than parts.
+    layer_work: work of every layer, in units of a layer; () if all are equal. The last stage also has the output head, which
+    takes as long as `head_layers` layers. Between equally loaded stages an extra layer goes to the later one, because it holds
+    fewer chunks. With unequal layers in several parts, bounds move as long as a single move helps, so the result may be a little
+    above the least. Raises ValueError for fewer layers than parts.
     """
     if num_stages < 1 or num_parts < 1 or num_layers < num_stages * num_parts:
         raise ValueError(
@@ -78,7 +78,7 @@ def layer_ranges(
 
 
 def _even_bounds(num_layers: int, num_stages: int, num_parts: int, head_layers: float) -> list[int]:
-    """First layers of all parts in order, and the number of layers, where layers are alike."""
+    """First layers of all parts in order, then the number of layers, for equal layers."""
     counts = [num_parts] * num_stages
     work = [float(num_parts)] * (num_stages - 1) + [num_parts + head_layers]
     for _ in range(num_layers - num_stages * num_parts):
@@ -98,7 +98,7 @@ def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: flo
         return before[stop] - before[first] + (head_layers if stop == num_layers else 0.0)
 
     def cut(most: float) -> tuple[float, list[int]]:
-        """The least largest work, with the cut of least squares where no stage has more than `most`."""
+        """The least largest work, with the cut of least squares if no stage has more than `most`."""
 
         def rating(option: tuple[float, float, list[int]]) -> tuple[float, list[int]]:
             largest, squares, bounds = option

@@ -1,10 +1,9 @@
-"""Fills memory greedily with saved tensors: the quick way to policies, which is also optimal for most chunks.
+"""Chooses the shares of every layer's saved tensors to keep, offload and recompute, so that they add the fewest seconds.
 
-Pieces of classes are placed in the order of seconds saved per byte. Each first uses copies that are hidden, then the device, then
-exposed copies if they cost less than recomputation; the rest is recomputed. As long as no limit binds, all slots take their
-pieces of one class at once; where one does, they take halves of them one after the other.
-
-Chooses which shares of every layer's saved tensors to keep, offload or recompute, at the fewest added seconds.
+Memory is filled greedily first, which is fast and optimal for most chunks; otherwise a linear program follows. The greedy filling
+places pieces of classes in the order of seconds saved per byte. Each first uses copies that are hidden, then the device, then
+exposed copies if they cost less than recomputation; the rest is recomputed. Until a limit binds, all slots take their pieces of
+one class at once; then they take halves of them one after the other.
 
 Work is a sequence of *slots* in the order of the forward: each is one layer of one chunk (or one whole slice of a stage). The
 tensors that slot n saves are split by tokens into three shares that sum to 1: recomputed r, host h, device g. Copies out of slot
@@ -22,9 +21,9 @@ For attention, later tokens cost more to recompute, so t is not constant: the fi
 its pairs, and more than r^2 under a window. The program uses a convex piecewise linear curve, the lower hull of exact points,
 because the exact curve is not convex with several documents; outcomes are priced by the exact curve.
 
-The layer input, from which everything else is recomputed, is not recomputed itself; policies of least memory do that
-(`plan/memory/capacity.py`). That is the only dependency: attention and MLP are replayed from the layer input on, and use whatever
-is kept of the classes in between.
+The layer input, from which everything else is recomputed, is not recomputed itself, except by policies of least memory
+(`plan/memory/capacity.py`). That is the only dependency: attention and MLP are replayed from the layer input, and use everything
+that is kept of the classes in between.
 
 If the link is the only limit, h is SPPO's share of slice i, min(1, B T[i+1] / A_i) with A_i the slice's bytes (arXiv 2503.10377,
 section 5.2), with no exposed second and nothing recomputed. Splitting by shares under host and device limits is MEMO's idea
@@ -84,7 +83,7 @@ class _Filling:
         return self._place_at_once(batch) or (self.place(batch.part(0, half)) and self.place(batch.part(half, count)))
 
     def _place_at_once(self, batch: Batch) -> bool:
-        """Places pieces of different slots as one by one would if no limit is met; else places none and returns False."""
+        """Places pieces of different slots at once if no limit binds, else places none and returns False."""
         slots, sizes = batch.slots, batch.num_bytes
         following = np.minimum(slots + 1, len(self.slack) - 1)
         hidden = np.zeros(len(slots))
@@ -148,7 +147,7 @@ class _Filling:
 
 # fraction of a limit (or of the largest class, if larger) that is subtracted from it, since solvers exceed limits a little
 _MARGIN = 1e-6
-# tie-breaker: a hidden copy costs a millionth of its time, so nothing moves for nothing
+# tie-breaker: a hidden copy costs a millionth of its time, so that useless copies are left out
 _IDLE_COPY = 1e-6
 # share of the slots' seconds below which a program is not worth solving
 _NO_GAIN = 1e-6
@@ -197,13 +196,13 @@ def choose_policy(
     """Finds the cheapest shares within the limits, at most as costly as `greedy_shares`; raises ValueError if none fit.
 
     slots: slots, or their table if they are asked for several limits. `explains`: whether to give a reason, which may require
-    solving a second program. `solves`: False skips the linear program. It is skipped, too, where a bound proves that it cannot
-    save anything, which is so for most chunks; then the choice takes less than a millisecond.
+    solving a second program. `solves`: False skips the linear program. It is also skipped if a bound proves that it cannot save
+    anything, as for most chunks; then the choice takes less than a millisecond.
     """
     _check(limits)
     table = SlotTable.of(slots)
     found: list[tuple[str, FloatArray, PolicyOutcome]] = []
-    # no outcome has fewer bytes at its end than what stays
+    # every outcome ends with at least the bytes of classes that stay
     if table.num_bytes[table.can_keep].sum() <= _allowed(limits.device_bytes):
         kept: FloatArray = np.stack([~table.can_keep, np.zeros(len(table.items))], axis=1).astype(np.float64)
         found = [("keep", kept, outcome_of(table, kept, limits))]
@@ -444,6 +443,6 @@ def _as_shares(table: SlotTable, shares: FloatArray) -> tuple[tuple[TensorShare,
 
 
 def _rounded(recompute: float, host: float) -> tuple[float, float]:
-    """Shares without the crumbs that rounding leaves."""
+    """Shares without remainders of rounding."""
     recompute, host = (0.0 if share < 1e-9 else share for share in (recompute, host))
     return (1.0, 0.0) if recompute > 1 - 1e-9 else (recompute, host)

@@ -1,18 +1,17 @@
-"""Makes a group fit: propose policies, predict the run, and offer less memory until the prediction is within its limits.
+"""Makes groups fit by proposing policies until a prediction is within its limits, and finds the longest sequence that fits.
 
-There are two callers, one for groups on one stage and one for pipelines. Each decides what to propose and how to predict a group.
-Both share the policies of least memory, which are tried last, and the cache of groups that were solved before.
+The search has two callers, one for groups on one stage and one for pipelines. Each decides which policies to propose and how to
+predict a group. Both share the policies of least memory, which are tried last, and the cache of groups that were solved before.
 
-Finds the longest sequence that a group of ranks holds alone, as it is or in slices: a number that every later plan can keep.
+The longest sequence that a group holds alone, whole or in slices, is a number that every later plan can keep. One chunk of a
+sequence may be too large for a device although slices of it fit, since a layer then works on fewer tokens at a time. Packs of
+short sequences gain nothing from slices, so a plan may hold more tokens of one sequence than of several.
 
-One chunk of a sequence may be too large for a device, although slices of it would fit: then a layer works on fewer tokens at a
-time. Packs of short sequences gain nothing, so a plan may hold more tokens of one sequence than of several.
-
-Ways to run a sequence are counted here whose bytes depend on lengths alone, and not on seconds, which are measured anew while a
-run trains: one chunk, or slices of equal tokens, that keep no more than layer inputs. Within a *piece* of lengths, a way needs
-more bytes for more tokens, so that the end of a piece tells of all its lengths. A piece ends where a slice is full, and where
-with more tokens attention's backward would take fewer heads at once, a scan would run in blocks, or a window would not reach to
-the start. So every length up to the one that is found fits in one of the ways, on which `GroupRoom` falls back.
+Only ways to run a sequence are counted whose bytes depend on lengths alone, and not on seconds, which a run measures again while
+it trains: one chunk, or slices of equal tokens, that keep at most layer inputs. Within a *piece* of lengths, a way needs more
+bytes for more tokens, so only the end of a piece must be checked. A piece ends if a slice is full, and if with more tokens
+attention's backward would take fewer heads at once, a scan would run in blocks, or a window would not reach to the start. So
+every length up to the result fits in one of the ways, and `GroupRoom` falls back on these.
 """
 
 from __future__ import annotations
@@ -52,21 +51,21 @@ LayerPolicies = Mapping[tuple[int, int, int], tuple[LayerPolicy, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A group under some policies, and its prediction.
-
-    seconds: predicted for the group alone. over_bytes: bytes above the device limit on each stage, negative where room is left;
-    over_host_bytes: bytes above the host limit. counted_s, counted_bytes: added seconds and device bytes that the policy program
-    expected. reason: why the program chose these policies; empty unless it was asked for. gathers_s: seconds that count for
-    gathers of weights which a whole chunk would not need.
-    """
+    """A group under some policies, and its prediction."""
 
     group: SequenceGroup
+    # predicted for the group alone
     seconds: float
+    # bytes above the device limit on each stage, negative if room is left
     over_bytes: tuple[float, ...]
+    # bytes above the host limit
     over_host_bytes: float = 0.0
+    # added seconds and device bytes that the policy program expected
     counted_s: float = 0.0
     counted_bytes: float = 0.0
+    # reason of the program for these policies; empty unless it was asked for
     reason: str = ""
+    # seconds that count for gathers of weights which a whole chunk would not need
     gathers_s: float = 0.0
 
     @property
@@ -235,7 +234,7 @@ def lean_group(
     reruns: bool = False,
     head_pieces: int = 1,
 ) -> SequenceGroup:
-    """The group with every layer of every chunk recomputed, which needs the least device memory.
+    """The group with the least device memory: every layer of every chunk is recomputed.
 
     host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk,
     once for all stages with as many layers. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
@@ -264,9 +263,9 @@ _PRECISION = 256
 def in_equal_slices(
     groups: Sequence[SequenceGroup], model: ModelSpec, budget: ActivationBudget, num_slices: int
 ) -> list[SequenceGroup]:
-    """Groups of at most one sequence each, cut into equal slices that run in step, under policies that keep layer inputs alone.
+    """Groups of at most one sequence each, cut into equal slices that run in step, under policies that keep only layer inputs.
 
-    Inputs lie whole on one side: on the host those of the first slices and layers, as far as it has room.
+    Each input lies on one side: those of the first slices and layers on the host, as far as it has room.
     """
     cut = cut_evenly(groups, num_slices) if num_slices > 1 else groups
     return [_lean(group, model, budget) for group in cut]
@@ -279,7 +278,7 @@ def _lean(group: SequenceGroup, model: ModelSpec, budget: ActivationBudget) -> S
         nonlocal left_bytes
         layer_bytes = num_tokens * token_bytes
         share = min(num_layers, left_bytes // layer_bytes) * layer_bytes
-        # once a layer finds no room, no later one looks for it
+        # after the first layer without room, later ones get none
         left_bytes = left_bytes - share if share == num_layers * layer_bytes else 0
         return share
 
@@ -293,7 +292,7 @@ def longest_alone(
 ) -> int:
     """Tokens up to which every sequence fits a group of this shape alone, at most `most`. known: those that fit in one chunk.
 
-    Rings get no more than that: how evenly they share out tokens changes from length to length.
+    Rings get `known`, since the balance of their shares changes from length to length.
     """
     if shape.num_blocks > 1:
         return min(known, most)
@@ -325,7 +324,7 @@ class _LoneSequences:
         return min(length, most)
 
     def _reach(self, length: int, num_slices: int, most: int) -> tuple[int, bool]:
-        """The length up to which every one above `length` fits in so many slices; whether more slices cannot fit above it.
+        """The length up to which all above `length` fit in `num_slices` slices; whether more slices cannot fit beyond it.
 
         More slices leave more gradients of keys and values.
         """

@@ -11,11 +11,11 @@ offloaded:
                 sum of h host bytes <= host                                       in every moment of every stage
                 h / H + c / L <= 1        where H is the share that the link copies in time
 
-Offloaded bytes are off the device from the chunk's forward to its backward, but for those of a layer or two, which come and go
-while it runs; they count as workspace. Keys and values of slices always stay on the device. A recomputed layer keeps its input
-and the attention output and recomputes everything else; where that frees too little, attention is recomputed too.
+Offloaded bytes are off the device from the chunk's forward to its backward, except those of a layer or two that are copied while
+it runs; they count as workspace. Keys and values of slices always stay on the device. A recomputed layer keeps its input and the
+attention output and recomputes everything else; if that frees too little, attention is recomputed too.
 
-The optimum of the linear relaxation, rounded up and trimmed, is taken if it is close to the relaxation's bound or if the program
+The optimum of the linear relaxation, rounded up and trimmed, is used if it is close to the relaxation's bound or if the program
 is large; otherwise the integer program is solved, starting from it.
 """
 
@@ -35,18 +35,18 @@ _MARGIN = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _JointSearch:
-    """Constants of the search for an integer solution.
+    """Constants of the search for an integer solution."""
 
-    gap: share of the linear program's bound by which a solution may exceed it. most_nodes: nodes that the search for a better one
-    visits. few_columns: most columns of a program that is searched although rounding found a solution; in a larger one a rounded
-    layer hardly matters. most_dives: how often fractions are rounded up. raised: share of the fractions that is rounded up each
-    time.
-    """
-
+    # share of the linear program's bound by which a solution may exceed it
     gap: float = 0.02
+    # nodes that the search for a better solution visits
     most_nodes: int = 50
+    # most columns of a program that is searched although rounding found a solution; in a larger one a rounded layer hardly
+    # matters
     few_columns: int = 64
+    # times that fractions are rounded up
     most_dives: int = 8
+    # share of the fractions that is rounded up each time
     raised: float = 0.7
 
 
@@ -56,20 +56,19 @@ _JOINT = _JointSearch()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """Cells of a pipeline, one chunk on one part of a stage each, with what recomputing or offloading its saved tensors takes.
-
-    layer_s: seconds to recompute one layer. layer_bytes: device bytes that this frees. If the whole cell is offloaded,
-    offload_bytes leave the device, host_bytes reach the host and the objective counts offload_s. most_offload: the largest share
-    whose copies can be hidden.
-    """
+    """Cells of a pipeline, each one chunk on one part of a stage, with seconds and bytes of recomputing or offloading them."""
 
     diagonal: IntArray
     num_layers: IntArray
+    # seconds to recompute one layer
     layer_s: FloatArray
+    # device bytes that this frees
     layer_bytes: FloatArray
+    # if the whole cell is offloaded: bytes that leave the device, bytes that reach the host, seconds that count
     offload_bytes: FloatArray
     host_bytes: FloatArray
     offload_s: FloatArray
+    # the largest share whose copies can be hidden
     most_offload: FloatArray
 
     def __len__(self) -> int:
@@ -110,7 +109,7 @@ def choose_jointly(
     tolerance_s: float = 0.0,
     time_limit_s: float = 5.0,
 ) -> JointChoice | None:
-    """Cheapest layers and shares with which no moment exceeds its room; None where there are none.
+    """Cheapest layers and shares with which no moment exceeds its room; None if there are none.
 
     The cost is within 2 % or `tolerance_s` of the optimum, whichever is more, unless 50 nodes do not suffice or the program has
     more than 64 columns.
@@ -158,7 +157,7 @@ class _JointProgram:
 
     @property
     def may_fit(self) -> bool:
-        """Whether every moment could have room if each cell did what frees the most bytes in it; if not, no program is needed."""
+        """Whether every moment has room if each cell frees as many bytes in it as it can; if not, no program is needed."""
         most = self.part * self.most_layers[self.diagonal] * self.layer_bytes
         most[self.shared] = np.maximum(most[self.shared], self.most_offload[self.shared] * self.offload_bytes[self.shared])
         owners, moments = self.in_flight
@@ -201,7 +200,7 @@ class _JointProgram:
     def _needed(self, diagonals: IntArray, offload: FloatArray) -> list[int]:
         """Layers that every cell recomputes, without those that its own stage does not need.
 
-        The program counts them as free, since another cell of the diagonal takes as long, but they are work all the same.
+        The program counts those as free, since another cell of the diagonal takes as long, but they are work nevertheless.
         """
         layers: IntArray = np.ceil(diagonals[self.diagonal] * self.part - 1e-9).astype(np.int64)
         left = np.where(self.is_over, -self.excess_bytes, np.inf)
@@ -221,9 +220,9 @@ class _JointProgram:
         return layers.tolist()  # type: ignore[no-any-return]
 
     def _dive(self, program: LinearProgram, values: FloatArray, time_limit_s: float) -> FloatArray | None:
-        """Finds an integer solution near an optimum of the linear program; None where a few roundings find none.
+        """Finds an integer solution near an optimum of the linear program; None if a few roundings find none.
 
-        Where rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
+        If rounding all layers up leaves too little to offload, 70 % of the fractional layers (the largest fractions first) are
         rounded up, and the program is solved again for the others.
         """
         for _ in range(_JOINT.most_dives):
@@ -245,9 +244,9 @@ class _JointProgram:
         return None
 
     def _rounded(self, program: LinearProgram, values: FloatArray) -> FloatArray | None:
-        """Rounds layers up, lowers shares that no longer fit beside them, then takes back layers that no moment needs.
+        """Rounds layers up, lowers shares that no longer fit beside them, then drops layers that no moment needs.
 
-        Returns None where the lowered shares free too little.
+        Returns None if the lowered shares free too little.
         """
         count = self.num_diagonals
         values = values.copy()

@@ -1,6 +1,6 @@
-"""Slots of a policy program: the tensors that a layer saves for a chunk, and what it costs to move or recompute them.
+"""Slots of a policy program: tensors that a layer saves for a chunk, with the seconds to move or recompute them.
 
-Slots of one policy program as arrays, computed once for all amounts of memory that are tried with them.
+`SlotTable` has all slots of a program as arrays, computed once for all amounts of memory that are tried with them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ _SEGMENTS = 8
 
 @dataclass(frozen=True, slots=True)
 class SavedClass:
-    """Tensors of one class that one slot saves, and what may be done with them.
-
-    recompute_s: seconds to recompute all of its tokens. documents: (earlier tokens, tokens) of each document, in order, if
-    seconds are proportional to query-key `pairs`; () if all tokens cost the same. A partial recompute takes the first tokens.
-    """
+    """Tensors of one class that one slot saves, and whether they may be recomputed, offloaded or kept."""
 
     tensor_class: TensorClass
     num_bytes: float
+    # seconds to recompute all tokens; a partial recompute takes the first tokens
     recompute_s: float
     can_recompute: bool = True
     can_offload: bool = True
     can_keep: bool = True
+    # (earlier tokens, tokens) of each document, in order, if seconds are proportional to query-key `pairs`; () if all
+    # tokens cost the same
     documents: tuple[tuple[int, int], ...] = ()
     pairs: AttentionPairs = FULL
 
@@ -66,9 +65,9 @@ class SavedClass:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and what it saves.
+    """One layer of one chunk: seconds of its forward and of its backward without recomputation, and its saved tensors.
 
-    replay_s: seconds that any policy adds, whatever it recomputes.
+    replay_s: seconds that every policy adds, even without recomputation.
     """
 
     forward_s: float
@@ -110,12 +109,11 @@ def layer_slot(
 ) -> Slot:
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers of these `kinds`.
 
-    Recomputing a class takes as long as its part of the forward: by exact pairs for attention, for other classes by their share
-    of the products of the layer's parameters, and for the MLP with its own operations without products and the travel of tokens
-    to spread experts. The MLP's seconds include the output projection, since the MLP's replay runs through it. The output head
-    belongs to no layer, so its share of a token's seconds is left out. Programs recompute no layer input. A layer with a state
-    keeps no attention output, and its mixer is recomputed as a whole, with the share that attention's projections have in the
-    mean layer.
+    Recomputing a class takes as long as its part of the forward: for attention by exact pairs, for other classes by their share
+    of the products of the layer's parameters. The MLP's seconds include its elementwise operations, the travel of tokens to
+    spread experts, and the output projection, since the MLP's replay runs through it. The output head belongs to no layer, so its
+    share of a token's seconds is left out. Programs recompute no layer input. A layer with a state keeps no attention output, and
+    its mixer is recomputed as a whole, with the share that attention's projections have in the mean layer.
     """
     model, forward = costs.model, costs.coefficients.forward
     tokens = max(chunk.num_tokens, shape.degree) / shape.degree
@@ -156,14 +154,12 @@ def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Equally urgent pieces of classes: as many seconds to recompute per byte, and the same things may be done with them.
+    """Equally urgent pieces of classes: the same seconds to recompute per byte, and the same permissions."""
 
-    places: index of each piece's class among all classes of all slots, the latest slot first. slots: its slot. num_bytes,
-    seconds: its size, and the time to recompute it.
-    """
-
+    # for each piece the index of its class among all classes of all slots, the latest slot first; its slot
     places: IntArray
     slots: IntArray
+    # its size, and the seconds to recompute it
     num_bytes: FloatArray
     seconds: FloatArray
     can_recompute: bool
@@ -217,7 +213,7 @@ class SlotTable:
 
     @property
     def work_s(self) -> float:
-        """Seconds of all slots, without what policies add."""
+        """Seconds of all slots without policies."""
         return sum(slot.forward_s + slot.backward_s for slot in self.slots)
 
     def again_s(self, recomputed: FloatArray) -> FloatArray:
@@ -270,10 +266,9 @@ class SlotTable:
     def least_cost_s(self, device_bytes: float, host_bytes: float, copy_s: float) -> float:
         """Lower bound on the seconds that any shares add, by the segments of the classes.
 
-        Three things are counted together. Bytes that stay on the device or belong to one of the last two slots need the device
-        in the backward of the last slot. Bytes of earlier slots cost nothing on the host as far as the following slot hides their
-        copies. All others cost a copy (`copy_s` per byte) or their recomputation, whichever is less; in the best case these are
-        the bytes that cost least.
+        Bytes that stay on the device or belong to one of the last two slots need the device in the backward of the last slot.
+        Bytes of earlier slots cost nothing on the host as far as the following slot hides their copies. All others cost a copy
+        (`copy_s` per byte) or their recomputation, the lesser of the two; in the best case these are the bytes that cost least.
         """
         hidden = np.minimum(self.windows_s[0], self.windows_s[1])[:-2] / copy_s
         offloaded = np.zeros(len(self.slots))

@@ -1,4 +1,4 @@
-"""Bounds the seconds of a whole step by what memory costs, and finds how full its micro-batches should be.
+"""Bounds the seconds of a whole step by prices of memory, and finds the number of micro-batches of least seconds.
 
 Both rest on prices. Take any plan of a step on N ranks and a price of p seconds for a byte of room. The
 rank-seconds of a group of d ranks are at least
@@ -12,16 +12,15 @@ bound. It is tighter with a price p >= c / room of its own for every sequence an
     added seconds of the sequence  =  max over p of  ( least_s(p) - p * room + c ),
 
 where the room, bought at a higher price, counts for this sequence alone: the group's own price is then the highest of its
-sequences', at which those of the others are no less. Two kinds of room are bounded, each by itself: device and host together, and
-the device with what the link copies during the forwards. The seconds of its forwards are room that a sequence brings along.
+sequences, at which the added seconds of the others are no less. Two kinds of room are bounded separately: device and host
+together, and the device with the bytes that the link copies during the forwards, which every sequence brings along.
 
-Whoever knows a plan of `most_s` seconds may leave out the degrees at which a sequence alone would take longer.
+Given a plan of `most_s` seconds, degrees at which a sequence alone would take longer may be left out.
 
-Prices of memory: how few seconds a step must add where the tensors that its sequences save do not fit.
-
-The bytes that a rank saves for one chunk are kept, copied to the host, or recomputed. Let a class of tensors have b bytes whose
-recomputation takes t seconds. What is not recomputed must find room. So a price of p seconds per byte of room gives a lower
-bound on the added seconds of any policies, for every p (Lagrange):
+Prices of memory give the fewest seconds that a step must add if the tensors that its sequences save do not fit. The bytes that a
+rank saves for one chunk are kept, copied to the host, or recomputed. Let a class of tensors have b bytes whose recomputation
+takes t seconds. Bytes that are not recomputed need room. So a price of p seconds per byte of room gives a lower bound on the
+added seconds of any policies, for every p (Lagrange):
 
     added seconds  >=  sum over classes of min(t, p b)  -  p room
 
@@ -52,18 +51,20 @@ from hf_longctx.plan.policies.slots import kind_slot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryPrices:
-    """Bytes that whole sequences of `lengths` tokens save on one rank, and seconds to recompute them.
+    """Bytes that whole sequences save on one rank, and seconds to recompute them.
 
-    num_bytes, seconds: for one token, of each class whose seconds are linear in tokens, in all layers of one kind. Attention
-    outputs, one entry for each kind of layer: pair_bytes, for one token; pair_s, for one query-key pair; pairs, of every sequence
-    [kind, sequence]. Classes without bytes, or that cannot be kept, are left out.
+    Classes without bytes, or that cannot be kept, are left out.
     """
 
+    # tokens of the sequences
     lengths: FloatArray
+    # for one token, of each class whose seconds are linear in tokens, in all layers of one kind
     num_bytes: FloatArray
     seconds: FloatArray
+    # attention outputs of each kind of layer: bytes of one token, seconds of one query-key pair
     pair_bytes: FloatArray
     pair_s: FloatArray
+    # query-key pairs of every sequence [kind, sequence]
     pairs: FloatArray
 
     @classmethod
@@ -122,9 +123,10 @@ _SHORTEST_SLICE = LEAST_SLICE_TOKENS * 15 // 32
 
 @dataclass(frozen=True, slots=True)
 class Fullness:
-    """How full micro-batches should be. seconds: those of their gathers, and of what policies add."""
+    """Number of micro-batches, which decides how full they are."""
 
     number: int
+    # seconds of their gathers and of policies
     seconds: float
 
 
@@ -149,9 +151,9 @@ class MemoryLimitedStep:
         return np.stack([self.costs.forward_sequences_s(lengths, shape) for shape in shapes])
 
     def lower_bound_s(self, most_s: float = math.inf) -> float:
-        """Lower bound on the seconds of every plan's chunks, gathers counted. most_s: those of a plan that is known.
+        """Lower bound on the seconds of every plan's chunks, gathers included. most_s: seconds of a known plan.
 
-        Not above `most_s`, since that plan may be the best one.
+        At most `most_s`, since that plan may be the best one.
         """
         problem = self.problem
         if not problem.lengths:
@@ -166,7 +168,7 @@ class MemoryLimitedStep:
         for by_link, top in ((False, math.inf), *((True, top) for top in self._tops)):
             slot_s = self._slot_s(by_link)
             added = self._added_s(slot_s, by_link, top)
-            # the first micro-batch costs what its gathers add to those of a slot
+            # the first micro-batch costs its gathers beyond those of a slot
             first_s = min(problem.group_s) + problem.micro_batch_s - slot_s
             found.append(float(np.min(work + added, axis=0).sum()) / problem.num_ranks + first_s)
         return min(most_s, max(found))
@@ -175,8 +177,8 @@ class MemoryLimitedStep:
         """Least seconds that a slot of a rank costs: the fixed ones of a group, and the gathers of a micro-batch.
 
         Slices, and packs after them, share a micro-batch, so that each costs only the gathers of a further chunk. But then all
-        gradients wait whole on the device, and a slot lacks their room, worth its share of the seconds, as far as slices do
-        not need less beside layers.
+        gradients wait whole on the device. A slot lacks their room, which costs its share of the seconds, unless slices save as
+        many bytes beside layers.
         """
         problem, fixed_s = self.problem, min(self.problem.group_s)
         whole_s = fixed_s + problem.micro_batch_s
@@ -187,7 +189,7 @@ class MemoryLimitedStep:
         return min(whole_s, further_s + whole_s * self._lacking_bytes / max(1, room))
 
     def fullness(self) -> Fullness:
-        """The number of micro-batches that probably takes the fewest seconds, if all ranks hold equally much."""
+        """The number of micro-batches that probably takes the fewest seconds, if all ranks hold the same bytes."""
         problem, budget, prices = self.problem, self.budget, self.prices
         num_ranks, rate = problem.num_ranks, self.costs.cluster.hardware.copy_bytes_per_s
         degrees = np.array(problem.degrees)[:, None]
@@ -218,7 +220,7 @@ class MemoryLimitedStep:
 
     @property
     def _tops(self) -> list[float]:
-        """Highest prices that are tried where the link counts: seconds per byte of the classes that are cheap to recompute."""
+        """Highest prices to try if the link counts: seconds per byte of the classes that are cheap to recompute."""
         prices, copy_s = self.prices, 1 / self.costs.cluster.hardware.copy_bytes_per_s
         return sorted({float(price) for price in prices.seconds / prices.num_bytes if 0 < price <= copy_s})
 
@@ -238,10 +240,10 @@ class MemoryLimitedStep:
         grid = np.geomspace(low, high, _NUM_PRICES) if low < high else np.array([high])
         held_s = self.prices.least_s(grid[:, None])
         for k, (degree, room) in enumerate(zip(problem.degrees, rooms, strict=True)):
-            # a higher price than `top` is never paid, so that the room of a slot may cost less than the slot
+            # no price is above `top`, so the room of a slot may cost less than the slot
             share_s = np.minimum(slot_s, high * room)
             values = held_s / degree - (grid[:, None] * rate * self.forward_s[k] if by_link else 0.0)
-            # bytes that a sequence brings along must not count less for others where the price is higher
+            # bytes that a sequence brings along must not count less for others if the price is higher
             values = np.minimum(values, values[-1])
             paid_s = grid[:, None] * room
             own = np.where(paid_s >= share_s * (1 - 1e-12), values - paid_s + share_s, -np.inf)
@@ -279,13 +281,13 @@ class MemoryLimitedStep:
 
     @property
     def _slices_lack_room(self) -> bool:
-        """Whether gradients that wait take more than slices spare, so that no group has more room than with a whole chunk."""
+        """Whether waiting gradients take more bytes than slices save, so that no group has more room than with a whole chunk."""
         return self._waiting_bytes >= self._spared_bytes
 
     def _outside_bytes(self, degree: int) -> FloatArray:
-        """Least bytes that a group with each sequence needs beside what layers hold, when the last of its forwards ends.
+        """Least bytes that a group with each sequence needs beside its layers, when the last of its forwards ends.
 
-        Its backward comes next, also where it is that of the last slice. More tokens need more bytes.
+        Its backward comes next, even after the last slice. More tokens need more bytes.
         """
         tokens = np.maximum(1, np.array(self.problem.lengths) // degree)
         if self._is_sliceable and not self._slices_lack_room:

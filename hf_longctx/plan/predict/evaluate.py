@@ -1,7 +1,4 @@
-"""Runs a plan under a cost model: seconds of the step and of every rank, bytes, and the predicted timeline.
-
-Times of groups that wait for one another at every action, because their ranks gather weights together.
-"""
+"""Predicts the run of a plan under a cost model: seconds of the step and of every rank, bytes, and the timeline."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from hf_longctx.timeline import TimelineEvent
 
 
 def in_step(runs: Sequence[StageRun], start_s: float = 0.0) -> tuple[StageRun, ...]:
-    """The runs of groups, each predicted by itself from second 0, as they run from `start_s` on if all wait for the slowest.
+    """Runs of groups that gather weights together from `start_s` on: before every action all wait for the slowest.
 
-    All have equally many actions. An action begins when every group has ended the one before; a group that waited for copies
-    before it waits as long from then on.
+    runs: each group's prediction alone from second 0, all with the same number of actions. Waits for copies before an action keep
+    their length.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in runs]
     shift_s = [start_s] * len(runs)
@@ -55,21 +52,20 @@ class RankUse:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Predicted seconds and bytes of a plan.
-
-    once_s: seconds that a step spends once, on the optimizer and everything else that is not part of a chunk. peak_bytes,
-    host_bytes: one entry per rank. events: every F and B of every rank; exchange_s: communication inside each event. in_flight:
-    for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range where it
-    waits.
-    """
+    """Predicted seconds and bytes of a plan."""
 
     step_s: float
+    # seconds that a step spends once, on the optimizer and everything else that is not part of a chunk
     once_s: float
     ranks: tuple[RankUse, ...]
+    # one entry per rank
     peak_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
+    # every F and B of every rank, and the communication inside each
     events: tuple[TimelineEvent, ...]
     exchange_s: tuple[float, ...]
+    # for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range
+    # where it waits
     in_flight: tuple[int, ...]
 
     @property
@@ -214,7 +210,7 @@ class _Run:
         chunks_s = max(self.clocks)
         once_s = self.costs.coefficients.step_s
         ranks = tuple(
-            # rounding must not make a rank wait for less than nothing
+            # rounding must not make a wait negative
             RankUse(rank, busy_s - exchanged_s, exchanged_s, max(0.0, chunks_s - busy_s), tokens)
             for rank, (busy_s, exchanged_s, tokens) in enumerate(zip(self.busy, self.exchanging, self.tokens, strict=True))
         )

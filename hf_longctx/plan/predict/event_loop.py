@@ -46,7 +46,7 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class CopiedOut:
-    """Times at which the copies out of one forward's steps are done. A stage's entries are in the order of its forwards."""
+    """Times at which the copies out of one forward's steps end. A stage's entries are in the order of its forwards."""
 
     stage: int
     steps: tuple[CopyStep, ...]
@@ -54,10 +54,10 @@ class CopiedOut:
 
 
 class Wiring:
-    """An order in which the actions of all stages can run, and the action whose result each of them waits for.
+    """An order in which the actions of all stages can run, with the action for whose result each of them waits.
 
     Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
-    handing: numbers of actions whose results others wait for. units: each action's index into a table of seconds,
+    handing: numbers of actions for whose results others wait. units: each action's index into a table of seconds,
     ((part * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether each action is an F
     or B.
     """
@@ -81,15 +81,15 @@ class Wiring:
 
     @classmethod
     def of_actions(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring:
-        """Builds the wiring. Raises PlanError when no stage can go on, naming the action at which each of them is stuck."""
+        """Builds the wiring. Raises PlanError if no stage can continue, naming the action at which each of them waits."""
         kinds, chunks, parts = zip(*map(_codes, stages), strict=True)
         return cls(kinds, chunks, parts, num_parts)
 
     @classmethod
     def of_passes(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring | None:
-        """Builds the wiring of the F and B alone, which has the same times, if all have their messages beside them; None if not.
+        """Builds the wiring of only F and B, with the same times, if messages stand beside them; None if not.
 
-        All have them also where no action is a message. Raises PlanError like `of_actions`.
+        This also holds if no action is a message. Raises PlanError like `of_actions`.
         """
         found: list[tuple[IntArray, IntArray, IntArray]] = []
         for stage, actions in enumerate(stages):
@@ -102,7 +102,7 @@ class Wiring:
         return cls(all_kinds, all_chunks, all_parts, num_parts)
 
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
-        """Lets each stage that is ready run until it has to wait, until no stage is ready. sends: SF and SB hand over results."""
+        """Runs each ready stage until it has to wait, until no stage is ready. sends: SF and SB send results."""
         num_stages, num_chunks = self.num_stages, self.num_chunks
         size = self.num_parts * num_stages * num_chunks
         # for each result, forward and backward: number of the action that hands it over; -1: not needed, -2: not made yet
@@ -153,7 +153,7 @@ class Wiring:
         return np.where(self.is_pass, units.ravel()[self.units], 0.0).tolist()  # type: ignore[no-any-return]
 
     def hops(self, hop_s: FloatArray) -> list[float]:
-        """Seconds of the message after every action, looked up in a (stages, chunks, F/B) table; 0 where there is one stage."""
+        """Seconds of the message after every action, looked up in a (stages, chunks, F/B) table; 0 for a single stage."""
         if self.num_stages == 1:
             return [0.0] * len(self.units)
         return hop_s.ravel()[self.units % (2 * self.num_stages * self.num_chunks)].tolist()  # type: ignore[no-any-return]
@@ -177,7 +177,7 @@ class Wiring:
         return times, tuple(copied)
 
     def stop_s(self, seconds: Sequence[float], hop_s: Sequence[float]) -> float:
-        """When the last action stops, of a `run` without copies from second 0."""
+        """Second at which the last action of a `run` without copies from second 0 stops."""
         return max(self._walk(seconds, hop_s)[1])
 
     def _walk(
@@ -188,7 +188,7 @@ class Wiring:
         copies: Sequence[tuple[CopyStep, ...]] = (),
         runs_ahead: bool = False,
     ) -> tuple[list[float], list[float], list[CopiedOut]]:
-        """When every action starts and stops, and the copies to the host, as in `run`."""
+        """Times of all actions, and the copies to the host, as in `run`."""
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
         links = [_Links(runs_ahead) for _ in clocks]
@@ -259,16 +259,15 @@ def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: i
 
 @dataclass(slots=True)
 class _Links:
-    """Channels between one stage and the host.
-
-    out_s, back_s: times at which the channels become free. begun_s: start of the stage's latest backward. done: for each chunk,
-    the times at which its copies out are done, in the order of the forward.
-    """
+    """Channels between one stage and the host."""
 
     runs_ahead: bool
+    # times at which the channels become free
     out_s: float = 0.0
     back_s: float = 0.0
+    # start of the stage's latest backward
     begun_s: float = 0.0
+    # for each chunk, the times at which its copies out are done, in the order of the forward
     done: dict[int, list[float]] = field(default_factory=dict)
 
     def forward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> tuple[float, tuple[float, ...]]:

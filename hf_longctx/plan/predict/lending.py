@@ -4,11 +4,10 @@ An action with lenders occupies all of its stages at once, in the order of `lent
 tokens are split evenly among the ranks, but every rank spends all of its fixed seconds. No communication overlaps with
 computation: every rank sends its keys and values to the ranks of the other stages (in backward, its part of their gradients, in
 at least fp32). Lent ranks get the keys and values of earlier tokens with the first chunk for which they lack them. The stage's
-own ranks hand out and collect hidden states.
+own ranks send out and collect hidden states.
 
-Lends ranks of idle stages to the slices with which a pipeline fills and drains (SPPO, arXiv 2503.10377, section 6).
-
-A sequence in N slices on P stages leaves stages idle at both ends: while stage i runs its first slices, the later stages wait;
+Ranks of idle stages are lent to the slices with which a pipeline fills and drains (SPPO, arXiv 2503.10377, section 6). A sequence
+in N slices on P stages leaves stages idle at both ends: while stage i runs its first slices, the later stages wait;
 while it runs its last slices, the earlier stages have finished. So slices 0 .. P-2-i of stage i run on the ranks of stages
 i .. P-1, and slices N-i .. N-1 on those of stages 0 .. i; the N-P+1 slices in between run on the stage's own ranks. Backward
 finds the same stages idle in reverse order, so every slice has the same ranks there. The paper's definition counts one slice
@@ -30,8 +29,8 @@ network) and at 200 GB/s (inside a node):
     512K, 8           24.3 %           18.0 %     23.5 %
     512K, 32          7.6 %            0.6 %      6.8 %
 
-So lending pays for long sequences in few slices, or where stages share a node. The runtime executes it where every rank has all
-weights (`runtime/execution/lending.py`), and `plan/pipeline/lending.py` decides for which groups of a plan.
+So lending pays for long sequences in few slices, or if stages share a node. The runtime executes it if every rank has all weights
+(`runtime/execution/lending.py`), and `plan/pipeline/lending.py` chooses the groups of a plan.
 """
 
 from __future__ import annotations
@@ -236,7 +235,7 @@ def _chunk_bytes(group: SequenceGroup, byte_model: ByteModel, action: Action) ->
 
 
 def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> SequenceGroup:
-    """Adds `lenders` to every F and B for which stages idle, at the group's positions; messages stay as they are.
+    """Adds `lenders` to every F and B during which stages idle, at the group's positions; messages stay as they are.
 
     front, back: whether idle stages are lent to the first slices, and whether to the last ones. Raises ValueError unless the
     chunks are one family of at least P - 1 and every stage has one part.

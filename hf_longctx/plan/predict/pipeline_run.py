@@ -34,17 +34,17 @@ from hf_longctx.plan.predict.event_loop import CopyStep, Times, Wiring
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """Run of a group on one stage. actions: its F and B; times: (start, stop) of each; exchange_s: communication inside each.
+    """Run of a group on one stage."""
 
-    peak_bytes: most bytes on the device, including states. host_bytes: saved tensors on the host. peak_tokens: most tokens that
-    wait for their backward on the fullest rank.
-    """
-
+    # its F and B, with (start, stop) of each and the communication inside each
     actions: tuple[Action, ...]
     times: Times
     exchange_s: tuple[float, ...]
+    # most bytes on the device, including states
     peak_bytes: int
+    # saved tensors on the host
     host_bytes: int
+    # most tokens that wait for their backward on the fullest rank
     peak_tokens: int
 
     def later(self, seconds: float) -> StageRun:
@@ -89,7 +89,7 @@ class PredictionCache:
         return self._bytes
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """Returns the wiring of the group's F and B, or of all its actions where messages do not stand beside these.
+        """Returns the wiring of the group's F and B, or of all its actions if messages do not stand beside these.
 
         It does not depend on policies. Raises ValueError like `check_action`.
         """
@@ -117,7 +117,7 @@ def run_pipeline(
     """Predicts a group whose stages are free at `start_s`; returns one run per stage."""
     known = PredictionCache() if known is None else known
     if len(group.stages) == 1:
-        # a group without stages meets no others while it runs, so that its run may start at any time and place
+        # a group without stages does not depend on others while it runs, so its run may start at any time and place
         near = near_ranks(group.positions, costs.cluster.ranks_per_node)
         alone = id(group.chunks), id(group.stages), (near,), (0.0,)
         if alone not in known.runs:

@@ -1,9 +1,8 @@
 """Inputs of every pass of the planner besides the plan: costs, settings, and the predictions made so far.
 
-Predicts the seconds in which ranks gather sharded weights, sum gradients and update weights, beside the chunks of `evaluate`.
-
-They stand apart because FSDP2 gathers the next layer while the present one computes, so that only a part of these seconds
-lengthens a step, and because coefficients that were measured in a run contain that part already.
+Also predicts the seconds in which ranks gather sharded weights, sum gradients and update weights. They are separate from the
+chunks of `evaluate` because FSDP2 gathers the next layer while the present one computes, so that only a part of these seconds
+lengthens a step, and because coefficients that were measured in a run already contain that part.
 """
 
 from __future__ import annotations
@@ -26,16 +25,19 @@ from hf_longctx.plan.predict.pipeline_run import PredictionCache
 class WeightSeconds:
     """Seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile.
 
-    gathers_s: for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches, with copies
-    of shards from the host before gathers. sum_s: the sum of gradients over copies, once per step. update_s: the optimizer.
-    hidden_s: most seconds of that sum, or of an update on the host, that run beside the last backward. away_s: copies of shards
-    that leave for the host and come back, once per step. Empty and 0 if the cost model was measured.
+    Empty and 0 if the cost model was measured.
     """
 
+    # for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches, with copies of
+    # shards from the host before gathers
     gathers_s: tuple[float, ...] = ()
+    # the sum of gradients over copies, once per step
     sum_s: float = 0.0
+    # the optimizer
     update_s: float = 0.0
+    # most seconds of that sum, or of an update on the host, that run beside the last backward
     hidden_s: float = 0.0
+    # copies of shards that leave for the host and come back, once per step
     away_s: float = 0.0
 
     @property
@@ -44,7 +46,7 @@ class WeightSeconds:
         return max(self.gathers_s, default=0.0)
 
     def counted_gathers_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> float:
-        """Seconds of gathers that plans count: those that links are busy after all computing, and a share of the others.
+        """Seconds of gathers that plans count: those during which links are busy after all computing, and a share of the others.
 
         `COUNTED_SHARE` says why.
         """
@@ -61,9 +63,9 @@ class WeightSeconds:
         """Least and most seconds of a step that takes `step_s` without these.
 
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
-        replicated weights, or their copies to the host, run beside the last backward. Most: nothing runs beside them, as where
-        the step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards
-        that leave and come back.
+        replicated weights, or their copies to the host, run beside the last backward. Most: they run alone, for example if the
+        step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards that
+        leave and come back.
         """
         alone_s = self.sum_s + self.update_s + self.away_s
         if not self.gathers_s:
@@ -74,8 +76,8 @@ class WeightSeconds:
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     """Seconds in which the ranks of `plan` gather, sum and update weights; none if the coefficients of `costs` were measured.
 
-    Coefficients that follow from the hardware's rates contain neither. Measured ones contain what their measurement had, and are
-    not told apart from it.
+    Coefficients that follow from the hardware's rates contain none of these. Measured ones contain those of their measurement,
+    which cannot be separated from them.
     """
     if not plan.micro_batches or costs.coefficients != default_coefficients(costs.model, costs.cluster):
         return WeightSeconds()
@@ -119,7 +121,7 @@ def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float
 
 
 def _early_copies_s(plan: StepPlan, place: int, costs: CostModel) -> float:
-    """Seconds of the backward beside which a stage's gradients leave for the host; 0 where they do not before its end."""
+    """Seconds of the backward beside which a stage's gradients leave for the host; 0 if they leave only after its end."""
     is_tied = costs.model.tied_embeddings and plan.num_stages > 1 and place in (0, plan.num_stages - 1)
     if plan.ranks_per_stage > 1 or costs.model.keeps_all_stages or is_tied:
         return 0.0
