@@ -1,16 +1,8 @@
-"""Solve linear and integer programs: the functions that the planner calls.
+"""Solves linear and integer programs: states them as numpy arrays, hands them to HiGHS or CBC, and checks the answers.
 
-HiGHS is used if highspy is installed, else CBC, which comes with pulp; both are imported only when called, and a solution names
-its backend. Values that a solver returns are checked against the program, so that a wrong answer is a `SolverError` and never
-a wrong plan.
-
-Types of the solver: linear and integer programs as numpy arrays, limits of a search, and solutions.
-
-The planner builds `LinearProgram`s, `solve.py` hands them to a backend and checks the `Solution` against them.
-
-Solve linear and integer programs with CBC, which comes with PuLP, if HiGHS is not installed; called by `solve.py` only.
-
-Solve linear and integer programs with HiGHS (package highspy), the preferred backend; called by `solve.py` only.
+HiGHS runs if highspy is installed, otherwise CBC, which comes with PuLP. Both are imported only when a program is solved, and a
+`Solution` names its backend. Returned values are checked against the program, so a wrong answer is a `SolverError` and never a
+wrong plan.
 """
 
 from __future__ import annotations
