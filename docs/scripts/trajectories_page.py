@@ -47,7 +47,7 @@ class Step:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of both, with gathers of weights and the optimizer, none of them hidden."""
-        return {self.static.label: self.static.most_s, "planned": self.planned.range_s[1]}
+        return {self.static.label: self.static.most_s, "planned": self.planned.step_bounds_s[1]}
 
 
 def step_on(num_gpus: int) -> Step:

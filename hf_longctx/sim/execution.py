@@ -37,9 +37,9 @@ class Execution:
         return float(sum(getattr(rank, seconds) for rank in self.ranks)) / total if total else 0.0
 
     @property
-    def range_s(self) -> tuple[float, float]:
-        """Least and most seconds of the step with gathers of weights and sums of gradients, as `WeightSeconds.range_s`."""
-        return self.weights.range_s(self.step_s, self.once_s, self.ranks)
+    def step_bounds_s(self) -> tuple[float, float]:
+        """Least and most seconds of the step with gathers of weights and sums of gradients, as `WeightSeconds.step_bounds_s`."""
+        return self.weights.step_bounds_s(self.step_s, self.once_s, self.ranks)
 
 
 def execute_plan(plan: StepPlan, costs: CostModel) -> Execution:

@@ -80,12 +80,12 @@ class Forecast:
     @property
     def at_limit_s(self) -> float:
         """Seconds of a step with one sequence of the most tokens, with gathers, sums and the optimizer, none hidden."""
-        return self.at_limit.execution.range_s[1]
+        return self.at_limit.execution.step_bounds_s[1]
 
     @property
     def whole_step_s(self) -> float:
         """Mean seconds of a step with gathers, sums and the optimizer, none of them hidden."""
-        return self.range_s[1]
+        return self.step_bounds_s[1]
 
     @property
     def step_s(self) -> float:
@@ -93,9 +93,9 @@ class Forecast:
         return _mean([step.execution.step_s for step in self.steps])
 
     @property
-    def range_s(self) -> tuple[float, float]:
+    def step_bounds_s(self) -> tuple[float, float]:
         """Mean least and most seconds of a step with gathers of sharded weights, sums of gradients and the optimizer."""
-        ranges = [step.execution.range_s for step in self.steps]
+        ranges = [step.execution.step_bounds_s for step in self.steps]
         return _mean([least for least, _ in ranges]), _mean([most for _, most in ranges])
 
     @property

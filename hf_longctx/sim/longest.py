@@ -23,7 +23,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.catalog import has_kernels
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
+from hf_longctx.plan.memory.capacity import in_pieces, least_memory_policy
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.predict.pipeline_run import run_alone
 
@@ -67,7 +67,7 @@ class _Switches:
     tile: int = 0
     # tokens per tile of the loss (0: no tiles)
     loss_tile: int = 0
-    # see `lean_policy`
+    # see `least_memory_policy`
     host_bytes: int = 0
     keeps_attention: bool = False
     reruns: bool = False
@@ -80,7 +80,7 @@ class _Switches:
         if self.keeps_everything:
             return ActivationPolicy(0)
         ways: dict[str, Any] = {"keeps_attention": self.keeps_attention, "reruns": self.reruns}
-        return in_pieces(lean_policy(costs.model, num_tokens, self.host_bytes, self.tile, **ways), self.head_pieces)
+        return in_pieces(least_memory_policy(costs.model, num_tokens, self.host_bytes, self.tile, **ways), self.head_pieces)
 
 
 def longest_rows(costs: CostModel, budget: Budget) -> tuple[LongestRow, ...]:

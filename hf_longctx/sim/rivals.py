@@ -262,4 +262,4 @@ def predicted_s(plan: StepPlan, costs: CostModel, plain: CostModel) -> tuple[flo
     plain: costs without replays, for gathers of weights.
     """
     run = evaluate_plan(plan, costs, with_events=False)
-    return run.step_s, weight_seconds(plan, plain).range_s(run.step_s, run.once_s, run.ranks)[1]
+    return run.step_s, weight_seconds(plan, plain).step_bounds_s(run.step_s, run.once_s, run.ranks)[1]

@@ -106,7 +106,7 @@ def dtype_of(folder: Path) -> str:
 def _planned(number: int, lengths: Sequence[int], scenario: Scenario) -> NewPlan:
     plan = plan_step(number, lengths, scenario.costs, scenario.planner_config)
     execution = execute_plan(plan, scenario.costs)
-    return NewPlan(plan.folded_layout, execution.step_s, execution.range_s[1])
+    return NewPlan(plan.folded_layout, execution.step_s, execution.step_bounds_s[1])
 
 
 def _past(line: Line) -> PastPlan:

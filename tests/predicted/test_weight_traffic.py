@@ -201,7 +201,7 @@ def test_seconds_are_those_of_the_bytes_and_a_step_with_them_lies_between_two_en
     seconds = 2 * (sent / hardware.link_bytes_per_s + (3 + 2 + 3) * hardware.message_s)
     found, run = weight_seconds(plan, costs), evaluate_plan(plan, costs)
     assert found.gathers_s == pytest.approx((seconds, seconds)) and found.sum_s == 0.0
-    least, most = found.range_s(run.step_s, run.once_s, run.ranks)
+    least, most = found.step_bounds_s(run.step_s, run.once_s, run.ranks)
     exchange_s = max(rank.exchange_s for rank in run.ranks)
     assert most == pytest.approx(run.step_s + seconds)
     assert least == pytest.approx(max(run.step_s, exchange_s + seconds)) and exchange_s > 0
@@ -216,7 +216,7 @@ def test_shards_on_the_host_are_copied_before_gathers_and_leave_once() -> None:
     copy_s = 2 * costs.model.layer_weights * 2 / 2 / costs.cluster.hardware.copy_bytes_per_s
     assert found.gather_s - plain.gather_s == pytest.approx(2 * 2 * copy_s) and found.away_s == pytest.approx(2 * copy_s)
     run = evaluate_plan(plan, costs)
-    ends = [each.range_s(run.step_s, run.once_s, run.ranks) for each in (found, plain)]
+    ends = [each.step_bounds_s(run.step_s, run.once_s, run.ranks) for each in (found, plain)]
     assert ends[0][1] - ends[1][1] == pytest.approx(6 * copy_s) and ends[0][0] - ends[1][0] >= 2 * copy_s
     # weights that are whole, or gathered once, have nothing there
     whole = replace(hand_costs(2, 2, "replicated", 1), model=away.model)
@@ -240,7 +240,7 @@ def test_measured_seconds_contain_the_gathers_that_were_measured() -> None:
     plan = plan_of([[(2, (0,))]], [9], 2, parameters="sharded")
     run = evaluate_plan(plan, measured)
     assert weight_seconds(plan, measured) == WeightSeconds()
-    assert WeightSeconds().range_s(run.step_s, run.once_s, run.ranks) == (run.step_s, run.step_s)
+    assert WeightSeconds().step_bounds_s(run.step_s, run.once_s, run.ranks) == (run.step_s, run.step_s)
 
 
 def test_replicated_weights_are_summed_and_never_gathered() -> None:

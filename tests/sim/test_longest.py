@@ -11,7 +11,7 @@ from helpers.plans.layouts import tiny_costs
 from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, Chunk, GroupShape, Span
 from hf_longctx.plan.cost.cost_model import with_adapters
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
+from hf_longctx.plan.memory.capacity import least_memory_policy, most_tokens
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.sim.longest import Budget, _step_s, longest_rows
@@ -26,7 +26,7 @@ def test_rows_fit_and_hold_no_token_more() -> None:
     assert len(rows) == 7 and all(row.tokens > 0 and row.step_s > 0 for row in rows)
     for row, host, keeps in ((rows[3], 0, False), (rows[4], 0, True), (rows[5], 2**28, False), (rows[6], 2**28, True)):
         for tokens, fits in ((row.tokens, True), (row.tokens + 1, False)):
-            policy = lean_policy(MODEL, tokens, host, LEAST_TILE_TOKENS, keeps_attention=keeps)
+            policy = least_memory_policy(MODEL, tokens, host, LEAST_TILE_TOKENS, keeps_attention=keeps)
             found = ByteModel(MODEL).chunk(Load.document(tokens, 16), policy)
             assert found.host <= host
             assert (found.device + found.workspace <= BUDGET.device_bytes) == fits
@@ -39,7 +39,7 @@ def test_inputs_of_every_second_layer_cost_half_a_forward_more(host_bytes: int) 
     assert len(before) == (7 if host_bytes else 5) and last.tokens > 1.2 * max(row.tokens for row in before)
     assert last.tokens == most_tokens(MODEL, BUDGET.device_bytes, host_bytes, LEAST_TILE_TOKENS, reruns=True)
     # copies are hidden behind computing, so the same tokens with all inputs kept differ by the forwards of eight layers
-    policies = [lean_policy(MODEL, last.tokens, host_bytes, LEAST_TILE_TOKENS, reruns=again) for again in (True, False)]
+    policies = [least_memory_policy(MODEL, last.tokens, host_bytes, LEAST_TILE_TOKENS, reruns=again) for again in (True, False)]
     reruns_s, plain_s = (_step_s(COSTS, budget, policy, last.tokens) for policy in policies)
     forward = COSTS.coefficients.forward
     layers_s = forward.token_s * 15 / 16 * last.tokens + forward.pair_s * last.tokens**2 / 2

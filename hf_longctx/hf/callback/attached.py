@@ -162,7 +162,7 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         planned._report()
         undo.callback(run.report.console.take_over(trainer))
         planned._translated(config, args)
-        planned._tell_settings()
+        planned._log_settings()
         undo.callback(trainer.remove_callback, run.report)
         undo.callback(trainer.remove_callback, planned._stop)
         undo.callback(trainer.remove_callback, ReplicaCheck)

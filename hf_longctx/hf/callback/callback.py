@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_longctx.hf.callback.attached import AttachedMixin, lend_plans
 from hf_longctx.hf.callback.exchange import SequenceExchange
-from hf_longctx.hf.callback.guarded import lend, sender, take_back
+from hf_longctx.hf.callback.guarded import calling_trainer, lend, take_back
 from hf_longctx.hf.checkpoints.choice import Choice
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
@@ -154,7 +154,7 @@ class LongContextCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         raise_together(separate_runs(args.world_size), None)
-        lend(sender()[0], self)
+        lend(calling_trainer()[0], self)
         begin_beats(self.config.collective_timeout_s, args.ddp_timeout)
 
     def on_train_begin(
@@ -256,7 +256,7 @@ class LongContextCallback(TrainerCallback):
 
     def _join(self, undo: ExitStack) -> str | None:
         """Guards a training that its trainer has begun already; returns the folder from which that has resumed. Collective."""
-        trainer, names = sender()
+        trainer, names = calling_trainer()
         if isinstance(trainer, CheckpointMixin):
             raise ValueError("the model runs plans already (LongContextTrainer, or a second callback); use one of them")
         undo.callback(self.detach)
@@ -268,7 +268,7 @@ class LongContextCallback(TrainerCallback):
     def _start_exchange(self, args: TrainingArguments, model: Any, processing_class: Any, train_dataloader: Any) -> None:
         """Checks everything on every rank, makes the process groups, and hooks the model."""
         assert self._stop is not None
-        config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, sender()[0])
+        config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, calling_trainer()[0])
         facts = Facts(config=config, args=args, model=model, num_ranks=args.world_size, draws_batches=False)
         problems = argument_problems(facts) + refusals(ALONE, replace(facts, given=vars(trainer))) + alone_problems(args)
         request = RunRequest(config, model, args, processing_class, problems, control=self._control)

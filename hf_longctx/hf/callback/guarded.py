@@ -71,7 +71,7 @@ def take_back(trainer: Trainer) -> None:
             delattr(trainer, name)
 
 
-def sender() -> tuple[Trainer, dict[str, Any]]:
+def calling_trainer() -> tuple[Trainer, dict[str, Any]]:
     """The trainer whose event is handled now, and the local variables of its method that sent it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

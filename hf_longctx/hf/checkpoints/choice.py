@@ -100,7 +100,7 @@ class Choice:
         refused: list[tuple[str, list[Finding]]] = []
         for name in names:
             if not (found := self.findings(run_dir / name)):
-                self._say(run_dir / name, refused)
+                self._log_choice(run_dir / name, refused)
                 return Chosen(run_dir / name)
             refused.append((name, found))
         for name, found in refused if self.takes_partial else []:
@@ -120,7 +120,7 @@ class Choice:
         """The checkpoint in this folder; raises ValueError on every rank, naming files, if it cannot be resumed. Collective."""
         found = self.findings(folder)
         if not found:
-            self._say(folder, [])
+            self._log_choice(folder, [])
             return Chosen(folder)
         if self.takes_partial and not any(each.part == "weights" for each in found):
             return self._partly(folder, found)
@@ -143,7 +143,7 @@ class Choice:
         if found:
             self._partly(folder, found)
         else:
-            self._say(folder, [])
+            self._log_choice(folder, [])
 
     def findings(self, folder: Path) -> list[Finding]:
         """Everything that is wrong with a checkpoint, as any rank sees it; equal on all ranks. Collective.
@@ -186,7 +186,7 @@ class Choice:
             logger.warning("resuming from %s in part (%s); what starts anew: %s", folder, _texts(found), anew)
         return chosen
 
-    def _say(self, folder: Path, passed_over: list[tuple[str, list[Finding]]]) -> None:
+    def _log_choice(self, folder: Path, passed_over: list[tuple[str, list[Finding]]]) -> None:
         if self._rank:
             return
         for name, found in passed_over:

@@ -70,7 +70,7 @@ class Console:
             return lambda: None
         self._own, self.tells_logs = printing[0], True
         # set on the instance, so that the list of callbacks may change and an event may be running
-        vars(self._own)["on_log"] = _say_nothing
+        vars(self._own)["on_log"] = _log_nothing
         if isinstance(self._own, ProgressCallback):
             bars = _Bars(self._own, is_drawn=sys.stderr.isatty())
             vars(self._own).update(on_train_begin=bars.begin, on_prediction_step=bars.predict)
@@ -163,7 +163,7 @@ def _close(own: ProgressCallback) -> None:
     own.prediction_bar = own.training_bar = None
 
 
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Replaces a method that prints logs."""
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from hf_longctx.hf.ranks import lost_ranks
-from hf_longctx.hf.ranks.lost_ranks import STORE_STAYS, Beat, Lost, all_know, beat_key, report_key, tell_known
+from hf_longctx.hf.ranks.lost_ranks import STORE_STAYS, Beat, Lost, all_know, beat_key, report_key, report_known
 from hf_longctx.hf.ranks.stop_signals import say
 
 # beats per time-out, and the longest and shortest time between two
@@ -209,7 +209,7 @@ class Heartbeats:
                 self._publish(number)
                 self._take(self._read())
                 if self._verdict is not None:
-                    self._tell_verdict(*self._verdict)
+                    self._log_verdict(*self._verdict)
                 self._is_due.wait(self._interval_s if self._verdict is None else _SHORTEST_S)
                 self._is_due.clear()
                 if self._ends.is_set() and not self._has_left:
@@ -248,11 +248,11 @@ class Heartbeats:
         )
         self._store.set(self._keys[self._rank], beat.text())
 
-    def _tell_verdict(self, step: int, still: list[int]) -> None:
+    def _log_verdict(self, step: int, still: list[int]) -> None:
         if self.reports is None:
             return
         self.reports.set(report_key(self._rank), str(step))
-        tell_known(self.reports, self._rank)
+        report_known(self.reports, self._rank)
         if all_know(self.reports, len(self._keys), still, lambda rank: False):
             self._all_know.set()
 
@@ -293,7 +293,7 @@ class Heartbeats:
             self._lived_s += min(now_s - last_s, 2 * self._interval_s)
             last_s = now_s
             self._look()
-            self._tell_of_wait()
+            self._log_wait()
             self._excuse_busy()
             lost = self._lost()
             # finish writing a checkpoint, if this rank does not wait for others
@@ -348,7 +348,7 @@ class Heartbeats:
         if (words, is_waiting, number) != self._doing[:3]:
             self._doing, self._has_told = Doing(words, is_waiting, number, self._lived_s), False
 
-    def _tell_of_wait(self) -> None:
+    def _log_wait(self) -> None:
         """Logs once for whom this rank waits, if it is the first waiting rank and has waited long."""
         waited_s, beats = self._lived_s - self._doing.since_s, self.beats()
         if self._has_told or not self._doing.is_waiting or any(beats[rank].is_waiting for rank in range(self._rank)):

@@ -180,7 +180,7 @@ class RollCall:
         """
         lost = self._search(step, timeout_s, place)
         try:
-            tell_known(self.store, self.rank)
+            report_known(self.store, self.rank)
             until_s = time.monotonic() + STORE_STAYS * timeout_s
             while self._is_needed(lost.ranks) and time.monotonic() < until_s:
                 time.sleep(_POLL_S)
@@ -271,7 +271,7 @@ def rank_0_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
-def tell_known(store: Any, rank: int) -> None:
+def report_known(store: Any, rank: int) -> None:
     """Publishes that this rank has found the lost ranks."""
     store.set(_known_key(rank), "")
 

@@ -424,7 +424,7 @@ def without_checkpointing(args: TrainingArguments, config: LongContextConfig) ->
     A line says so on rank 0.
     """
     if wish := _checkpointing(args, None):
-        tell_settings(args, (_checkpointing_line(wish, config),), [])
+        log_settings(args, (_checkpointing_line(wish, config),), [])
     with with_values(args, _NO_CHECKPOINTING) as users:
         yield users
 
@@ -446,7 +446,7 @@ def with_values(args: TrainingArguments | None, values: Mapping[str, Any]) -> It
         before.clear()
 
 
-def tell_settings(args: TrainingArguments, lines: tuple[str, ...], idle: list[str]) -> None:
+def log_settings(args: TrainingArguments, lines: tuple[str, ...], idle: list[str]) -> None:
     """Logs, on rank 0, each line of a translation, and one warning with all settings that have no effect."""
     if args.process_index:
         return

@@ -67,7 +67,7 @@ from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
 from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
-from hf_longctx.hf.start.setup import Beside, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
+from hf_longctx.hf.start.setup import OtherResidents, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.plan.core.types import StepPlan
@@ -332,7 +332,7 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     compiles = config.compile_layers if request.mode.steps else False
     fused, kernels_line = fused_layers(model, args, compiles, control)
     reference = request.reference.parameters() if request.reference is not None else ()
-    beside = Beside(sum(weight.nbytes for weight in reference), _covered(fused, model))
+    beside = OtherResidents(sum(weight.nbytes for weight in reference), _covered(fused, model))
     rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task)
     setup = choose_setup(config, model, args, checked.degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)

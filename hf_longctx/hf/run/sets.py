@@ -177,10 +177,10 @@ class SequenceSets:
         index = self._cut(scan)
         if self.args.process_index == 0 and name not in self._told:
             self._told.add(name)
-            _tell_cuts(name, scan.sequence_lengths, index, self.longest_sequence)
-            _tell_unlabelled(name, self._labelled[name])
+            _log_cuts(name, scan.sequence_lengths, index, self.longest_sequence)
+            _log_unlabelled(name, self._labelled[name])
             # a user's collator may read columns that are in none of the rows that it makes
-            _tell_left_out(name, self._rows[name], scan)
+            _log_left_out(name, self._rows[name], scan)
         return index
 
     def rows(self, name: str) -> Any:
@@ -301,7 +301,7 @@ def _first_difference(name: str, everyone: list[Any]) -> list[str]:
     return []
 
 
-def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:
+def _log_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:
     """Logs how many rows were cut, and how many tokens were dropped or sequences gained."""
     num_long = int((row_lengths > limit).sum())
     if num_long:
@@ -313,7 +313,7 @@ def _tell_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: in
         )
 
 
-def _tell_unlabelled(name: str, labelled: NDArray[np.bool_]) -> None:
+def _log_unlabelled(name: str, labelled: NDArray[np.bool_]) -> None:
     """Logs how many sequences teach nothing."""
     if num_without := int((~labelled).sum()):
         logger.warning(
@@ -322,7 +322,7 @@ def _tell_unlabelled(name: str, labelled: NDArray[np.bool_]) -> None:
         )
 
 
-def _tell_left_out(name: str, dataset: Any, scan: DatasetScan) -> None:
+def _log_left_out(name: str, dataset: Any, scan: DatasetScan) -> None:
     """Logs how much padding is left out, and which columns nothing reads."""
     if (padding := scan.padding).num_tokens:
         labels = f", {padding.num_labels:,} of which have labels" if padding.num_labels else ""

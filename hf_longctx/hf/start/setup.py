@@ -76,7 +76,7 @@ class TrainingRows:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherResidents:
     """Parts of a run beside its model."""
 
     # bytes of a reference model
@@ -123,7 +123,7 @@ def choose_setup(
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
     rows: TrainingRows | None = None,
-    beside: Beside | None = None,
+    beside: OtherResidents | None = None,
 ) -> Setup:
     """Chooses cost model, limits, stages and place of optimizer states for `model` on `control`; collective over its ranks.
 
@@ -152,7 +152,7 @@ def choose_setup(
         )
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
     frozen = frozen_parameters(model, config.stages != 1)
-    beside = beside or Beside()
+    beside = beside or OtherResidents()
     own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels
     gathered = zip(*gather_objects(own, control), strict=True)
     adapters, packed, rounded, all_frozen, moments, kernels = (list(each) for each in gathered)

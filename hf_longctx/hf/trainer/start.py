@@ -46,7 +46,7 @@ from hf_longctx.hf.rules.arguments import (
 )
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.rule import Facts, refusals
-from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, idle_settings, tell_settings, translate
+from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, idle_settings, log_settings, translate
 from hf_longctx.hf.rules.trl import (
     PREPARED,
     is_scored,
@@ -100,7 +100,7 @@ class StartMixin(_TrainerBase):
         self._lines = words.lines
         return words.config, list(words.problems)
 
-    def _tell_settings(self) -> None:
+    def _log_settings(self) -> None:
         """Logs what became of settings of other systems, and which settings have no effect."""
         if self.is_fsdp_enabled:
             self.longctx_run.close()
@@ -113,7 +113,7 @@ class StartMixin(_TrainerBase):
         idle = idle_settings(self.args, draws, draws and self.plans_evaluation, self.compute_metrics is not None)
         if draws and is_stream(self.train_dataset) and (count := self.args.dataloader_num_workers):
             idle.append(f"dataloader_num_workers={count} (threads read a stream ahead, see lookahead_batches and stream_readers)")
-        tell_settings(self.args, self._lines, idle)
+        log_settings(self.args, self._lines, idle)
 
     def _first_model(self, model: Any, model_init: Any, args: TrainingArguments, problems: list[str]) -> Any:
         """The model that the trainer was given, also by its name, or the first one that `model_init` makes.

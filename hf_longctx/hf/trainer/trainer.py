@@ -196,7 +196,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._report()
         self.longctx_run.report.console.take_over(self)
         self._log_to_output_dir()
-        self._tell_settings()
+        self._log_settings()
 
     @of_all_ranks("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -750,7 +750,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         if shards is not None:
             shards.come_back()
 
-    def _told_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
+    def _forwards_with_events(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
         """Yields like `_planned_forwards`, and calls the callbacks' event after each step."""
         self.callback_handler.eval_dataloader = dataloader
         for each in self._planned_forwards(dataloader):
@@ -761,7 +761,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Evaluates a set with a model that classifies."""
         user = self.compute_metrics, self.preprocess_logits_for_metrics
         with self._evaluating():
-            return classified(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, *user)
+            return classified(self.longctx_run, dataloader, self._forwards_with_events(dataloader), prefix, *user)
 
     def _evaluated(
         self, dataloader: DataLoader[Any], prefix: str, only_loss: bool, wants_scores: bool = False
@@ -777,7 +777,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             )
         metrics = None if compute is None else TokenMetrics(compute, form)
         with self._evaluating():
-            return evaluated(self.longctx_run, dataloader, self._told_forwards(dataloader), prefix, metrics, wants_scores)
+            return evaluated(self.longctx_run, dataloader, self._forwards_with_events(dataloader), prefix, metrics, wants_scores)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 
 
-def lean_policy(
+def least_memory_policy(
     model: ModelSpec,
     num_tokens: int,
     host_bytes: int,
@@ -37,13 +37,13 @@ def lean_policy(
     shares = (min(1.0, max(0.0, host_bytes / input_bytes - place)) if input_bytes else 0.0 for place in places)
     # shares are rounded down to whole tokens, so that they never exceed the limit
     parts = [int(share * num_tokens) / max(1, num_tokens) for share in shares]
-    return ActivationPolicy(0, 0, _lean_layers(tuple(parts), keeps_attention, reruns), small_tile(tile_tokens))
+    return ActivationPolicy(0, 0, _least_memory_layers(tuple(parts), keeps_attention, reruns), small_tile(tile_tokens))
 
 
 # most chunks have all inputs on the device or all on the host, so that their policies are equal
 @lru_cache(maxsize=256)
-def _lean_layers(host_parts: tuple[float, ...], keeps_attention: bool, reruns: bool) -> tuple[LayerPolicy, ...]:
-    """Makes the layers of a `lean_policy` with these shares of their inputs on the host."""
+def _least_memory_layers(host_parts: tuple[float, ...], keeps_attention: bool, reruns: bool) -> tuple[LayerPolicy, ...]:
+    """Makes the layers of a `least_memory_policy` with these shares of their inputs on the host."""
     again = [TensorShare(name, recompute=1.0) for name in TENSOR_CLASSES]
     # equal layers share one object, which is counted once
     known = {
@@ -88,7 +88,7 @@ def most_tokens(
     head_pieces: int = 1,
     **load: Any,
 ) -> int:
-    """Returns the longest document that one rank can train with `lean_policy`; 0 if not even a token fits.
+    """Returns the longest document that one rank can train with `least_memory_policy`; 0 if not even a token fits.
 
     device_bytes: bytes of the device besides weights, gradients and optimizer states. reruns: layers may run once more to make
     the next layer's input, see `may_rerun`. head_pieces: most pieces of heads in which attention may run. load: fields of `Load`
@@ -100,7 +100,7 @@ def most_tokens(
         # layers offloading may not pay
         for again in dict.fromkeys((reruns, False)):
             for limit in dict.fromkeys((host_bytes, 0)):
-                lean = lean_policy(model, num_tokens, limit, tile_tokens, reruns=again)
+                lean = least_memory_policy(model, num_tokens, limit, tile_tokens, reruns=again)
                 yield from (in_pieces(lean, pieces) for pieces in dict.fromkeys((head_pieces, 1)))
 
     like = replace(Load.document(1, model.num_layers), **load)

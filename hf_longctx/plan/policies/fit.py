@@ -38,7 +38,7 @@ from hf_longctx.plan.core.types import (
     small_tile,
 )
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import in_pieces, lean_policy
+from hf_longctx.plan.memory.capacity import in_pieces, least_memory_policy
 from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.memory.stage import RoundBytes
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -225,7 +225,7 @@ def in_tiles(group: SequenceGroup, tile_tokens: int) -> SequenceGroup:
     return with_equal_stages(group, lambda *_: (), tile_tokens)
 
 
-def lean_group(
+def least_memory_group(
     group: SequenceGroup,
     model: ModelSpec,
     tile_tokens: int,
@@ -237,7 +237,7 @@ def lean_group(
     """The group with the least device memory: every layer of every chunk is recomputed.
 
     host_share: returns the host bytes for a chunk, given its tokens on a rank and the number of layers; called for every chunk,
-    once for all stages with as many layers. keeps_attention, reruns: see `lean_policy`. head_pieces: see `LayerPolicy`.
+    once for all stages with as many layers. keeps_attention, reruns: see `least_memory_policy`. head_pieces: see `LayerPolicy`.
     """
     shape = group.shape
     tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
@@ -247,7 +247,7 @@ def lean_group(
     def layers(chunk: int, num_layers: int) -> tuple[LayerPolicy, ...]:
         size = tokens[chunk], num_layers, host_share(tokens[chunk], num_layers)
         if size not in known:
-            policy = lean_policy(model, size[0], size[2], tile_tokens, num_layers, keeps_attention, reruns)
+            policy = least_memory_policy(model, size[0], size[2], tile_tokens, num_layers, keeps_attention, reruns)
             known[size] = in_pieces(policy, head_pieces).layers
         return known[size]
 
@@ -282,7 +282,7 @@ def _lean(group: SequenceGroup, model: ModelSpec, budget: ActivationBudget) -> S
         left_bytes = left_bytes - share if share == num_layers * layer_bytes else 0
         return share
 
-    return lean_group(group, model, budget.tile_tokens, host_share)
+    return least_memory_group(group, model, budget.tile_tokens, host_share)
 
 
 # a forecast asks for the same few models and devices several times

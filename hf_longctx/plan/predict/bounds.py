@@ -268,7 +268,7 @@ class MemoryLimitedStep:
         return ByteModel(self.costs.model).accumulated(self.costs.parameters, self.costs.shard_ranks)
 
     @cached_property
-    def _spared_bytes(self) -> float:
+    def _max_saving_by_slicing(self) -> float:
         """Most bytes beside layers that slices of any sequence spare on a rank."""
         problem = self.problem
         most = max(min(problem.capacity, -(-max(problem.lengths) // degree)) for degree in problem.degrees)
@@ -277,12 +277,12 @@ class MemoryLimitedStep:
     @property
     def _lacking_bytes(self) -> float:
         """Bytes by which slices have less room than whole chunks."""
-        return self._waiting_bytes - (self._spared_bytes if self._slices_lack_room else 0.0)
+        return self._waiting_bytes - (self._max_saving_by_slicing if self._slices_lack_room else 0.0)
 
     @property
     def _slices_lack_room(self) -> bool:
         """Whether waiting gradients take more bytes than slices save, so that no group has more room than with a whole chunk."""
-        return self._waiting_bytes >= self._spared_bytes
+        return self._waiting_bytes >= self._max_saving_by_slicing
 
     def _outside_bytes(self, degree: int) -> FloatArray:
         """Least bytes that a group with each sequence needs beside its layers, when the last of its forwards ends.

@@ -59,7 +59,7 @@ class WeightSeconds:
         """Most seconds for which exchanges and gathers keep a rank's links busy."""
         return max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))
 
-    def range_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> tuple[float, float]:
+    def step_bounds_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> tuple[float, float]:
         """Least and most seconds of a step that takes `step_s` without these.
 
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of

@@ -59,7 +59,7 @@ from hf_longctx.plan.policies.fit import (
     first_fitting,
     in_equal_slices,
     in_tiles,
-    lean_group,
+    least_memory_group,
     search_room,
     with_layers,
     with_stages_of,
@@ -116,7 +116,7 @@ _Layers = Callable[[Sequence[tuple[TensorShare, ...]]], list[tuple[LayerPolicy, 
 # device bytes of every stage for saved tensors and workspace, and host bytes
 _StageRoom = tuple[tuple[float, ...], float]
 # makes a group with every layer recomputed, given whether attention outputs are kept, and the host bytes for inputs
-_Lean = Callable[[bool, int], SequenceGroup]
+_LeastMemory = Callable[[bool, int], SequenceGroup]
 
 
 def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
@@ -184,10 +184,10 @@ class Room:
         seconds, gathers_s = self._run_s(group)
         return replace(trial, seconds=seconds, gathers_s=gathers_s)
 
-    def _lean_group(
+    def _least_memory_group(
         self, group: SequenceGroup, host_bytes: int, keeps_attention: bool = False, reruns: bool = False, head_pieces: int = 1
     ) -> SequenceGroup:
-        """The group with every layer of every chunk recomputed, see `lean_group`.
+        """The group with every layer of every chunk recomputed, see `least_memory_group`.
 
         Host bytes are divided in proportion to tokens times layers, relative to the most that are in flight at once.
         """
@@ -204,7 +204,7 @@ class Room:
             return int(host_bytes * num_tokens * num_layers / max(1, in_flight())) if host_bytes else 0
 
         ways = keeps_attention, reruns, head_pieces
-        return lean_group(group, self.costs.model, self.budget.tile_tokens, host_share, *ways)
+        return least_memory_group(group, self.costs.model, self.budget.tile_tokens, host_share, *ways)
 
     def over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
         """Bytes above the limit on each stage of a group under its policies."""
@@ -349,12 +349,12 @@ class GroupRoom(Room):
             most = self.costs.model.head_pieces(group.shape.ulysses)
             reruns = (False, True) if may_rerun(self.costs.model, self.costs.parameters) else (False,)
             ways = [(again, pieces) for again in reruns for pieces in sorted({1, most})]
-        return [*programs, *(partial(self._lean_trials, group, *way) for way in ways)]
+        return [*programs, *(partial(self._least_memory_trials, group, *way) for way in ways)]
 
-    def _lean_trials(self, group: SequenceGroup, reruns: bool, head_pieces: int) -> list[Trial]:
+    def _least_memory_trials(self, group: SequenceGroup, reruns: bool, head_pieces: int) -> list[Trial]:
         """The group in least memory, with the host and without it, since copies need device memory too."""
         hosts = (self.budget.host_bytes, 0)
-        return [self.trial(self._lean_group(group, host_bytes, False, reruns, head_pieces)) for host_bytes in hosts]
+        return [self.trial(self._least_memory_group(group, host_bytes, False, reruns, head_pieces)) for host_bytes in hosts]
 
     def _in_equal_slices(self, groups: Sequence[SequenceGroup], ways: Sequence[int]) -> list[Trial]:
         """Groups that run one order of actions in the first of these numbers of equal slices in which they fit, or none.
@@ -464,7 +464,7 @@ class GroupRoom(Room):
         """The group with the program's policies, and the reason if `explains`; none where no answer of the program fits."""
         model, device_bytes = self.costs.model, self.budget.device_bytes
         # workspace beside saved tensors hardly depends on the policy
-        lean = self._lean_group(group, 0)
+        lean = self._least_memory_group(group, 0)
         needed = self.byte_model.moments(lean, lean.stages[0]).most
         room_bytes = float(device_bytes - self._waiting_bytes(group) - needed.peak + needed.saved)
         # host bytes less two tokens per layer and chunk, since the host slab cannot grow: one for rounding shares to tokens,
@@ -677,7 +677,7 @@ class PipelineRoom(Room):
     def _least_ways(self, group: SequenceGroup) -> list[SequenceGroup]:
         """The group under each of the policies of `least_over_bytes`."""
         model, tile_tokens = self.costs.model, self.budget.tile_tokens
-        least = lean_group(group, model, tile_tokens, lambda *_: self.budget.host_bytes)
+        least = least_memory_group(group, model, tile_tokens, lambda *_: self.budget.host_bytes)
         return [least, in_tiles(group, tile_tokens), group]
 
     def _over_bytes(
@@ -724,14 +724,14 @@ class PipelineRoom(Room):
             self.predictions.over[key] = group, is_over
         return self.predictions.over[key][1]
 
-    def _least_trials(self, lean: _Lean, keeps_attention: bool, host_bytes: int) -> list[Trial]:
+    def _least_trials(self, lean: _LeastMemory, keeps_attention: bool, host_bytes: int) -> list[Trial]:
         """Predicts a group in least memory, unless a bound tells that it does not fit, and keeps it for a refusal."""
         group = lean(keeps_attention, host_bytes)
         over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
         self._least.append(Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group))
         return self._least[-1:]
 
-    def _programmed(self, kept: Trial, keeps_attention: bool, lean: _Lean) -> list[Trial]:
+    def _programmed(self, kept: Trial, keeps_attention: bool, lean: _LeastMemory) -> list[Trial]:
         """The joint program's answers that fit: with offloading, and without it where that may be faster. lean: see `_lean`."""
 
         def solved(offloads: bool) -> Trial | None:
@@ -787,12 +787,14 @@ class PipelineRoom(Room):
             free_bytes.append(room_bytes - message_bytes(self.costs.model, stage, len(group.stages), max(cells.tokens)) - waiting)
         return search_room(propose, next_room, (tuple(free_bytes), host_bytes), _ROOM.attempts)
 
-    def _lean(self, kept: Trial) -> _Lean:
+    def _lean(self, kept: Trial) -> _LeastMemory:
         """Versions of a group with every layer of every chunk recomputed on the stages that do not fit if everything is kept."""
 
         @cache
         def lean(keeps_attention: bool, host_bytes: int) -> SequenceGroup:
-            return with_stages_of(self._lean_group(kept.group, host_bytes, keeps_attention), kept.group, _fitting_places(kept))
+            return with_stages_of(
+                self._least_memory_group(kept.group, host_bytes, keeps_attention), kept.group, _fitting_places(kept)
+            )
 
         return lean
 

@@ -123,7 +123,7 @@ def _step(forecast: Forecast) -> list[str]:
         f"STEP  {duration(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
         f"  lower bound for {limits}: {duration(bound_s)}; this plan {counted}is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
-        *_weights_lines(forecast.weights, forecast.range_s),
+        *_weights_lines(forecast.weights, forecast.step_bounds_s),
         f"  planned in {duration(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
         *_wrapped(first.folded_layouts),
@@ -408,7 +408,7 @@ def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memo
         f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
         f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
         f"  {duration(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
-        *_weights_lines(weights, execution.range_s),
+        *_weights_lines(weights, execution.step_bounds_s),
         f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
         *_use_lines(memory_use(plan, execution, costs, memory)),
         *_table(head, rows),
@@ -435,7 +435,7 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
     return f"rank-seconds: {compute:.0%} computing, {exchange:.0%} communication, {idle:.0%} waiting"
 
 
-def _weights_lines(weights: WeightSeconds, range_s: tuple[float, float]) -> list[str]:
+def _weights_lines(weights: WeightSeconds, step_bounds_s: tuple[float, float]) -> list[str]:
     """Makes a line about gathers of weights, sums of gradients and the optimizer, which other seconds do not include."""
     from_host = ", with copies of shards from the host," if weights.away_s else ""
     parts = [f"gathers of sharded weights{from_host} take {duration(weights.gather_s)}"] if weights.gather_s else []
@@ -444,7 +444,7 @@ def _weights_lines(weights: WeightSeconds, range_s: tuple[float, float]) -> list
     parts += [f"shards leave and come back in {duration(weights.away_s)}"] if weights.away_s else []
     if not parts:
         return []
-    least, most = (duration(seconds) for seconds in range_s)
+    least, most = (duration(seconds) for seconds in step_bounds_s)
     moved = "gathers" if weights.gather_s else "sums" if weights.sum_s else "copies to the host"
     total = f"{least} to {most}, by how much of the {moved} is hidden" if least != most else most
     return [f"  beside it: {', '.join(parts)}; with them a step takes {total}"]

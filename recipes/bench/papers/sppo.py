@@ -54,7 +54,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import lean_policy
+from hf_longctx.plan.memory.capacity import least_memory_policy
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
@@ -265,7 +265,7 @@ class Offload:
         for name, share in shares.items():
             again = name == "run again"
             step_s, device, host = self.as_sppo(share, again)
-            lean = (replace(lean_policy(GPT_13B, n, 0, 0, self.layers), chunk=i) for i, n in enumerate(self.tokens))
+            lean = (replace(least_memory_policy(GPT_13B, n, 0, 0, self.layers), chunk=i) for i, n in enumerate(self.tokens))
             policies = tuple(lean) if again else self.policies(share) if name != "none" else ()
             ours_s, ours_device, ours_host = self.as_ours(policies)
             row: dict[str, Any] = {"offload": name, "step_s": step_s, "device_bytes": device, "host_bytes": host}

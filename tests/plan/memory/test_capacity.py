@@ -25,7 +25,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.catalog import model_names, named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.capacity import lean_policy, most_tokens
+from hf_longctx.plan.memory.capacity import least_memory_policy, most_tokens
 from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
 from hf_longctx.plan.model.layers import IndexSpec
@@ -46,7 +46,7 @@ def group_of(chunks: list[list[tuple[int, int, int]]], words: str, degree: int =
 
 def test_recomputed_bytes_by_hand() -> None:
     # fp32 head: hidden input, product and output of the last norm with its root, log-probabilities; rotary tables, ids, labels
-    policy = lean_policy(SMALL, 1000, 0, 0)
+    policy = least_memory_policy(SMALL, 1000, 0, 0)
     found = ByteModel(SMALL).chunk(Load.document(1000, 4), policy)
     assert found.device == 1000 * (4 * 4 * 64 + (3 * 4 * 64 + 4) + 4 * 256 + (2 * 4 * 16 + 16))
     assert found.host == 0
@@ -61,7 +61,7 @@ def test_recomputed_bytes_by_hand() -> None:
 
 
 def test_frozen_weights_need_no_gradients_of_the_head() -> None:
-    policy = lean_policy(SMALL, 1000, 0, 100)
+    policy = least_memory_policy(SMALL, 1000, 0, 100)
     adapters = AdapterSpec(layer_parameters=10, layer_bytes=40)
     trained, frozen, above = (
         ByteModel(replace(SMALL, adapters=each)).chunk(Load.document(1000, 4), policy)
@@ -72,7 +72,7 @@ def test_frozen_weights_need_no_gradients_of_the_head() -> None:
     assert (above.device, above.workspace) == (frozen.device, frozen.workspace + 12 * 1000)
     # with few tokens in tiles, the gradients of the MLP's matrices are the largest
     trained_few, frozen_few = (
-        ByteModel(replace(SMALL, vocab_size=1, adapters=each)).chunk(Load.document(10, 4), lean_policy(SMALL, 10, 0, 5))
+        ByteModel(replace(SMALL, vocab_size=1, adapters=each)).chunk(Load.document(10, 4), least_memory_policy(SMALL, 10, 0, 5))
         for each in (AdapterSpec(), adapters)
     )
     matrices = 3 * SMALL.intermediate_size * SMALL.hidden_size
@@ -136,7 +136,7 @@ def test_held_bytes_are_those_of_the_engine_and_more_tokens_never_need_less(
     policy = ActivationPolicy(0, 0, tuple(layers), tile_tokens)
     found, more = (ByteModel(model).chunk(Load.document(tokens, 4), policy) for tokens in (num_tokens, num_tokens + 8))
     none, _ = held_bytes(model, ActivationPolicy(0, 0, tuple(layers)), 4, num_tokens)
-    head = ByteModel(model).chunk(Load.document(num_tokens, 4), lean_policy(model, num_tokens, 0, tile_tokens))
+    head = ByteModel(model).chunk(Load.document(num_tokens, 4), least_memory_policy(model, num_tokens, 0, tile_tokens))
     inputs = 4 * class_bytes(model, "layer_input") * num_tokens
     # plain layers save keys and values once per query head, and attention's output once more
     plain = sum(layer.keeps_everything for layer in layers) * num_tokens * bytes_per_element * (2 * 32 + 64)
@@ -150,13 +150,13 @@ def test_held_bytes_are_those_of_the_engine_and_more_tokens_never_need_less(
 @given(st.integers(1, 500), st.integers(0, 1 << 20))
 def test_the_lean_policy_holds_its_host_limit_and_the_least_on_the_device(num_tokens: int, host_bytes: int) -> None:
     load = Load.document(num_tokens, 4)
-    found = ByteModel(SMALL).chunk(load, lean_policy(SMALL, num_tokens, host_bytes, 16))
+    found = ByteModel(SMALL).chunk(load, least_memory_policy(SMALL, num_tokens, host_bytes, 16))
     assert found.host <= host_bytes
     inputs = 4 * class_bytes(SMALL, "layer_input") * num_tokens
     assert found.host >= min(inputs, host_bytes) - 2 * class_bytes(SMALL, "layer_input")
-    without = ByteModel(SMALL).chunk(load, lean_policy(SMALL, num_tokens, 0, 16))
+    without = ByteModel(SMALL).chunk(load, least_memory_policy(SMALL, num_tokens, 0, 16))
     assert found.device == without.device - found.host
-    kept = ByteModel(SMALL).chunk(load, lean_policy(SMALL, num_tokens, 0, 16, keeps_attention=True))
+    kept = ByteModel(SMALL).chunk(load, least_memory_policy(SMALL, num_tokens, 0, 16, keeps_attention=True))
     assert without.device < kept.device
 
 
@@ -167,7 +167,7 @@ def test_the_longest_document_is_the_last_that_fits() -> None:
             min(
                 found.device + found.workspace
                 for limit in (0, host_bytes)
-                for found in [ByteModel(SMALL).chunk(Load.document(count, 4), lean_policy(SMALL, count, limit, 256))]
+                for found in [ByteModel(SMALL).chunk(Load.document(count, 4), least_memory_policy(SMALL, count, limit, 256))]
             )
             <= GIB
             for count in (tokens, tokens + 1)

@@ -11,7 +11,7 @@ from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.pipeline.stages import layer_ranges
-from hf_longctx.plan.policies.fit import FittedGroups, Trial, first_fitting, lean_group, search_room
+from hf_longctx.plan.policies.fit import FittedGroups, Trial, first_fitting, least_memory_group, search_room
 
 MODEL = named_model("llama-3.1-8b")
 
@@ -126,7 +126,7 @@ def test_lean_policies_recompute_every_layer_and_take_the_host_bytes_of_their_ch
         asked.append((num_tokens, num_layers))
         return 0 if len(asked) % 2 else 1 << 40
 
-    stages = lean_group(group, MODEL, 64, host_share, keeps_attention).stages
+    stages = least_memory_group(group, MODEL, 64, host_share, keeps_attention).stages
     assert asked == [(100, stage.num_layers) for stage in stages for _ in group.chunks]
     for stage in stages:
         assert [(policy.chunk, policy.tile_tokens, len(policy.layers)) for policy in stage.activations] == [

@@ -42,7 +42,7 @@ def test_the_last_backward_hides_sums_of_replicated_weights() -> None:
     layers_s = found.sum_s * of_layers / of_all
     assert found.hidden_s == pytest.approx(hidden_sums_s(layers_s, backward_s, SPEC.num_layers))
     assert 0 < found.hidden_s < found.sum_s
-    least, most = found.range_s(run.step_s, run.once_s, run.ranks)
+    least, most = found.step_bounds_s(run.step_s, run.once_s, run.ranks)
     assert most - least == pytest.approx(found.hidden_s) and least >= run.step_s
 
 

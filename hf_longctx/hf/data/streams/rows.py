@@ -211,14 +211,14 @@ class SequenceReader:
                         if problem := listed_in_rows([row], rules.name):
                             raise ValueError(problem)
                     tokens = row_tokens(row, self._columns or (), self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
-                    self._tell_padding(tokens)
+                    self._log_padding(tokens)
                     yield tokens, number == len(rows)
         except ValueError as error:
             raise ValueError(f"{error} (row {self.num_rows} {place})") from error
         except Exception as error:
             raise ValueError(f"{rules.name} failed at row {self.num_rows} {place}: {_said(error)}") from error
 
-    def _tell_padding(self, tokens: RowTokens) -> None:
+    def _log_padding(self, tokens: RowTokens) -> None:
         if tokens.num_padding and not self._has_told_padding:
             self._has_told_padding = True
             logger.warning(
