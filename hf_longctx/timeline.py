@@ -26,16 +26,16 @@ _DPI = 110
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """An activity of one rank from `start_s` to `stop_s`, in seconds from the start of the timeline.
-
-    kind: an action kind, or another word by which events are coloured. name: short text. detail: more text, for traces.
-    """
+    """An activity of one rank from `start_s` to `stop_s`, in seconds from the start of the timeline."""
 
     rank: int
+    # an action kind, or another word that decides the colour
     kind: str
+    # short text
     name: str
     start_s: float
     stop_s: float
+    # more text, for traces
     detail: str = ""
 
 

@@ -1,1 +1,1 @@
-"""Holds what is known about the model classes of transformers, as plain data."""
+"""Facts about the model classes of transformers, as plain data."""

@@ -23,7 +23,7 @@ _kimi_delta = partial(Mixer, functions=("causal_conv1d_fn", "chunk_kimi_delta_at
 _short_conv = partial(Mixer, functions=("causal_conv1d_fn",), layer_type="conv")
 _mamba1 = partial(Mixer, functions=("causal_conv1d_fn", "mamba_selective_scan"))
 _mamba2 = partial(Mixer, functions=("causal_conv1d_fn", "mamba2_chunk_scan"), fused="mamba2_split_conv1d_scan_combined")
-# decoders on BERT's layers or others as old, whose MLPs no policy can run alone
+# decoders on BERT's layers or similarly old ones, whose MLPs no policy can run alone
 _BERT = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="table")
 _ROBERTA = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="from_padding")
 

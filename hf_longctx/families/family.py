@@ -1,4 +1,4 @@
-"""Defines the records of the registry: what is known about one family of model classes. Plain data, standard library only.
+"""Defines the records of the registry: facts about one family of model classes. Plain data, standard library only.
 
 A family is one folder of `transformers/models`. It has at most one causal language model, one multimodal class and one decoder,
 so one record has one `Traits`.
@@ -19,8 +19,8 @@ class Traits:
     gated_mlp: bool = True
     # policies can run MLPs alone, in token tiles
     tiles_mlps: bool = True
-    # where layers have an MLP: all of them; none, or one that counts as a part of the mixer; only layers with attention, all of
-    # which share one block, whose attention reads the embeddings beside hidden states; those that the list of layer types names
+    # layers with an MLP: all; none, or the MLP counts as a part of the mixer; only those with attention, which all share a block
+    # whose attention reads the embeddings beside hidden states; those that the list of layer types names
     mlp: Literal["in_every_layer", "in_mixer", "with_attention", "by_layer_name"] = "in_every_layer"
     # width of the MLP in hidden sizes, if the config does not give it; 0: it must
     mlp_times_hidden: int = 0
@@ -28,7 +28,7 @@ class Traits:
     mlp_divisor: int = 1
     # field with the width of the MLP in a model without experts
     dense_field: str = ""
-    # every token runs through all experts, which get zeros where it did not choose them
+    # every token runs through all experts; those that it did not choose get zeros
     runs_all_experts: bool = False
     # inner tensors that an expert saves because it clamps them
     expert_clamps: int = 0
@@ -48,7 +48,7 @@ class Traits:
     cuts_heads: bool = False
     # layers without a window have heads of their own size, and some share keys and values
     global_heads: bool = False
-    # layers with more KV heads than the config says: all, one for each query head; or those with a window, twice as many
+    # layers with more KV heads than the config says: all (one for each query head), or those with a window (twice as many)
     kv_heads: Literal["", "all", "doubled_in_windows"] = ""
     # layers with a window if the config lists no layer types: none; all; those from `max_window_layers` on; those without RoPE;
     # or those that `block_types` names
@@ -62,23 +62,23 @@ class Traits:
     positions: Literal["", "table", "from_padding"] = ""
     # hidden states between layers are in at least fp32, unless `residual_in_fp32` says otherwise
     wide_hidden: bool = False
-    # layers get an input of their own from a table, in the sizes of `hidden_size_per_layer_input`
+    # every layer gets its own input from a table, of `hidden_size_per_layer_input` elements
     layer_inputs: bool = False
-    # residuals and what is added to them are multiplied by weights
+    # residuals and their addends are multiplied by weights
     scales_residuals: bool = False
-    # field with the size of what layers hand on beside hidden states
+    # field with the number of elements that layers pass on beside hidden states
     passed_field: str = ""
     # number of layers: as the config says; that of its layer types; or twice as many, since each calls attention twice
     layers: Literal["", "of_types", "doubled"] = ""
-    # row of `STATES` in `plan/model/layers.py` for layers with a state; empty: fields of the config tell
+    # row of `STATES` in `plan/model/layers.py` for layers with a state; empty: fields of the config decide
     state: str = ""
-    # functions of all layers that run as single kernels where layers are compiled: norms, gates, rotary
+    # functions of all layers that run as single kernels if layers are compiled: norms, gates, rotary
     kernels: tuple[str, ...] = ()
-    # why runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles
+    # reason why runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles
     keeps_all: str = ""
 
 
-# traits of decoders about which nothing is special but which functions of all their layers have kernels
+# traits of decoders that differ from the defaults only in the functions of all layers that have kernels
 NORMS, GATES, ROTARY = (Traits(kernels=(name,)) for name in ("norms", "gates", "rotary"))
 NORMS_AND_ROTARY = Traits(kernels=("norms", "rotary"))
 ALL_KERNELS = Traits(kernels=("norms", "gates", "rotary"))
@@ -86,7 +86,7 @@ ALL_KERNELS = Traits(kernels=("norms", "gates", "rotary"))
 
 @dataclass(frozen=True, slots=True)
 class OwnAttention:
-    """How plans run the attention of a class that writes it out itself."""
+    """Facts by which plans run the attention of a class that writes it out itself."""
 
     # names of its attention class and its decoder layer class
     attention: str
@@ -97,13 +97,13 @@ class OwnAttention:
     divisor: str = ""
     # attribute of the module by which that method drops weights
     dropout: str = ""
-    # attention cannot go without a mask; that of plans is a single number
+    # attention needs a mask; under plans it is a single number
     keeps_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """How plans run a mixer with a state along the sequence: which functions of its forward they replace."""
+    """Facts by which plans run a mixer with a state along the sequence: the functions of its forward that they replace."""
 
     # name of the mixer class
     name: str
@@ -111,16 +111,16 @@ class Mixer:
     functions: tuple[str, ...] = ()
     # its name in the config's `layer_types`
     layer_type: str = "linear_attention"
-    # field of the config with the number of heads that have a state of their own; empty if there are as many as channels, or if
-    # the mixer has a convolution alone
+    # field of the config with the number of heads that have their own state; empty if every channel has one, or if the mixer has
+    # only a convolution
     heads: str = ""
-    # function that may do everything at once, which plans leave out
+    # function that may do everything at once, which plans do not use
     fused: str = ""
     # types of layers that mix no tokens, or that have attention beside a mixer
     other_types: tuple[str, ...] = ()
     # attribute of the mixer with the number of calls of the last function, if there may be several
     scans: str = ""
-    # paths of methods from the mixer that its forward calls in place of functions; one that it calls twice stands there twice
+    # paths of methods from the mixer that its forward calls in place of functions; one that it calls twice is listed twice
     methods: tuple[str, ...] = ()
     # class of the module around a mixer that gets the plan's context and does not pass it on; empty if mixers get it
     parent: str = ""
@@ -145,13 +145,13 @@ class Modules:
     tuples: Mapping[str, int] = field(default_factory=dict)
     # decoder layers that return the keys they have chosen, or got by this keyword, beside hidden states
     passed_on: Mapping[str, str] = field(default_factory=dict)
-    # classes that leave the context out -> attributes with the modules that they call, or with lists of such modules
+    # classes that do not pass on the context -> attributes with the modules that they call, or with lists of such modules
     hands_down: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # classes that run long rows in pieces in evaluation, with a cache; under a plan they run as in training
     in_pieces: tuple[str, ...] = ()
     # attention whose attribute `indexer` chooses keys, if it is not None
     indexed: tuple[str, ...] = ()
-    # attention that its masks alone limit; all layers have the config's window
+    # attention that only its masks limit; all layers have the config's window
     window_of_config: tuple[str, ...] = ()
     # attention that scales the queries of layers without RoPE by their position in the row
     tempered: tuple[str, ...] = ()
@@ -161,17 +161,17 @@ class Modules:
     row_positions: tuple[str, ...] = ()
     # classifiers that write out the forward of transformers' generic class
     like_generic: tuple[str, ...] = ()
-    # modules of towers that transformers runs on rows of text, too, though nothing of what they give is used
+    # modules of towers that transformers also runs on rows of text, although their outputs are not used
     run_on_text: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why classes are refused."""
+    """Reason why classes are refused."""
 
-    # says what the first module that matches `layer` does; without `layer`, what the class itself does
+    # action of the first module that matches `layer`; without `layer`, of the class itself
     text: str
-    # in a few words, for the table of models; empty for multimodal classes, whose text stands there
+    # short form for the table of models; empty for multimodal classes, for which the table has the text
     summary: str = ""
     # regular expression for the names and classes of modules
     layer: str = ""
@@ -179,7 +179,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of model classes: its names, the traits of its decoder, and what patches and checks must know of it."""
+    """One family of model classes: its names, the traits of its decoder, and facts for patches and checks."""
 
     # folder of `transformers/models`
     folder: str
@@ -199,7 +199,7 @@ class Family:
     # in the order in which a layer calls them
     mixers: tuple[Mixer, ...] = ()
     own_attention: OwnAttention | None = None
-    # fields with rates of dropout that is all in modules that see hidden states
+    # fields with rates of dropout that only modules on hidden states apply
     dropout_fields: tuple[str, ...] = ()
     # layers drop residuals at the rate of attention weights, too, or scale outputs after the weights that they return
     drops_more_than_weights: bool = False
@@ -209,7 +209,7 @@ class Family:
     default_rope_only: bool = False
     # masks support attention chunks
     attention_chunks: bool = False
-    # hands on the `image_outputs` of the text model's output, which has none: plain transformers 5.24 raises AttributeError
+    # reads `image_outputs` of the text model's output, which has none: plain transformers 5.24 raises AttributeError
     reads_image_outputs: bool = False
     # without jitter, routers get no gradient
     jitter_trains_routers: bool = False

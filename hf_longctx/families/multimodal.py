@@ -1,4 +1,4 @@
-"""Lists the families of which only a multimodal class runs, on rows of text."""
+"""Lists the families with only a multimodal class that runs, on rows of text."""
 
 from __future__ import annotations
 

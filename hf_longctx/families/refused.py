@@ -10,7 +10,7 @@ STATE_WORDS = (
     r"RgLru|xLSTMLayer|[ms]LSTM|Rwkv(?!Block|Model)|TimeMix|CCA|Mixer$"
 )
 
-# why a causal language model is refused; an unknown class gets the first whose layer it has as a hint
+# reasons to refuse a causal language model; an unknown class gets the first whose layer it has as a hint
 REASONS: dict[str, Reason] = {
     "own_attention": Reason(
         "declares no attention backend: its attention is written out in its own file", "declares no attention backend"
@@ -45,7 +45,7 @@ REASONS: dict[str, Reason] = {
         "inputs beside tokens and positions",
     ),
 }
-# why rows of text under plans cannot follow a multimodal class, and what would be needed
+# reasons why rows of text under plans cannot follow a multimodal class, and the missing support
 REASONS |= {
     "encoder_on_text": Reason(
         "reads images, sound or another second sequence by cross attention, an encoder or learned queries, in rows of text, too; "

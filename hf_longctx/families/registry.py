@@ -1,4 +1,4 @@
-"""Finds the family of a class or of a model type, and gathers what all families say of module classes."""
+"""Finds the family of a class or of a model type, and gathers facts about module classes from all families."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXERS: dict[str, Mixer] = {mixer.name: mixer for family in FAMILIES for mixer i
 # causal language model that writes its attention out itself -> how plans run it
 OWN_ATTENTION: dict[str, OwnAttention] = {family.causal: family.own_attention for family in FAMILIES if family.own_attention}
 
-# a family of which nothing is known
+# a family without facts
 _UNKNOWN = Family("")
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_CLASS = {name: family for family in FAMILIES for name in (family.causal, family.wrapper, *family.refused) if name}
@@ -51,5 +51,5 @@ def family_of_type(model_type: object) -> Family:
 
 
 def traits_of(config: Mapping[str, Any]) -> Traits:
-    """Traits of the decoder whose config this is, those of Llama for an unknown `model_type`."""
+    """Traits of the decoder of this config, those of Llama for an unknown `model_type`."""
     return family_of_type(config.get("model_type")).traits

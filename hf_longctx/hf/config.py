@@ -117,7 +117,7 @@ class Sizes:
     """Group sizes, or "all": numbers, or the words of a command line."""
 
     def checked(self, name: str, value: Any) -> Any:
-        """None, "all" or a list of ints; raises ValueError naming the setting."""
+        """Returns None, "all" or a list of ints; raises ValueError naming the setting."""
         words = [value] if isinstance(value, str) else value
         if words is None:
             return None
@@ -175,7 +175,7 @@ else:
 
 @dataclass
 class LongContextConfig:
-    """How sequences are cut, spread and reported. Ready for `HfArgumentParser`; the common fields come first.
+    """Settings by which sequences are cut, spread and reported. Ready for `HfArgumentParser`; the common fields come first.
 
     Example:
 

@@ -320,7 +320,7 @@ def choose_layout(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layo
 
 
 def _improve_greedy(problem: GroupingProblem, config: PlannerConfig) -> tuple[Layout, str]:
-    """Improves the greedy layout by linear or integer programs; the name tells how many micro-batches they left to greedy."""
+    """Improves the greedy layout by linear or integer programs; the name says how many micro-batches they left to greedy."""
     limit_s = config.solver_time_limit_s
     if config.one_micro_batch:
         [groups] = plan_one_micro_batch(problem)

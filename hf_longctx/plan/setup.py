@@ -1,9 +1,9 @@
 """The setup of a run or a forecast: the numbers with which planning starts.
 
-A run measures what its ranks have (`hf/start/setup.py`), a forecast assumes it (`sim/scenario.py`). Both state what the user asks
-for as `Wishes`. From there on every number is decided here, once: where states and layers lie, how many pipeline stages there
-are, how ranks share parameters, how many tokens a rank holds, and how long a sequence may be. The same formula answers which
-changes would allow a longer one.
+A run measures its ranks (`hf/start/setup.py`), a forecast assumes them (`sim/scenario.py`). Both state the user's settings as
+`Wishes`. From there on every number is decided here, once: the places of states and layers, the number of pipeline stages, the
+sharding of parameters, the tokens of a rank, and the longest sequence. The same formulas find changes that would allow a longer
+one. With NCCL every communicator takes device memory; with gloo, on CPU devices, none does.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a job uses its ranks; together with the memory of a rank it decides how long a sequence may be."""
+    """A job's use of its ranks; together with the memory of a rank it decides how long a sequence may be."""
 
     num_ranks: int
     parameters: Parameters
@@ -173,7 +173,7 @@ class Placement:
 
     @property
     def sharing(self) -> tuple[Parameters, int, Ranges]:
-        """How states lie on the ranks, as methods of `DeviceMemory` take it."""
+        """Sharding of the states, as arguments for methods of `DeviceMemory`."""
         return self.parameters, self.shard_ranks, self.ranges
 
     def largest_shape(self, model: ModelSpec) -> GroupShape:
@@ -255,7 +255,7 @@ class Measured:
     reference_bytes: int = 0
 
     def memory_on(self, placement: Placement, costs: CostModel, lends: bool = False) -> DeviceMemory:
-        """Memory beside communicators, a reference model, and whatever of the model lies on the host."""
+        """Memory beside communicators, a reference model, and the parts of the model on the host."""
         usable, memory = self.memory.usable_bytes, replace(self.memory, model=costs.model)
         if self.has_communicators:
             blocks, num_stages = block_sizes(placement.degrees, costs), max(1, len(placement.ranges))
@@ -308,7 +308,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Values of all ranks if there is one."""
+    """Values of all ranks in a run of one rank."""
     return [value]
 
 
@@ -369,10 +369,10 @@ class Setup:
 def build_setup(
     measured: Measured, wishes: Wishes, lengths: Lengths, check: Callable[[Setup, Measured], None], gather: Gather = alone
 ) -> Setup:
-    """Choose degrees, stages, places of states and layers, and room. Collective over the ranks of `gather`.
+    """Chooses degrees, stages, places of states and layers, and room. Collective over the ranks of `gather`.
 
-    check: raises ValueError, in the words of a run or a forecast, for a setup that cannot be. Raises ValueError, too, if neither
-    place of "auto" passes it.
+    check: raises ValueError, in the words of a run or a forecast, for an impossible setup. Also raises ValueError if neither
+    place of "auto" passes the check.
     """
     choices = _Choices(measured, wishes, lengths, check, gather)
     return choices.in_place("layer_weights", lambda each: each.in_place("optimizer_states", _Choices.in_stages))
@@ -380,7 +380,7 @@ def build_setup(
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """The choices that are still open; each method makes one, and leaves the others to the next."""
+    """The choices that are still open; each method makes one, and calls the next for the others."""
 
     measured: Measured
     wishes: Wishes
@@ -485,7 +485,7 @@ def _sharded(placement: Placement, shard_ranks: int) -> Placement:
 
 
 def _why_sharded(whole: Setup, num_ranks: int, longest: int, setup_on: Callable[[Placement], Setup]) -> str:
-    """Why parameters are sharded if the user leaves that open; empty if they are replicated.
+    """Returns why parameters are sharded if the user leaves that open; empty if they are replicated.
 
     longest: tokens of the longest sequence; 0 if it is unknown, so that as many as possible should fit.
     """
@@ -506,7 +506,7 @@ def _why_sharded(whole: Setup, num_ranks: int, longest: int, setup_on: Callable[
 
 
 def _with_planned_room(setup: Setup) -> Setup:
-    """The setup with no more room than a plan of one sequence has, of which formulas may count less."""
+    """The setup with its room limited to the longest sequence that can be planned, since formulas may count fewer bytes."""
     placement, costs, planner, room = setup.placement, setup.costs, setup.planner, setup.room_tokens
     if placement.is_pipeline:
         return replace(setup, room_tokens=_longest_planned(min(setup.max_length, room * setup.num_stages), costs, planner))
@@ -537,9 +537,9 @@ def _longest_planned(most_tokens: int, costs: CostModel, planner: PlannerConfig)
 
 
 def _stage_method(costs: CostModel, num_ranks: int, placement: Placement) -> GroupMethod:
-    """How groups inside a stage of so many ranks share attention.
+    """Chooses the method by which groups inside a stage of `num_ranks` ranks share attention.
 
-    Around a ring every slice sends earlier ones again, so "auto" means Ulysses wherever that can run groups of all degrees.
+    Around a ring every slice sends earlier ones again, so "auto" means Ulysses if that can run groups of all degrees.
     """
     if placement.method != "auto":
         return placement.method
@@ -548,28 +548,28 @@ def _stage_method(costs: CostModel, num_ranks: int, placement: Placement) -> Gro
 
 
 def shared_parameters(parameters: Parameters, shard_ranks: int | None, num_ranks: int) -> tuple[Parameters, int]:
-    """How parameters live on `num_ranks` ranks, and how many share one copy; a single rank has the whole model.
+    """Placement of parameters on `num_ranks` ranks, and the ranks that share one copy; a single rank has the whole model.
 
-    shard_ranks: as the user asks; nothing for all ranks.
+    shard_ranks: the user's setting; None or 0 for all ranks.
     """
     return ("replicated", 1) if parameters == "replicated" or num_ranks == 1 else (parameters, shard_ranks or num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class _HostPlace:
-    """Tokens of the longest sequence with something on the device or in host memory."""
+    """Tokens of the longest sequence if states or layers are on the device or in host memory."""
 
     # tokens of the longest sequence requested
     wanted_tokens: int
-    # most tokens with it on the device and in host memory (0: that place cannot hold it)
+    # most tokens with these on the device and in host memory (0: that place cannot hold them)
     device_tokens: int
     host_tokens: int
-    # why it cannot lie on the host; empty if it can
+    # reason why they cannot lie on the host; empty if they can
     host_problem: str
 
     @property
     def on_host(self) -> bool:
-        """Whether it goes to the host: the wanted sequence does not fit beside it, and more tokens fit without it."""
+        """Whether they go to the host: the wanted sequence does not fit beside them, and more tokens fit without them."""
         return self.device_tokens < self.wanted_tokens and self.device_tokens < self.host_tokens
 
     def _head(self, what: str, on_device: str) -> str:
@@ -610,11 +610,11 @@ class _HostPlace:
 def num_communicators(
     num_ranks: int, degrees: Sequence[int], shard_ranks: int = 1, num_stages: int = 1, lends: bool = False
 ) -> int:
-    """Number of groups that the rank with the most of them is in, the default group included; 0 for a single rank.
+    """Counts the groups of the rank with the most of them, including the default group; 0 for a single rank.
 
     degrees: those of groups that exchange heads (`cost_model.block_sizes`). shard_ranks: ranks that share one copy of the
-    parameters; with 1, gradients are summed early in a group of their own, unless stages lend ranks. lends: stages may lend
-    ranks to each other.
+    parameters; with 1, gradients are summed early in a separate group, unless stages lend ranks. lends: stages may lend ranks to
+    each other.
     """
     if num_ranks == 1:
         return 0
@@ -631,9 +631,9 @@ def num_communicators(
 
 
 def usable_bytes(device_bytes: int, num_communicators: int) -> int:
-    """Bytes of a device that predicted bytes may fill.
+    """Returns the bytes of a device that predicted bytes may fill.
 
-    Communicators may take half of the rest; of more than these, every one lowers the result.
+    Communicators may take half of the rest; each further one lowers the result.
     """
     share = (1 + USABLE_SHARE) / 2
     return int(min(device_bytes * USABLE_SHARE, device_bytes * share - num_communicators * COMMUNICATOR_BYTES))
@@ -642,7 +642,7 @@ def usable_bytes(device_bytes: int, num_communicators: int) -> int:
 def _sequence_groups(
     stage: int, position: int, num_ranks: int, num_stages: int, degrees: Sequence[int], lends: bool
 ) -> set[tuple[int, ...]]:
-    """Ranks of the groups of all ranks, of sequences and of lent slices that one rank is in; equal ranks share a group."""
+    """Returns ranks of one rank's groups: of all ranks, of sequences and of lent slices; equal ranks share a group."""
     per_stage = num_ranks // num_stages
     found = {tuple(range(num_ranks))}
     for degree in (*degrees, per_stage):
@@ -657,7 +657,7 @@ def _sequence_groups(
 
 
 def _num_links(stage: int, num_stages: int) -> int:
-    """Groups of a rank for messages between stages, for sums over all of them, and for sums over the first and the last."""
+    """Counts a rank's groups for messages between stages, for sums over all stages, and over the first and the last."""
     if num_stages == 1:
         return 0
     is_end = stage in (0, num_stages - 1)
@@ -684,7 +684,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change, named as in `Remedy`, and what it leads to."""
+    """A change, named as in `Remedy`, and the memory and placement after it."""
 
     name: str
     setting: str
@@ -698,7 +698,7 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room for tokens on a rank, given one way of keeping weights, gradients and optimizer states; 0 tokens: it does not fit."""
+    """Room for tokens on a rank under one placement of weights, gradients and optimizer states; 0 tokens: it does not fit."""
 
     parameters: Parameters
     state_bytes: int
@@ -707,7 +707,7 @@ class Room:
 
 
 def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
-    """Rooms for all ways of keeping the states, with equal groups; shards span all ranks unless the placement says otherwise."""
+    """Rooms for all placements of the states, with equal groups; shards span all ranks unless the placement says otherwise."""
     names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_round")
     ways = []
     for parameters in names if placement.num_ranks > 1 else names[:1]:
@@ -741,7 +741,7 @@ def fitting_remedies(
 
 
 def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
-    """Pairs of settings with which a sequence of `num_tokens` fits; none that is a pair in another order."""
+    """Pairs of settings with which a sequence of `num_tokens` fits, each in one order."""
     pairs: dict[frozenset[str], Remedy] = {}
     for first in _settings(memory, placement, may_recompute):
         for second in _settings(first.memory, first.placement, may_recompute):
@@ -815,7 +815,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
 
 
 def _on_host(name: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:
-    """The change to `model`, of which more lies in host memory; it asks for more of that where too little is known."""
+    """The change to `model`, which has more in host memory; asks for more host memory if too little is known to be there."""
     away = replace(memory, model=model)
     # host memory of the states was left out before
     before, more = memory.host_states(*placement.sharing), away.host_states(*placement.sharing)
@@ -828,12 +828,12 @@ def _on_host(name: str, setting: str, memory: DeviceMemory, model: ModelSpec, pl
 
 
 def can_leave(model: ModelSpec) -> bool:
-    """Whether shards of the model's layers can lie on the host: those of weights in four bits and of spread experts cannot."""
+    """Whether shards of the model's layers can lie on the host; weights in four bits and spread experts cannot."""
     return model.packed.is_empty and not model.experts.are_spread
 
 
 def _adapters(memory: DeviceMemory, placement: Placement) -> Iterator[_Change]:
-    """Changes to adapters alone: over the weights as they are (LoRA), and over weights of four bits (QLoRA)."""
+    """Changes that train only adapters: over the present weights (LoRA), and over weights in four bits (QLoRA)."""
     rank = memory.lora_rank or _LORA_RANK
     frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
     frozen = replace(frozen, adapters=lora_adapters(frozen, rank))
@@ -872,11 +872,11 @@ def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_to
 
 
 def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
-    """LoRA of this rank on every matrix of the layers, with PEFT's defaults; embedding and head are frozen.
+    """Makes LoRA of this rank on every matrix of the layers, with PEFT's defaults; embedding and head are frozen.
 
-    Two matrices stand beside every matrix, but not beside routed experts, which are no modules of their own. Beside weights in
-    half precision they are in fp32, and autocast in bf16 multiplies by rounded copies of them, as `hf.models.layers.adapter_spec`
-    reads of such a model. Where layers have heads of several sizes, each number is the largest of any layer.
+    Every matrix gets two more, except those of routed experts, which are not modules. For weights in half precision they are in
+    fp32, and autocast in bf16 multiplies by rounded copies, as in `hf.models.layers.adapter_spec`. If layers have heads of
+    several sizes, each number is the largest of any layer.
     """
     if model.heads:
         found = [lora_adapters(of_size, rank) for of_size, _ in model.head_counts()]

@@ -1,6 +1,6 @@
-"""Lends a stock trainer full plans: the methods of a trainer to which `LongContextCallback` is attached.
+"""Runs full plans in a stock trainer: the methods that it gets while `LongContextCallback` is attached to it.
 
-Of a model in pipeline stages each rank has one stage while the callback is attached. Afterwards it is whole again on every rank,
+With pipeline stages each rank has one stage while the callback is attached. Afterwards the model is whole again on every rank,
 unless it was loaded as one stage.
 """
 
@@ -110,7 +110,7 @@ class AttachedMixin(LongContextMixin):
     def give_back(self) -> None:
         """Makes a model that was cut into stages whole again, with the trained weights. Collective over all ranks.
 
-        The optimizer, which has states of this rank's stage alone, goes.
+        Drops the optimizer, which has states of only this rank's stage.
         """
         whole = self.longctx_run.whole
         if whole is None:
@@ -123,7 +123,7 @@ class AttachedMixin(LongContextMixin):
         nothing: Any = None
         self._executor = self.optimizer = self.lr_scheduler = nothing
         self.callback_handler.optimizer = self.callback_handler.lr_scheduler = nothing
-        # it keeps the optimizer
+        # the accelerator holds the optimizer
         self.accelerator.free_memory()
         whole.gather(self.longctx_run.pool)
 
@@ -169,7 +169,7 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         if run.whole is not None:
             run.whole.release()
     finally:
-        # trainings set those that our classes have defaults for
+        # trainings set the attributes for which our classes have defaults
         ours = [cls for cls in AttachedMixin.__mro__ if cls.__module__.startswith("hf_longctx.")]
         lent |= {*vars(trainer), *(name for cls in ours for name in cls.__annotations__ if name in vars(cls))} - own
 
@@ -214,7 +214,7 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
 
 
 def _evaluation_problems(trainer: Trainer) -> list[str]:
-    """Why plans would evaluate something else than the trainer's own loop over batches of its collator."""
+    """Returns why plans would evaluate something else than the trainer's own loop over batches of its collator."""
     kind, given = head_kind(cast(Any, trainer.model)), vars(trainer)
     problems = refusals(METRICS, Facts(args=trainer.args)) if trainer.compute_metrics is not None else []
     return problems + (refusals(WHOLE_LOGITS, Facts(given=given)) if kind == "next_token" else [])

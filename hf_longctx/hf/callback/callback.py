@@ -81,7 +81,7 @@ class LongContextCallback(TrainerCallback):
         # the hooks of the present training, if the callback is not attached
         self.exchange: SequenceExchange | None = None
         self.stopped_by = ""
-        # while a training of a trainer goes on to which the callback is not attached
+        # set during a training of a trainer to which the callback is not attached
         self._stop: OrderlyStop | None = None
         self._replicas: ReplicaCheck | None = None
         self._control: dist.ProcessGroup | None = None
@@ -92,7 +92,7 @@ class LongContextCallback(TrainerCallback):
         self._undo = ExitStack()
 
     def attach(self, trainer: Trainer, token_loss: TokenLoss | None = None) -> None:
-        """Lets the next `trainer.train()` run full plans; undone when that returns or raises. Every rank must call it.
+        """Makes the next `trainer.train()` run full plans, until it returns or raises. Every rank must call it.
 
         Sequences per optimizer step, shuffling and cutting are then those of `LongContextTrainer`; the trainer's collator serves
         evaluation only. token_loss: the loss of a token in training, in place of cross-entropy; see `TokenLoss`. Evaluation keeps
@@ -126,7 +126,7 @@ class LongContextCallback(TrainerCallback):
             self.abandon()
 
     def abandon(self) -> None:
-        """Detaches without a word to other ranks, one of which may have failed: a model in stages then stays in stages."""
+        """Detaches without collectives, since another rank may have failed; a model in stages then stays in stages."""
         self._undo.close()
 
     def guard(self, trainer: Trainer, undo: ExitStack) -> dist.ProcessGroup | None:
@@ -195,7 +195,7 @@ class LongContextCallback(TrainerCallback):
         if not bool(sum_over_ranks(has_nonfinite_gradient(model.parameters(), args.device), pool.everyone)):
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             if args.max_grad_norm and gradients and not bool(torch.nn.utils.get_total_norm(gradients)):
-                # the norm before clipping is not shown to callbacks
+                # callbacks do not get the norm before clipping
                 logger.warning(
                     "step %d: all gradients are zero; either no token has a label, or their norm overflowed and clipping divided "
                     "by infinity (attach the callback to its trainer to have such steps stopped or left out)",
@@ -225,7 +225,7 @@ class LongContextCallback(TrainerCallback):
         logs, parts = logs or {}, list[str]()
         if "loss" in logs:
             plans, seconds, num_steps = list(self.exchange.plans), self._seconds, self._num_steps
-            # where there were too many, the first are forgotten
+            # if there were too many, the first ones are dropped
             if num_steps and 0 < len(plans) < (self.exchange.plans.maxlen or 0):
                 parts = [seconds_part(seconds, num_steps), speed_part(plans, seconds), *plan_parts(plans, num_steps)]
             self.exchange.plans.clear()
@@ -305,10 +305,10 @@ class LongContextCallback(TrainerCallback):
 
 
 def _count_label_tokens(trainer: Any, model: Any, undo: ExitStack) -> None:
-    """Lets the trainer give a multimodal model the number of label tokens, which some of these classes decline.
+    """Makes the trainer pass a multimodal model the number of label tokens, which some of these classes do not accept.
 
-    They decline it since images would change it. On rows of text their loss is that of causal language models: with the number it
-    is the mean over the label tokens of a step, else that of every batch of every rank by itself, which plans mix.
+    They do not accept it since images would change it. On rows of text their loss is that of causal language models: with the
+    number it is the mean over the label tokens of a step, else the mean of every batch of every rank, which plans mix.
     """
     if wrapper_of(model) is not None and not trainer.model_accepts_loss_kwargs:
         trainer.model_accepts_loss_kwargs = True

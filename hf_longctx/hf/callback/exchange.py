@@ -1,6 +1,6 @@
 """Runs one forward of a stock trainer under a plan: every rank exchanges the batch that it loaded for its shard of the plan.
 
-A forward pre-hook reads the documents from the batch that the rank's loader made. All ranks learn all lengths, and rank 0 plans
+A forward pre-hook reads the documents from the batch that the rank's loader made. All ranks gather all lengths, and rank 0 plans
 one micro-batch. One all-to-all then moves token ids and labels to the ranks that the plan assigns them to. The trainer's own
 normalisation stays right, since it divides by the label tokens of all ranks, whichever rank holds them.
 
@@ -149,11 +149,11 @@ def _only_chunk(plan: StepPlan, position: int) -> tuple[SequenceGroup, Chunk]:
 
 
 class SequenceExchange:
-    """The two hooks of a model in training: one exchanges the batch before a forward, the other checks attention calls after it.
+    """Two hooks of a model in training: one exchanges the batch before a forward, the other checks attention calls after it.
 
     A forward is collective over all ranks while the model trains; in eval mode the hooks do nothing. `source` must plan one
-    micro-batch; `activations` executes its policies; `stop` learns which signals asked ranks to stop; `enter_dropout`
-    tells the model's dropout which plan runs next. Raises ValueError on every rank if some rank has a batch that cannot run.
+    micro-batch; `activations` executes its policies; `stop` gets the signals that asked ranks to stop; `enter_dropout` gives the
+    model's dropout the next plan. Raises ValueError on every rank if some rank has a batch that cannot run.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SequenceExchange:
         self.enter_dropout = enter_dropout
         self.num_forwards = 0
         self.last_plan: StepPlan | None = None
-        # says what code the model got since the start that nothing has compared
+        # names code that the model got after the start and that no test has compared
         self.added_code: Callable[[], str] = str
         # plans since the last log; bounded, for trainings that never log
         self.plans: deque[StepPlan] = deque(maxlen=1000)
@@ -180,7 +180,7 @@ class SequenceExchange:
         self._num_items: Any = None
         # contexts that last for one forward
         self._during = ExitStack()
-        # how values per token get back to their ranks, if the forward returns such values
+        # the way back of values per token to their ranks, if the forward returns such values
         self._returning: tuple[TokenExchange, LocalDocuments] | None = None
 
     def before_forward(

@@ -1,7 +1,7 @@
-"""Lends a stock trainer what keeps `LongContextTrainer` safe, while `LongContextCallback` alone in `callbacks=[...]` runs plans.
+"""Protects a stock trainer like `LongContextTrainer`, while `LongContextCallback` alone in `callbacks=[...]` runs plans.
 
-That is: checkpoints that are whole or hidden, the choice of one to resume from, a lock on the output folder, signals and
-heartbeats. A callback's events tell it too late about most of this, and never of their trainer, which is looked up on the stack.
+The trainer gets checkpoints that are whole or hidden, the choice of one to resume from, a lock on the output folder, signals and
+heartbeats. The events of a callback come too late for most of this, and do not name their trainer, so the stack is searched.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def lend(trainer: Trainer, callback: Guard) -> None:
 
 
 def take_back(trainer: Trainer) -> None:
-    """Gives a trainer its own class back. Idempotent."""
+    """Restores a trainer's own class. Idempotent."""
     if GuardedMixin in type(trainer).__bases__:
         trainer.__class__ = type(trainer).__bases__[1]
         for name in set(_OWN) & set(vars(trainer)):

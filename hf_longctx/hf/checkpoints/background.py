@@ -110,9 +110,9 @@ def remove_left_copies() -> None:
 
 
 def _make_locked_folder() -> tuple[Path, int]:
-    """Makes a folder in host memory and locks it; makes another if a second job's `remove_left_copies` was faster than the lock.
+    """Makes a folder in host memory and locks it; makes another if a second job's `remove_left_copies` came before the lock.
 
-    The lock ends with the process, so `remove_left_copies` knows which folders nobody uses.
+    The lock ends with the process, so `remove_left_copies` finds the folders that are no longer used.
     """
     while True:
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_FOLDER))

@@ -63,7 +63,7 @@ _OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_mo
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """Something wrong with a checkpoint; `part`: what of it a run cannot resume."""
+    """A fault of a checkpoint. part: the part that a run cannot resume."""
 
     part: str
     text: str
@@ -79,10 +79,11 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How to choose. takes_partial: take a checkpoint whose weights are sound even if other parts are not. skips_data: the data
-    start anew in any case, so their record is not looked at."""
+    """Settings by which a checkpoint is chosen."""
 
+    # take a checkpoint whose weights are sound even if other parts are not
     takes_partial: bool
+    # the data start anew in any case, so their record is not checked
     skips_data: bool
     control: dist.ProcessGroup | None
 
@@ -146,7 +147,7 @@ class Choice:
             self._log_choice(folder, [])
 
     def findings(self, folder: Path) -> list[Finding]:
-        """Everything that is wrong with a checkpoint, as any rank sees it; equal on all ranks. Collective.
+        """All faults of a checkpoint that any rank sees; equal on all ranks. Collective.
 
         Files are read once in full, shared out among the ranks that see one folder.
         """
@@ -205,7 +206,7 @@ class Choice:
 def choose(asked: str | bool | None, run_dir: Path, is_local_main: bool, choice: Choice) -> Chosen | None:
     """The checkpoint that `resume_from_checkpoint=asked` means; None: the training starts at its first step. Collective.
 
-    Before that, clears up in `run_dir` what a killed run left behind.
+    Before that, removes unfinished files of a killed run from `run_dir`.
     """
     rank = 0 if choice.control is None else dist.get_rank()
     PartialState().wait_for_everyone()
@@ -402,14 +403,14 @@ def _unsafe_findings(folder: Path) -> list[Finding]:
 
 
 def archive_fault(file: Path) -> str:
-    """Why torch's restricted reader would refuse a file of `torch.save` as unsafe; empty if it would not."""
+    """Returns why torch's restricted reader would refuse a file of `torch.save` as unsafe; empty if it would not."""
     try:
         with zipfile.ZipFile(file) as archive:
             if any(each.file_size > _MOST_BYTES for each in archive.infolist() if each.filename.endswith("data.pkl")):
                 return f"its list of objects has more than {_MOST_BYTES} bytes"
         with safe_globals():
             foreign = get_unsafe_globals_in_checkpoint(str(file))
-            # the package, if it is installed, tells torch which of its classes are safe
+            # the package, if it is installed, names its safe classes to torch
             if any(name.startswith(_OF_TORCHAO) for name in foreign) and not why_no_torchao():
                 foreign = get_unsafe_globals_in_checkpoint(str(file))
     except OSError:

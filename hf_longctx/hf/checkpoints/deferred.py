@@ -1,12 +1,12 @@
 """Models whose weights are read only when they have been sharded, so that no rank ever holds more than its own shards.
 
-`load_sharded` makes such a model, and `Shards.divide` reads its weights. In between, each weight is a single NaN seen as a tensor
-of the weight's shape: it takes no memory, everything that looks at shapes, types and devices works (PEFT's adapters are made as
-over real weights), nothing can be written into it, and whoever computes with it gets NaN. Buffers are real, since no file holds
-most of them: the constructor of a second model makes them, whose parameters have no values.
+`load_sharded` makes such a model, and `Shards.divide` reads its weights. Until then, each weight is a single NaN expanded to the
+weight's shape: it takes no memory, code that reads shapes, types and devices works (PEFT makes adapters as over real weights), it
+cannot be written to, and computing with it gives NaN. Buffers are real, since files do not hold most of them: the constructor of
+a second model makes them, whose parameters have no values.
 
-Weights that have the same name and shape in the checkpoint as in the model are read slice by slice, by every rank its own. All
-other weights, such as experts that transformers fuses, are read by transformers on rank 0, which sends them one at a time.
+If a weight has the same name and shape in the checkpoint as in the model, every rank reads its own slice. All other weights, such
+as experts that transformers fuses, are read by transformers on rank 0, which sends them one at a time.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _WHOLE = "load the whole model with AutoModelForCausalLM.from_pretrained instead
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where the weights of a model are to be read.
+    """Place from which the weights of a model are still to be read."""
 
-    folder: local folder with the safetensors files. shapes: shape of every weight and persistent buffer by its name in the model.
-    plain: names of those that files hold under the same name and in the same shape. tied: names of the weights that are one
-    tensor with others, for each such tensor. load: reads the whole model.
-    """
-
+    # local folder with the safetensors files
     folder: str
+    # shape of every weight and persistent buffer by its name in the model
     shapes: dict[str, torch.Size]
+    # names of those that files hold under the same name and in the same shape
     plain: frozenset[str]
+    # for each tensor with several names, these names
     tied: tuple[frozenset[str], ...]
+    # reads the whole model
     load: Callable[[], PreTrainedModel]
 
 
@@ -93,13 +93,13 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
 
 
 def source_of(model: Any) -> WeightSource | None:
-    """Where the weights of `model` are still to be read; None for a model that has its weights."""
+    """The source from which weights of `model` are still to be read; None for a model that has its weights."""
     source: WeightSource | None = vars(base_of(model)).get(SOURCE)
     return source
 
 
 def forget_source(model: Any) -> None:
-    """Makes `model` one that has its weights."""
+    """Marks `model` as one that has its weights."""
     delattr(base_of(model), SOURCE)
 
 

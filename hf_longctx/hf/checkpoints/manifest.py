@@ -47,7 +47,7 @@ class DamagedManifest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A run's description of its checkpoint. data: the record of the data that came before it; None where nobody records it."""
+    """A run's description of its checkpoint. data: the record of the data before it; None if data is not recorded."""
 
     step: int
     num_ranks: int
@@ -147,7 +147,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON in one move, so that nobody ever reads half of it, and waits until it is on the disk."""
+    """Writes JSON in one move, so that it is never read half-written, and waits until it is on the disk."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w") as file:
         file.write(json.dumps(value, indent=2) + "\n")

@@ -1,9 +1,9 @@
 """Reads optimizer states as releases before 0.2.0 wrote them, as states of `optimizer_states.py`, without running code in them.
 
 Shards of torch.distributed.checkpoint (`optimizer_shards`) have a table that plain pickle would read, calling any function that
-the file names. So the names in it are looked at first, by `choice.py` too, so that all ranks refuse a checkpoint together. The
-shards themselves, which may have the size of the model, and states of whole weights (`optimizer_whole`) go through torch's
-restricted reader, which refuses what could run code when it meets it.
+the file names. So its names are checked first, also in `choice.py`, so that all ranks refuse a checkpoint together. The shards
+themselves, which may have the size of the model, and states of whole weights (`optimizer_whole`) go through torch's restricted
+reader, which refuses objects that could run code.
 
 Nothing else of this package unpickles. The next checkpoint of a run has the new files.
 """
@@ -133,7 +133,7 @@ def pickled_globals(content: bytes) -> set[tuple[str, str]]:
 
 
 def _step(name: str, argument: Any, stack: list[_Item], found: set[tuple[str, str]]) -> None:
-    """Does to the stack what an opcode does to it, and notes what the opcode imports."""
+    """Applies an opcode to the stack, and notes the names that it imports."""
     if name in _OUTSIDE:
         raise UnsafePickle(f"it refers to objects outside the file ({name})")
     effect = _EFFECTS[name]
@@ -168,7 +168,7 @@ def _whole(item: _Item) -> _Item:
 
 
 def metadata_fault(file: Path) -> str:
-    """Why the table of optimizer shards must not be read; empty if it may be, or cannot be opened, which others say."""
+    """Returns why the table of optimizer shards must not be read; empty if it may be, or if it cannot be opened."""
     try:
         if (num_bytes := file.stat().st_size) > _MOST_BYTES:
             return f"it has {num_bytes} bytes; at most {_MOST_BYTES} are read"
@@ -208,7 +208,7 @@ def _is_allowed(module: str, name: str) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds only what `_ALLOWED` lists, should the scan ever have missed a name."""
+    """Finds only names in `_ALLOWED`, in case the scan has missed one."""
 
     def find_class(self, module: str, name: str) -> Any:
         if not _is_allowed(module, name):
@@ -362,7 +362,7 @@ def _loaded(file: Any) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # the package, if it is installed, tells torch which of its classes are safe
+        # the package, if it is installed, names its safe classes to torch
         if "torchao" not in str(error) or why_no_torchao():
             raise
         if isinstance(file, io.BytesIO):

@@ -1,4 +1,4 @@
-"""States of sharded and staged optimizers: one safetensors file for each rank, and an index in JSON that says what lies where.
+"""States of sharded and staged optimizers: one safetensors file for each rank, and an index in JSON of their contents.
 
     optimizer/index.json           {"kind", "optimizer", "weights": {weight: {state: value}}, "groups": [{"weights", "settings"}]}
     optimizer/rank-3.safetensors   tensors "WEIGHT/STATE"
@@ -7,8 +7,8 @@ kind: "shards" if every rank updates its shards of weights, "whole" if each weig
 value is a number, a text or a small tensor, or a tensor in files: {"dtype", "shape", "pieces": [[file, first row, last row + 1,
 bits], ...]}. Moments of few bits are codes, scales and the table of what codes stand for ("WEIGHT/STATE/codes" and so on).
 
-Of ranks with equal pieces one writes them. A reader takes the rows that it needs, at any number of ranks and stages. `Trainer`
-writes and reads the states of replicated weights itself (`optimizer.pt`).
+One of the ranks with equal pieces writes them. A reader takes the rows that it needs, at any number of ranks and stages.
+`Trainer` writes and reads the states of replicated weights itself (`optimizer.pt`).
 """
 
 from __future__ import annotations
@@ -84,20 +84,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class SavedStates:
-    """The optimizer states of a checkpoint.
+    """The optimizer states of a checkpoint."""
 
-    place: where they lie, for messages. kind: see the head of this file. optimizer: name of the optimizer's class, if known.
-    weights: values by weight and state, with `Stored` for tensors in files. settings_of: settings of the group of a weight, by
-    its name. groups: settings of all groups. read: rows `low` to `high` of a piece of the tensor of a name, or the whole piece
-    if it has few bits.
-    """
-
+    # their place, for messages
     place: Path
+    # see the head of this file
     kind: str
+    # name of the optimizer's class, if known
     optimizer: str
+    # values by weight and state, with `Stored` for tensors in files
     weights: Mapping[str, Mapping[str, Any]]
+    # settings of the group of a weight, by its name
     settings_of: Callable[[str], dict[str, Any]]
+    # settings of all groups
     groups: list[dict[str, Any]]
+    # reads rows `low` to `high` of a piece of the tensor of a name, or the whole piece if it has few bits
     read: Callable[[str, Piece, int, int], Part]
 
     @property
@@ -409,7 +410,7 @@ def _like(held: Any, value: Any) -> Any:
 
 
 def _kind_problem(optimizer: Optimizer, saved: SavedStates) -> str:
-    """Why an optimizer cannot go on with the states of another; empty if it can."""
+    """Returns why an optimizer cannot continue with the states of another; empty if it can."""
     folder, name = saved.place.parent, type(optimizer).__name__
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if saved.kind != "whole":

@@ -68,7 +68,7 @@ def folder_problems(args: TrainingArguments, model: Any, master_dtypes: Sequence
 
 
 def _most_new(args: TrainingArguments, folder: Path) -> int:
-    """Most checkpoints that stand in the folder at once beside those that are there already; 1 where nobody can tell."""
+    """Most new checkpoints that are in the folder at once beside those already there; 1 if that is unknown."""
     num_saves = _num_saves(args)
     num_there = sum(step_of(path) is not None for path in folder.iterdir())
     if not args.save_total_limit or args.save_total_limit < 0:

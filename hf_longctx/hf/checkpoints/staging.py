@@ -59,9 +59,9 @@ def step_of(folder: Path) -> int | None:
 
 
 class SavingRanks(NamedTuple):
-    """How the ranks that write a checkpoint wait for each other and exchange values: over `group`.
+    """The ranks that write a checkpoint; they wait for each other and exchange values over `group`.
 
-    A thread needs a group of its own, since the main thread uses the others meanwhile.
+    A thread needs its own group, since the main thread uses the others meanwhile.
     """
 
     group: dist.ProcessGroup | None
@@ -202,7 +202,7 @@ class StagedCheckpoint:
         self.drop()
         if is_removed and self._owner == self._ranks.rank:
             shutil.rmtree(self._hidden, ignore_errors=True)
-        # nobody may end the run, and with it the owner, before everything is removed
+        # no rank may end the run, and with it the owner, before everything is removed
         self._ranks.wait()
         left = "nothing is left of this one" if is_removed else "this one is complete, but hidden until the next start"
         raise RuntimeError(

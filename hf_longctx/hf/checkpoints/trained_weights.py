@@ -65,7 +65,7 @@ class TrainedWeights:
         write_json(folder / TRAINED_FILE, asdict(self))
 
     def problem_with(self, folder: Path, is_by_number: bool) -> str:
-        """Why this run cannot go on with the states in a checkpoint; empty if it can, or if the checkpoint has no record.
+        """Returns why this run cannot continue with a checkpoint's states; empty if it can, or if there is no record.
 
         is_by_number: states belong to weights by their order, not by name.
         """
@@ -75,7 +75,7 @@ class TrainedWeights:
             return ""
         except (OSError, ValueError, TypeError) as error:
             return f"{folder}: {TRAINED_FILE} cannot be read ({type(error).__name__}); resume from another checkpoint"
-        # weights that a callback thaws without giving them to the optimizer are frozen again when the run resumes
+        # weights that a callback unfreezes without giving them to the optimizer are frozen again when the run resumes
         then, now = set(saved.trained), set(self.trained)
         updated = then if saved.groups is None else {name for group in saved.groups for name in group}
         lost = [name for name in saved.trained if name in updated and name not in now]

@@ -1,1 +1,1 @@
-"""A run: what stands between a model and its plans, from the first check to the last save. Needs no Trainer object."""
+"""A run: connects a model and its plans, from the first check to the last save. Needs no Trainer object."""

@@ -1,8 +1,8 @@
 """Placement of a run's parameters: whole on every rank, in shards, or as pipeline stages.
 
 Neither DDP nor accelerate's FSDP is used, on CPU or CUDA: the executor sums gradients, and sharding is our own. So a placement
-knows how to make the model ready, how to clip, and how to save and load weights and optimizer states. A method returns None or
-False where `Trainer` itself does the work right.
+prepares the model, clips gradients, and saves and loads weights and optimizer states. A method returns None or False if `Trainer`
+itself does that work correctly.
 """
 
 from __future__ import annotations

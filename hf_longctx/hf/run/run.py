@@ -1,8 +1,8 @@
 """Starts a run, for `LongContextTrainer` and the callback alike: builds everything that plans need.
 
-The start has six phases, each a function: ranks *meet*, *read* what the model is, *check* settings and rows, *set up* costs and
-limits, *take* the model (patch it, cut it, make process groups and engines), and *try* plans in the self-test. What a phase has
-done to model and ranks is undone in reverse if it, or a later one, fails.
+The start has six phases, each a function: ranks *meet*, *read* facts of the model, *check* settings and rows, *set up* costs and
+limits, *take* the model (patch it, cut it, make process groups and engines), and *try* plans in the self-test. Changes that a
+phase has made to model and ranks are undone in reverse if it, or a later one, fails.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ BORROWED = Mode(steps=False, loss=False, states=False)
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Contains what a run is started from."""
+    """Inputs from which a run is started."""
 
     config: LongContextConfig
     model: Any
@@ -240,7 +240,7 @@ class Run:
             self.report.say(line)
 
     def release_model(self) -> None:
-        """Gives the model its own layers and routers back, until the next plan binds them again. Idempotent."""
+        """Restores the model's own layers and routers, until the next plan binds ours again. Idempotent."""
         self.activations.close()
         self.fused.close()
         self.routers.close()
@@ -248,7 +248,7 @@ class Run:
             self.dropout.rest()
 
     def close(self) -> None:
-        """Closes the process groups, and gives the model its own layers, routers and attention back. Idempotent."""
+        """Closes the process groups, and restores the model's own layers, routers and attention. Idempotent."""
         self.undo.close()
 
 
@@ -307,7 +307,7 @@ def _read(request: RunRequest, failed: ExitStack) -> tuple[ModelFacts, HeadTask]
 
 
 def _check(request: RunRequest, control: dist.ProcessGroup | None, facts: ModelFacts, task: HeadTask) -> _Checked:
-    """Raises ValueError on every rank for what cannot run, listing all problems. Collective, in one exchange."""
+    """Raises ValueError on every rank, listing all problems, if the run cannot start. Collective, in one exchange."""
     args, mode = request.args, request.mode
     problems = request.problems + hook_problems(request.trainer) + request.problems_of_saving
     problems += request.problems_of_loss(facts, task) + _lone_stage_problems(facts) + request.problems_of_rows

@@ -1,4 +1,4 @@
-"""Everything between a trainer's `save` and files: copies of weights compared, a checkpoint written aside, sealed, and in view.
+"""Saves checkpoints: compares copies of weights, writes a hidden checkpoint, seals it, and brings it into view.
 
 `Saver` also chooses the checkpoint from which a training resumes. The hooks in `trainer/checkpoint_mixin.py` only call it.
 
@@ -213,7 +213,7 @@ class Saver:
         return self._staged is None or not self._staged.in_memory
 
     def holding(self) -> AbstractContextManager[None]:
-        """Context for what single ranks write; errors wait until all ranks have finished, where these then learn of them."""
+        """Context in which single ranks write; errors wait until all ranks have finished, and are then raised on all."""
         if self._staged is not None:
             return self._staged.holding()
         return nullcontext() if self._noted is None else _noting(self._noted)
@@ -367,7 +367,7 @@ def _owner(run: Run, model: nn.Module) -> tuple[int, int]:
 
 
 def _difference(copies: dict[int, list[int]], common: tuple[int, ...], weights: list[tuple[str, Any]], is_own: bool) -> str:
-    """Words for the ranks whose checksums are not the most common ones, and for the first weight that differs."""
+    """Describes the ranks whose checksums are not the most common ones, and the first weight that differs."""
     if len(copies) == 2:
         first, second = copies
         ranks = f"ranks {first} and {second} differ"

@@ -1,12 +1,11 @@
 """Overrides of `Trainer` that keep its checkpoints whole; all they do is to call `Saver`.
 
-These private methods of `Trainer` are overridden here and nowhere else: `_save_checkpoint`, which does its work in a hidden
-folder; `_get_output_dir`, which names that folder while it does; `_push_from_checkpoint`, which waits for the rename;
-`_maybe_log_save_evaluate`, so that callbacks hear of a checkpoint when it is in view; `_finalize_training`, which needs all
-checkpoints in view; `_save_rng_state` and `_load_rng_state`; `_run_epoch`, which a finished training leaves out.
-`ParameterMixin` overrides those about weights and optimizers, of which `_save`, `_save_optimizer_and_scheduler` and
-`_load_optimizer_and_scheduler` are overridden here, too. Everything here also serves a stock trainer, to which
-`callback/guarded.py` lends it.
+These private methods of `Trainer` are overridden only here: `_save_checkpoint`, which works in a hidden folder;
+`_get_output_dir`, which names that folder meanwhile; `_push_from_checkpoint`, which waits for the rename;
+`_maybe_log_save_evaluate`, so that callbacks are called when a checkpoint is in view; `_finalize_training`, which needs all
+checkpoints in view; `_save_rng_state` and `_load_rng_state`; `_run_epoch`, which a finished training skips. `ParameterMixin`
+overrides those about weights and optimizers; `_save`, `_save_optimizer_and_scheduler` and `_load_optimizer_and_scheduler` are
+overridden here, too. `callback/guarded.py` also puts this mixin on stock trainers.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class CheckpointMixin(FlowMixin):
             switch()
 
     def _finish_saving(self) -> None:
-        """Waits until the checkpoint that is written behind training is in view, and tells callbacks of it. Collective.
+        """Waits until the checkpoint that is written behind training is in view, and calls callbacks' `on_save`. Collective.
 
         Raises RuntimeError on every rank if it could not be written.
         """

@@ -1,7 +1,7 @@
-"""Overrides of `Trainer` with which ranks agree on what the training does next.
+"""Overrides of `Trainer` by which ranks agree on the next action of a training.
 
-That is `_maybe_log_save_evaluate`, `_evaluate` and `_report_to_hp_search`, and `train` for a trial that another rank ended.
-All of it serves a stock trainer, too, to which `callback/guarded.py` lends it.
+They are `_maybe_log_save_evaluate`, `_evaluate` and `_report_to_hp_search`, and `train` for a trial that another rank ended.
+`callback/guarded.py` also puts this mixin on stock trainers.
 """
 
 from __future__ import annotations

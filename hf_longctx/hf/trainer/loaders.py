@@ -1,8 +1,7 @@
 """Loaders of planned steps: every rank draws the same steps, each with its plan.
 
-Joins sampler and planner: a batch sampler that draws the sequences of each step and attaches their plan.
-
-Built by the trainer for map-style datasets; `streams.planned_stream.PlannedStream` is its counterpart for iterable ones.
+For map-style datasets, `PlannedBatchSampler` draws the sequences of each step and attaches their plan; for iterable ones,
+`streams.planned_stream.PlannedStream` does.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
-"""Gathers the logits of a classifier that were computed under plans, in the shape in which a stock trainer gives them to metrics.
+"""Evaluates a set under plans: losses, token accuracy and entropy, and predictions for a user's `compute_metrics`.
 
-Documents: logits [N, K] and labels [N] or [N, K]. Tokens: logits [N, longest, K] and labels [N, longest], padded with -100.
+A classifier's logits are gathered in the shape that a stock trainer gives to metrics. Documents: logits [N, K] and labels [N] or
+[N, K]. Tokens: logits [N, longest, K] and labels [N, longest], padded with -100.
 
-Shapes: N rows of the set, K labels, n logits that a rank holds.
+For a language model, metrics get arrays of tokens in the shape of a stock trainer's logits without vocabulary. Column p of
+`predictions` is about the token at p + 1, which the logits at p predict; `label_ids` are not shifted. So metrics compare
+`predictions[...][:, :-1]` with `label_ids[:, 1:]`, as they do with a stock trainer's likeliest tokens.
 
-Evaluates a set with a model that classifies: its loss alone, or its logits, labels and metrics.
-
-Gives a user's `compute_metrics` what plans know of every token, in the shape of a stock trainer's logits without vocabulary.
-
-Column p of `predictions` is about the token at p + 1, which the logits at p predict; `label_ids` are not shifted. So metrics
-compare `predictions[...][:, :-1]` with `label_ids[:, 1:]`, as they do with a stock trainer's likeliest tokens.
-
-Shapes: N rows of the set, in its order, L tokens of the longest.
-
-Evaluates a set with a language model: loss, token accuracy and entropy, scores of tokens, and a user's metrics of them.
+Shapes: N rows of the set, in its order, K labels, n logits that a rank holds, L tokens of the longest row.
 """
 
 from __future__ import annotations

@@ -34,21 +34,23 @@ _TILE_TOKENS = 1024
 
 @dataclass(frozen=True)
 class RowScores:
-    """The label tokens that this rank scored, each array of shape [n].
+    """The label tokens that this rank scored, each array of shape [n]."""
 
-    rows: rows of the dataset. positions: index of the predicted token in its document, which is the number of tokens it was
-    predicted from; a row that was split is several documents. starts: the token of the row at which the document begins. losses:
-    cross-entropy in nats. likeliest: the likeliest token. is_right: whether that is the token. entropies: of the distribution
-    over the token, in nats. weights: of the token in the loss that is trained.
-    """
-
+    # rows of the dataset
     rows: IntArray
+    # index of the predicted token in its document, which is the number of tokens before it; a row that was split is several
+    # documents
     positions: IntArray
+    # the token of the row at which the document begins
     starts: IntArray
+    # cross-entropy in nats
     losses: NDArray[np.float64]
+    # the likeliest token, and whether it is the label
     likeliest: IntArray
     is_right: NDArray[np.bool_]
+    # entropy of the distribution over the token, in nats
     entropies: NDArray[np.float64]
+    # weight of the token in the loss that is trained
     weights: NDArray[np.float64]
 
     @classmethod

@@ -21,14 +21,13 @@ Grouper = Callable[[GroupingProblem], list[Group]]
 
 @dataclass(frozen=True, slots=True)
 class _BackfillSearch:
-    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (table times).
+    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (table times)."""
 
-    most_iterations: how often every group may take one more sequence. least_gain: share of the step's seconds that a change must
-    save. least_moved: share of the donor's seconds that others must take, else the donor is not grouped anew.
-    """
-
+    # times that every group may take one more sequence
     most_iterations: int = 64
+    # share of the step's seconds that a change must save
     least_gain: float = 1e-4
+    # share of the donor's seconds that others must take, else the donor is not grouped again
     least_moved: float = 0.01
 
 

@@ -1,23 +1,19 @@
-"""Bound the time of a micro-batch by the configuration LP, and collect configurations that come close to the bound.
+"""Solver "lp": bounds the time of a micro-batch by the configuration LP, and rounds its configurations to groups.
 
-Solver "lp" rounds these configurations to groups, and benchmarks report the bound. A configuration is a degree and a multiset of
-lengths that one group can run within T seconds. If covering every sequence with fractions of configurations needs more ranks
-than there are, no grouping ends within T, and T is a lower bound (Gilmore and Gomory, 1961, for cutting stock). Configurations
-are added to the LP as its duals ask for them (pricing). Farley's bound (1990) holds at any moment: if the duals value every
-configuration of degree d at most at r * d, for all d, then duals / r are feasible and prove that sum(duals * counts) / r ranks
-are needed. So stopping early weakens the bound but keeps it valid.
+Benchmarks also report the bound. A configuration is a degree and a multiset of lengths that one group can run within T seconds.
+If covering every sequence with fractions of configurations needs more ranks than there are, no grouping ends within T, and T is a
+lower bound (Gilmore and Gomory, 1961, for cutting stock). Configurations are added to the LP as its duals ask for them (pricing).
+Farley's bound (1990) holds at any moment: if the duals value every configuration of degree d at most at r * d, for all d, then
+duals / r are feasible and prove that sum(duals * counts) / r ranks are needed. So stopping early weakens the bound but keeps it
+valid.
 
-Configurations, the sets of sequences that one group can run within a given time, and the search for those worth most.
+The pricing step of the LP is a knapsack with two constraints, time and tokens. Usually it is enough to fill groups greedily in
+several orders, or to run a dynamic program over one weighted sum (mixture) of both constraints. The integer program decides only
+if these leave a doubt.
 
-This pricing step of the configuration LP is a knapsack with two constraints, time and tokens. Usually it is enough to fill groups
-greedily in several orders, or to run a dynamic program over one weighted sum (mixture) of both constraints. The integer program
-decides only if these leave a doubt.
-
-Solver "lp": group a micro-batch with configurations that the configuration LP found (a restricted master heuristic).
-
-For a makespan T, an integer program covers all sequences with known configurations that end within T, on the fewest ranks;
-bisection on T finds the shortest T that fits the ranks. Sequences that are covered twice are removed from their slowest group.
-The LP also gives a lower bound on any grouping.
+Groups come from the configurations that the LP found (a restricted master heuristic). For a makespan T, an integer program covers
+all sequences with known configurations that end within T, on the fewest ranks; bisection on T finds the shortest T that fits the
+ranks. Sequences that are covered twice are removed from their slowest group. The LP also gives a lower bound on any grouping.
 """
 
 from __future__ import annotations
@@ -38,17 +34,17 @@ from hf_longctx.plan.solver import LinearProgram, SearchLimits, SolverError, sol
 
 @dataclass(frozen=True, slots=True)
 class _PricingSearch:
-    """Constants of the search; repeat the table problems of `recipes/bench/cpu/planner.py` when one changes.
+    """Constants of the search; repeat the table problems of `recipes/bench/cpu/planner.py` when one changes."""
 
-    num_mixtures: mixtures of time and tokens that bound the worth, evenly spaced from tokens alone to time alone. cells:
-    cells into which the dynamic program divides the mixed constraint. most_trials: mixtures that `on_grid` tries. most_fillings:
-    further fillings that one dynamic program returns. gap: relative gap at which the integer program stops.
-    """
-
+    # mixtures of time and tokens that bound the worth, evenly spaced from tokens alone to time alone
     num_mixtures: int = 9
+    # cells into which the dynamic program divides the mixed constraint
     cells: int = 20_000
+    # mixtures that `on_grid` tries
     most_trials: int = 4
+    # further fillings that one dynamic program returns
     most_fillings: int = 30
+    # relative gap at which the integer program stops
     gap: float = 1e-3
 
 
@@ -88,17 +84,15 @@ class Configurations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pricing:
-    """The knapsacks of all K degrees for one T.
-
-    time_share, token_share: shares of a group's time and tokens that one sequence of each of n classes takes (K x n). most: most
-    sequences of each class in a group (K x n).
-    """
+    """The knapsacks of all K degrees for one T."""
 
     classes: LengthClasses
     degrees: FloatArray
     fixed_s: FloatArray
+    # shares of a group's time and tokens that one sequence of each of n classes takes (K x n)
     time_share: FloatArray
     token_share: FloatArray
+    # most sequences of each class in a group (K x n)
     most: FloatArray
 
     @classmethod
@@ -261,22 +255,23 @@ MAX_CLASSES = 64
 
 @dataclass(frozen=True, slots=True)
 class _BoundSearch:
-    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (table problems).
+    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (table problems)."""
 
-    tolerance: relative precision of the bound. least_gain: share by which a configuration must be worth more than its ranks to
-    enter the LP. most_iterations: most LPs for one T. time_rounding: seconds this close, as a share, count as equal. pricing_s:
-    time limit of one integer program. time_share: share of the remaining time for one T. smoothing: share of the best proof's
-    duals that is mixed into the next duals, to keep them from jumping. doubt: share of the ranks below which a gap is not
-    worth an integer program.
-    """
-
+    # relative precision of the bound
     tolerance: float = 5e-4
+    # share by which a configuration must be worth more than its ranks to enter the LP
     least_gain: float = 1e-6
+    # most LPs for one T
     most_iterations: int = 200
+    # share within which seconds count as equal
     time_rounding: float = 1e-8
+    # time limit of one integer program
     pricing_s: float = 2.0
+    # share of the remaining time for one T
     time_share: float = 0.6
+    # share of the best proof's duals that is mixed into the next duals, to keep them from jumping
     smoothing: float = 0.5
+    # share of the ranks below which a gap is not worth an integer program
     doubt: float = 2e-3
 
 
@@ -287,7 +282,7 @@ _BOUND = _BoundSearch()
 class _Answer:
     """Whether T is proven too short, and all configurations known so far.
 
-    used_s: seconds of the slowest configuration that the LP uses. duals: those that prove the most ranks.
+    used_s: seconds of the slowest configuration in the LP's solution. duals: the duals that prove the most ranks.
     """
 
     is_excluded: bool
@@ -410,7 +405,7 @@ def bisect(problem: GroupingProblem, classes: LengthClasses, low_s: float, high_
     try:
         while high_s - low_s > _BOUND.tolerance * low_s and time.perf_counter() < stop_s:
             middle = low_s * (1 + step) if math.isinf(high_s) else max(high_s * (1 - step), (low_s + high_s) / 2)
-            # a T that is hard to decide must not take the time of those that are easy to exclude
+            # a T that is hard to decide must not use up the time of others that are easy to exclude
             now_s = time.perf_counter()
             answer = _fewest_ranks(problem, classes, middle, pool, duals, now_s + _BOUND.time_share * (stop_s - now_s))
             pool, duals = answer.pool, answer.duals
@@ -441,14 +436,13 @@ def configuration_bound_s(problem: GroupingProblem, time_limit_s: float = 10.0, 
 
 @dataclass(frozen=True, slots=True)
 class _RoundingSearch:
-    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (table problems).
+    """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (table problems)."""
 
-    pricing_share: share of the time for configurations and bound. one_share: share of the remaining time for one T. tolerance:
-    relative precision of T.
-    """
-
+    # share of the time for configurations and bound
     pricing_share: float = 0.5
+    # share of the remaining time for one T
     one_share: float = 0.34
+    # relative precision of T
     tolerance: float = 1e-3
 
 

@@ -30,16 +30,18 @@ _ROUNDING = 1e-12
 class _CutSearch:
     """Constants of the cuts, chosen with `recipes/bench/cpu/planner.py` (tables times and problems).
 
-    Groups of few sequences are less even than groups of many, so shares of time come in pairs (few, many). few_sequences: a
-    micro-batch with fewer sequences counts as few. time_shares: shares of the ranks' time that groups use; cuts are searched for
-    every pair. expected_shares: the pair with which cuts are compared. room_shares: shares of the memory that lumped tokens may
-    fill; cuts are searched for each. most_positions: most positions at which a cut by cost may lie.
+    Groups of few sequences are less even than groups of many, so shares of time come in pairs (few, many).
     """
 
+    # number of sequences below which a micro-batch counts as one of few
     few_sequences: int = 96
+    # shares of the ranks' time that groups use; cuts are searched for every pair
     time_shares: tuple[tuple[float, float], ...] = ((0.96, 0.96), (0.88, 0.98))
+    # the pair with which cuts are compared
     expected_shares: tuple[float, float] = (0.9, 0.97)
+    # shares of the memory that lumped tokens may fill; cuts are searched for each
     room_shares: tuple[float, ...] = (1.08, 1.0, 0.92)
+    # most positions at which a cut by cost may lie
     most_positions: int = 240
 
 

@@ -1,4 +1,4 @@
-"""Solver "milp": group a micro-batch with FlexSP's integer program (arXiv 2412.01523, sections 4.2 and 4.3).
+"""Solver "milp": groups a micro-batch with FlexSP's integer program (arXiv 2412.01523, sections 4.2 and 4.3).
 
 For every degree there are as many virtual groups as fit the ranks. A binary variable says whether a virtual group is used, an
 integer variable how many sequences of each length bucket it takes, and the time of the slowest group is minimized. The program is
@@ -6,15 +6,12 @@ tighter than the paper's: an unused group has no memory, used groups of a degree
 bound, and only used groups pay their fixed cost. Ranks may stay idle. The paper's artefact forbids that to keep groups aligned,
 which our placement does in any case.
 
-Combine sequences of similar length into few classes, the buckets of FlexSP's program (arXiv 2412.01523, section 4.3).
+Sequences of similar length form few classes, the buckets of FlexSP's program (section 4.3). Integer programs count sequences per
+class instead of naming each; `draw_groups` turns their answer back into real sequences.
 
-Integer programs count sequences per class instead of naming each; `draw_groups` turns their answer back into real sequences.
-
-Cut a step into micro-batches as FlexSP's blaster does (arXiv 2412.01523, section 4.2), and group each with a solver.
-
-Shared by solvers "lp" (`price_and_round.py`) and "milp" (`milp.py`). Sequences are sorted by length, so that a micro-batch holds
-similar ones, and cut into consecutive micro-batches with balanced tokens. Several numbers of micro-batches are tried, and also
-the micro-batches of a seed layout; the cut with the least total time wins.
+Both "milp" and "lp" (`configurations.py`) cut a step as FlexSP's blaster does (section 4.2). Sequences are sorted by length, so
+that a micro-batch holds similar ones, and cut into consecutive micro-batches with balanced tokens. Several numbers of
+micro-batches are tried, and also the micro-batches of a seed layout; the cut with the least total time wins.
 """
 
 from __future__ import annotations
@@ -63,15 +60,14 @@ def bucket_ends(lengths: Sequence[int], counts: Sequence[int], num_buckets: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthClasses:
-    """Classes of sequences with one length, or with similar lengths treated as one, from short to long.
+    """Classes of sequences with one length, or with similar lengths treated as one, from short to long."""
 
-    counts, tokens: number of sequences, and tokens of one sequence, of every class. seconds[k]: seconds that one sequence of
-    every class adds to a group of the k-th degree. members: the numbers of the sequences of every class.
-    """
-
+    # sequences of every class, and tokens of one of them
     counts: NDArray[np.int64]
     tokens: FloatArray
+    # seconds[k]: seconds that one sequence of every class adds to a group of the k-th degree
     seconds: FloatArray
+    # numbers of the sequences of every class
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -127,14 +123,13 @@ def draw_groups(
 
 @dataclass(frozen=True, slots=True)
 class _TimeShares:
-    """Constants that divide the time limit, chosen with `recipes/bench/cpu/planner.py` (table problems).
+    """Constants that divide the time limit, chosen with `recipes/bench/cpu/planner.py` (table problems)."""
 
-    least_gain: share of the seconds by which a layout must be faster to replace another. proven: a micro-batch this close to its
-    bound is not solved again. worth_again: least time for solving a micro-batch again, as a share of an equal share.
-    """
-
+    # share of the seconds by which a layout must be faster to replace another
     least_gain: float = 1e-9
+    # a micro-batch this close to its bound is not solved again
     proven: float = 2e-3
+    # least time for solving a micro-batch again, as a share of an equal share
     worth_again: float = 0.2
 
 
@@ -167,15 +162,14 @@ MicroBatchSolver = Callable[[GroupingProblem, Sequence[Group], float], GroupedMi
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatch:
-    """One micro-batch to solve.
+    """One micro-batch to solve."""
 
-    problem: the subproblem of its sequences. members: number of each of them in the step. seed: groups to beat, in numbers of
-    the subproblem; if empty, the greedy planner makes them when the micro-batch is solved.
-    """
-
+    # the subproblem of its sequences
     problem: GroupingProblem
+    # number of each of them in the step
     members: tuple[int, ...]
     bound_s: float
+    # groups to beat, in numbers of the subproblem; if empty, the greedy planner makes them when the micro-batch is solved
     seed: tuple[Group, ...] = ()
 
     @classmethod

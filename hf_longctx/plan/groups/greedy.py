@@ -1,10 +1,10 @@
-"""Plan a step in milliseconds: sort, cut into micro-batches, group each of them, then improve the step by small moves.
+"""Solver "greedy": plans a step in milliseconds by sorting, cutting, grouping every micro-batch, and then small moves.
 
-This is solver "greedy"; the other solvers start from its layout. Cuts come from `cuts.py`; the most promising ones are grouped,
-all their micro-batches at once. A micro-batch is grouped by bisection on its makespan, between the fluid bound (`bounds.py`) and
-the makespan of groups of consecutive sequences (`consecutive.py`). A makespan is feasible if vector packing by one of many rules
-succeeds (`vector_packing.py`). The best layout is improved by `backfill.py` and `local_search.py`. Searches end by counts, never
-by time, so that equal lengths give equal plans on every machine.
+The other solvers start from its layout. Cuts come from `cuts.py`; the most promising ones are grouped, all their micro-batches at
+once. A micro-batch is grouped by bisection on its makespan, between the fluid bound (`problem.py`) and the makespan of groups of
+consecutive sequences. A makespan is feasible if vector packing by one of many rules succeeds (`packing.py`). The best layout is
+improved by `backfill.py` and `local_search.py`. Searches end by counts, never by time, so that equal lengths give equal plans on
+every machine.
 """
 
 from __future__ import annotations
@@ -29,38 +29,41 @@ from hf_longctx.plan.groups.problem import Group, GroupingProblem, Layout, Piece
 class _GreedySearch:
     """Constants of the search, chosen with `recipes/bench/cpu/planner.py` (tables times and problems).
 
-    most_cuts, most_token_cuts: most cuts that are grouped, of all and of those by tokens. all_cuts_sequences: with at most this
-    many sequences, all cuts are tried. bin_sequences: with at most this many sequences per micro-batch, best-fit bins are tried
-    as well. step_budget, start_budget: matrix entries that local search may look at, for a step and for one packing of a
-    micro-batch. backfill_passes: how often every micro-batch gives its sequences to others. runs_tolerance, tolerance: relative
-    precision of the makespan of consecutive groups, and of the bisection.
-    joint_sequences, joint_pairs: with at least this many sequences in a step and in a micro-batch, and this many pairs of a
-    sequence and a rank, all micro-batches are packed at once, also with one fewer, if it leaves at most this share of memory full
-    (joint_fullness). In steps of fewer sequences than `joint_alone` that got none fewer, one cut is grouped, too. joint_cuts:
-    cuts whose expected seconds are tried as limits.
-
-    Large micro-batches are split into pods, equal shares of ranks and sequences. pod_sequences: a pod has at least this many
-    sequences. pod_groups: a pod has room for this many groups of the largest degree needed. many_pods: with this many pods,
-    only the plainest rule is tried. largest_equal_degree: largest degree of rules that open equal groups.
+    Large micro-batches are split into pods, equal shares of ranks and sequences.
     """
 
+    # most cuts that are grouped, of all and of those by tokens
     most_cuts: int = 3
     most_token_cuts: int = 2
+    # most sequences for which all cuts are tried
     all_cuts_sequences: int = 14
+    # most sequences per micro-batch for which best-fit bins are tried as well
     bin_sequences: int = 16
+    # matrix entries that local search may read, for a step and for one packing of a micro-batch
     step_budget: int = 1_000_000
     start_budget: int = 100_000
+    # times that every micro-batch gives its sequences to others
     backfill_passes: int = 1
+    # with at least this many sequences in a step and in a micro-batch, and `joint_pairs` pairs of a sequence and a rank,
+    # all micro-batches are packed at once
     joint_sequences: tuple[int, int] = (400, 16)
+    # in steps of fewer sequences that got no fewer micro-batches, one cut is grouped, too
     joint_alone: int = 640
     joint_pairs: int = 12_800
+    # one micro-batch fewer is packed, too, if it leaves at most this share of memory full
     joint_fullness: float = 0.95
+    # cuts whose expected seconds are tried as limits
     joint_cuts: int = 2
+    # relative precision of the makespan of consecutive groups, and of the bisection
     runs_tolerance: float = 5e-2
     tolerance: float = 2e-3
+    # least sequences of a pod
     pod_sequences: int = 96
+    # groups of the largest degree needed for which a pod has room
     pod_groups: int = 8
+    # number of pods from which only the plainest rule is tried
     many_pods: int = 4
+    # largest degree of rules that open equal groups
     largest_equal_degree: int = 16
 
 
@@ -69,18 +72,18 @@ _GREEDY = _GreedySearch()
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much work goes into grouping one micro-batch.
+    """Amount of work to group one micro-batch."""
 
-    factors: the first makespans tried, as multiples of the bound. iterations: how often makespans are tried, `limits` of them
-    in each iteration after the first. rare_rules: whether rules that seldom win are tried. kept_rules: share of the rules that
-    stays after an iteration. starts: how many of the packings found are improved by local search.
-    """
-
+    # the first makespans to try, as multiples of the bound
     factors: tuple[float, ...]
+    # times that makespans are tried, `limits` of them in each iteration after the first
     iterations: int
     limits: int
+    # also try rules that seldom win
     rare_rules: bool
+    # share of the rules that stays after an iteration
     kept_rules: float
+    # number of packings that local search improves
     starts: int
 
 
@@ -217,14 +220,13 @@ def _start(problem: GroupingProblem, trials: int, time_aware: bool) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _PromisingCuts:
-    """The most promising cuts of a step into micro-batches.
+    """The most promising cuts of a step into micro-batches."""
 
-    cuts: those that are worth grouping. expected_s: seconds of each micro-batch, without `micro_batch_s`, that any cuts expect,
-    the most promising first. num_micro_batches: number of micro-batches of the most promising cut.
-    """
-
+    # cuts that are worth grouping
     cuts: list[list[Piece]]
+    # expected seconds of each micro-batch, without `micro_batch_s`, for any cuts, the most promising first
     expected_s: list[list[float]]
+    # number of micro-batches of the most promising cut
     num_micro_batches: int
 
     @classmethod

@@ -1,34 +1,28 @@
-"""Pack sequences into groups under limits of time and memory (vector bin packing), many trials at once.
+"""Packs sequences into groups under limits of time and memory (vector bin packing), many trials at once.
 
-The greedy planner tests with this whether a makespan T is feasible. A trial packs one set of sequences, longest first, within T.
-A sequence joins the open group that fits it best, or else a new group of the smallest degree that finishes it within T. Trials
-differ in T and in their rule: the meaning of "best", whether new groups are larger than needed, and whether all remaining ranks
-are opened as equal groups at once. All trials place one sequence per turn as rows (lanes) of the same arrays, so a turn of all
-trials costs little more than a turn of one.
+`pack_trials` tests for the greedy planner whether a makespan T is feasible. A trial packs one set of sequences, longest first,
+within T. A sequence joins the open group that fits it best, or else a new group of the smallest degree that finishes it within T.
+Trials differ in T and in their rule: the meaning of "best", whether new groups are larger than needed, and whether all remaining
+ranks are opened as equal groups at once. All trials place one sequence per turn as rows (lanes) of the same arrays, so a turn of
+all trials costs little more than a turn of one.
 
-Group consecutive sequences with the least makespan: bisection with an exact dynamic program, many micro-batches at once.
-
-The greedy planner starts its search from these groups. Sequences are sorted longest first, a micro-batch (piece) is a range
-[start, stop) of them, and each of its groups is a run, that is, a range within the piece. For a makespan T let next_d(i) be the
-end of the longest run from sequence i that fits d ranks within T and memory; it never decreases with i. So the furthest
-sequence that r ranks can serve is
+`group_runs` finds the groups of consecutive sequences with the least makespan, from which the search starts, by bisection with an
+exact dynamic program. Sequences are sorted longest first, a micro-batch (piece) is a range [start, stop) of them, and each of its
+groups is a run, that is, a range within the piece. For a makespan T let next_d(i) be the end of the longest run from sequence i
+that fits d ranks within T and memory; it never decreases with i. So the furthest sequence that r ranks can serve is
 
     reach(0) = start,   reach(r) = max over degrees d of next_d(reach(r - d)),
 
 and T is feasible if reach(all ranks) is the end of the piece. A lane is one piece with one T; all lanes go through the recurrence
 as one array.
 
-Packs all sequences of a step at once into groups of all its micro-batches, each of which has a limit of seconds.
-
-The greedy planner does this where micro-batches hold many sequences. Grouping one range of similar lengths after the other leaves
-ranks waiting where a few long sequences fill a micro-batch badly; here short sequences fill what long ones leave, in every
-micro-batch. Sequences go longest first, each to the open group that it fits best, or else into a new group with the fewest
-rank-seconds, which count its share of the fixed cost.
-
-How long each micro-batch may take is found by trial: from the seconds that a cut by cost expects, and from those with one
-micro-batch fewer, on to limits that are a little lower in sum and differ a little more or less from each other. Where a trial
-succeeds, the next one asks for more. Trials end by their number, and their factors are fixed, so that equal lengths give equal
-layouts.
+`JointPacking` packs all sequences of a step at once into groups of all its micro-batches, each with a limit of seconds, if
+micro-batches hold many sequences. Grouping one range of similar lengths after the other leaves ranks waiting if a few long
+sequences fill a micro-batch badly; here short sequences fill the gaps of long ones, in every micro-batch. Sequences go longest
+first, each to the open group that it fits best, or else into a new group with the fewest rank-seconds, including its share of the
+fixed cost. Limits are found by trial: they start from the seconds that a cut by cost expects, and from those with one micro-batch
+fewer, and then get a little lower in sum and differ a little more or less from each other. After a success, the next trial is
+more ambitious. Trials end by their number, and their factors are fixed, so that equal lengths give equal layouts.
 """
 
 from __future__ import annotations
@@ -75,19 +69,19 @@ _ROW_STATE = [
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a trial places sequences. The open group with the lowest score fits a sequence best.
+    """Scores by which a trial places sequences. The open group with the lowest score fits a sequence best."""
 
-    time_weight, room_weight: weights of the time and memory that the group has left after the sequence joins. dot_weight:
-    weight, subtracted, of the sequence's time and memory multiplied by what the group has left of each. larger: open new groups
-    this many degrees larger than needed. equal_degree: index of a degree; as soon as it is enough for the next sequence, all
-    remaining ranks are opened as groups of this degree (-1: never). only_equal: open no other groups.
-    """
-
+    # weights of the time and memory that the group has left after the sequence joins
     time_weight: float = 1.0
     room_weight: float = 1.0
+    # weight, subtracted, of the sequence's time and memory times those that the group has left
     dot_weight: float = 0.0
+    # open new groups this many degrees larger than needed
     larger: int = 0
+    # index of a degree; as soon as it is enough for the next sequence, all remaining ranks are opened as groups of this
+    # degree (-1: never)
     equal_degree: int = -1
+    # open no other groups
     only_equal: bool = False
 
 
@@ -103,14 +97,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Result of a trial. makespan_s: seconds of its slowest group; infinite if a sequence fitted no group.
-
-    columns: group of each of its sequences. kinds: degree index of each group.
-    """
+    """Result of a trial."""
 
     trial: Trial
+    # seconds of its slowest group; infinite if a sequence fitted no group
     makespan_s: float
+    # group of each of its sequences
     columns: IntArray
+    # degree index of each group
     kinds: IntArray
 
     def groups(self, problem: GroupingProblem) -> list[Group]:
@@ -422,20 +416,19 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class _LimitSearch:
-    """Constants of the search for limits, chosen with `recipes/bench/cpu/planner.py` (table times).
+    """Constants of the search for limits, chosen with `recipes/bench/cpu/planner.py` (table times)."""
 
-    first_factors: factors on expected seconds, tried until all sequences fit. spreads: by how much the limits of a trial differ
-    from those found so far, in turn. first_gain: how much lower their sum is in the first trial, as a share; it is multiplied by
-    `after_success` or `after_failure`. trials: number of trials from each start, and further ones from the best of them; one that
-    fails counts by the sequences that it placed. least_placed: sequences that they place at least, so that small steps have more.
-    """
-
+    # factors on expected seconds, tried until all sequences fit
     first_factors: tuple[float, ...] = (1.0, 1.05, 1.1)
+    # differences of a trial's limits from those found so far, in turn
     spreads: tuple[float, ...] = (0.07, 0.035, 0.018)
+    # share by which their sum is lower in the first trial; multiplied by `after_success` or `after_failure`
     first_gain: float = 0.025
     after_success: float = 1.5
     after_failure: float = 0.8
+    # trials from each start, and further ones from the best of them; one that fails counts by the sequences that it placed
     trials: tuple[int, int] = (2, 7)
+    # sequences that these trials place at least, so that small steps have more trials
     least_placed: tuple[int, int] = (1536, 5120)
 
 

@@ -1,16 +1,15 @@
-"""Place the groups of a layout on ranks: consecutive positions for each group.
+"""Places the groups of a layout on ranks: consecutive positions for each group.
 
 The planner calls this after a solver has found a layout. A group starts at a multiple of the largest power of two that divides
 its degree; its blocks then lie where process groups for them exist. Groups that fit into a node are packed into nodes, the
 largest first, as long as nodes have room for them.
 
-Plan nested sequence groups: a rank goes from group to group within a step and waits for the ranks of its next group only.
-
-The planner tries this if no collective runs over all ranks within a step (replicated parameters, or shards within blocks of
-ranks), so that ranks need not end a micro-batch together: a rank may run in a group of 64, then in one of 8, then alone several
-times. Sequences are placed longest first, each on the degree and the ranks that waste the fewest rank-seconds, counting the time
-of the sequence and the time its ranks wait for each other. A group takes further sequences until one of its ranks starts another
-group or its memory is full.
+In nested groups a rank goes from group to group within a step and waits only for the ranks of its next group. The planner tries
+them if no collective runs over all ranks within a step (replicated parameters, or shards within blocks of ranks), so that ranks
+need not end a micro-batch together: a rank may run in a group of 64, then in one of 8, then alone several times. Sequences are
+placed longest first, each on the degree and the ranks that waste the fewest rank-seconds, counting the time of the sequence and
+the time its ranks wait for each other. A group takes further sequences until one of its ranks starts another group or its memory
+is full.
 
 The idea is that of Megatron's hybrid context parallelism and ByteScale (arXiv 2502.21231); the placement is our own.
 """

@@ -4,9 +4,8 @@ Every solver in this folder takes a `GroupingProblem` and returns a `Layout`. Th
 2412.01523, section 4): micro-batches run one after the other, and each takes as long as its slowest group. With replicated
 parameters a step can only be faster, because then a rank waits for the other ranks of its group only.
 
-Lower bounds on the seconds of a micro-batch ("fluid" bounds: sequences may be split freely over a pool of ranks).
-
-The solvers stop at these bounds, and the plan's estimate reports them.
+Solvers stop at lower bounds on the seconds of a micro-batch ("fluid" bounds: sequences may be split freely over a pool of ranks),
+and the plan's estimate reports them.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True)
 class GroupingProblem:
-    """Whole sequences to assign to groups on `num_ranks` ranks.
-
-    shapes: how groups of each degree share attention in this step. seconds[k][i]: seconds that sequence i adds to a group of
-    degrees[k] ranks. group_s[k]: fixed seconds of such a group. capacity: most tokens of a rank; a group of d ranks holds at
-    most d * capacity. block_ranks: number of consecutive ranks that start and end micro-batches together (0: all ranks).
-    overlaps: ranks take part in all micro-batches, but some may start the next one before others have finished. micro_batch_s:
-    seconds that every micro-batch adds to its groups', for gathers of sharded weights.
-    """
+    """Whole sequences to assign to groups on `num_ranks` ranks."""
 
     lengths: tuple[int, ...]
     num_ranks: int
+    # most tokens of a rank; a group of d ranks holds at most d * capacity
     capacity: int
     degrees: tuple[int, ...]
+    # how groups of each degree share attention in this step
     shapes: Mapping[int, GroupShape]
+    # seconds[k][i]: seconds that sequence i adds to a group of degrees[k] ranks
     seconds: FloatArray
+    # fixed seconds of a group of each degree
     group_s: tuple[float, ...]
+    # number of consecutive ranks that start and end micro-batches together (0: all ranks)
     block_ranks: int = 0
+    # ranks take part in all micro-batches, but some may start the next one before others have finished
     overlaps: bool = False
+    # seconds that every micro-batch adds to its groups', for gathers of sharded weights
     micro_batch_s: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Translates between a pipeline and the joint program: makes its cells and moments, and turns its answer into policies.
+"""Translates between a pipeline and the joint program: makes cells and moments, and turns the program's answer into policies.
 
 Offloaded shares are spread over the first layers of a part, below recomputed layers and at least one that moves nothing, because
 the copies of a layer overlap with the layer after it: out with its forward, and back with its backward.
@@ -38,7 +38,7 @@ class _CopyConstants:
     """Constants with which copies to the host are priced.
 
     link_share: largest share of a layer's pass that the copy beside it may take, since copies share a link with messages and
-    start late. idle_share: share of its time that a hidden copy costs, a tie-breaker so that nothing moves for nothing.
+    start late. idle_share: share of its time that a hidden copy costs, a tie-breaker against useless copies.
     """
 
     link_share: float = 0.9
@@ -56,7 +56,7 @@ def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
 
 
 def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
-    """Policy of a layer that offloads this share of its tokens. replayed: classes that none keeps."""
+    """Policy of a layer that offloads this share of its tokens. replayed: classes that no policy keeps."""
     kept, again = {"host": share, "device": 1 - share}, {"recompute": 1.0}
     return LayerPolicy(tuple(TensorShare(name, **(again if name in replayed else kept)) for name in TENSOR_CLASSES))
 
@@ -85,7 +85,7 @@ class GroupCells:
         offloads: bool = True,
         kept: Collection[int] = (),
     ) -> None:
-        """offloads: whether anything may go to the host. kept: stages that fit as they are, and so keep everything."""
+        """Makes all cells. offloads: whether anything may go to the host. kept: stages that fit and so keep everything."""
         self.group, self.costs, self.tile_tokens, self.offloads, self.kept = group, costs, tile_tokens, offloads, kept
         self.bytes, self._slots = known.byte_model(costs.model), known.seconds(group, costs)
         self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
@@ -221,7 +221,7 @@ class GroupCells:
     def _hiding_s(self, stage: StagePlan, part: int) -> FloatArray:
         """Seconds of computation beside which each chunk's copies run in each direction: of its shorter pass.
 
-        Those of the head count, too: copies may take a little longer than layers, rather than a whole layer run again.
+        Seconds of the head count, too: it is better if copies take a little longer than if a whole layer runs again.
         """
         owned, has_head = stage.parts[part], (stage.stage, part) == (self.num_stages - 1, self.num_parts - 1)
         pairs = self.costs.attention_pairs((owned,))

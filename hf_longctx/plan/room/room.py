@@ -5,17 +5,17 @@ program proposes policies and predicts the run of the group under them. The firs
 trials so far decide whether another way is tried, and the group gets the fitting trial with the fewest predicted seconds.
 
 On one stage (`GroupRoom`) the programs of a chunk are the loss in tiles, the linear program of `policies/fill.py`, which chooses
-for each layer what is kept, offloaded or recomputed, and least memory. Slices are another way: the longest sequence is cut, with
-a K/V book, so that a layer works on fewer tokens at a time, and the program chooses for whole slices. Groups whose ranks gather
-weights together run one order of actions, so all of them are cut into equally many slices, or none is.
+the tensors of each layer to keep, offload or recompute, and least memory. Slices are another way: the longest sequence is cut,
+with a K/V book, so that a layer works on fewer tokens at a time, and the program chooses for whole slices. Groups whose ranks
+gather weights together run one order of actions, so all of them are cut into equally many slices, or none is.
 
 On several stages (`PipelineRoom`) the programs are the joint program of `policies/joint_program.py`, which chooses for every
-chunk and stage, with attention outputs kept and without, and least memory. None of them is tried for a group that needs more than
-there is even with every layer recomputed and all inputs on the host. Where that is so without the host, most programs are left
-out, since they would have no answer. Stages that fit with everything kept are left so.
+chunk and stage, with attention outputs kept and without, and least memory. No program is tried for a group that exceeds the limit
+even with every layer recomputed and all inputs on the host. If it does so only without the host, most programs are skipped, since
+they would have no answer. Stages that fit with everything kept stay as they are.
 
-Programs know workspace and copies only roughly, so a program is solved again with less room while its prediction is over the
-limit, and with more where it left much.
+Programs estimate workspace and copies only roughly, so a program is solved again with less room while its prediction is over the
+limit, and with more if much room is left.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudg
 
 
 class Room:
-    """The loop that makes groups fit. Subclasses say which ways there are, and what the run of a group takes.
+    """The loop that makes groups fit. Subclasses define the ways, and predict the seconds of a group.
 
     known, fitted: caches of the step: bytes and runs that were counted and predicted before, and groups that were solved.
     """
@@ -162,7 +162,7 @@ class Room:
         self.byte_model = self.predictions.byte_model(costs.model)
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
-        """Gives the group the policies that it needs to fit; raises ValueError where nothing fits."""
+        """Gives the group the policies that it needs to fit; raises ValueError if nothing fits."""
         return self.fitted.fit(group, self._search, self._nothing_fits, self._variant(group))
 
     def _search(self, group: SequenceGroup) -> list[Trial]:
@@ -175,7 +175,7 @@ class Room:
     def trial(self, group: SequenceGroup, **counted: Any) -> Trial:
         """Predicts the run of the group alone and compares it with the limits; `counted`: fields of `Trial`.
 
-        What does not fit gets no seconds, which saves planning time.
+        Groups that do not fit get no seconds, which saves planning time.
         """
         on_host = max(self.byte_model.moments(group, stage).most.host for stage in group.stages)
         trial = Trial(group, math.inf, self.over_bytes(group), float(on_host - self.budget.host_bytes), **counted)
@@ -222,7 +222,7 @@ class Room:
         raise NotImplementedError
 
     def _variant(self, group: SequenceGroup) -> Any:
-        """Key of what the answer for a group depends on besides its chunks, shape and actions."""
+        """Key of the facts that decide the answer for a group, besides its chunks, shape and actions."""
         return None
 
 
@@ -254,7 +254,7 @@ class GroupRoom(Room):
         return replayed_together(found) if self.costs.model.experts.are_spread else tuple(found)
 
     def _alone(self, group: SequenceGroup) -> SequenceGroup:
-        """Makes room for a group that waits for no other, with the answer of an equal group before it if there was one."""
+        """Makes room for a group that waits for no other; an equal earlier group gives the answer."""
         if self._is_kept(group):
             return group
 
@@ -308,7 +308,7 @@ class GroupRoom(Room):
         return is_small and self.byte_model.kept_peak(group) <= self.budget.device_bytes
 
     def _cut(self, sliced: Sequence[SequenceGroup]) -> list[SequenceGroup]:
-        """Makes room for groups of several chunks; none where one does not fit."""
+        """Makes room for groups of several chunks; empty if one does not fit."""
         found = list(sliced)
         # those that may take longest first
         for place in sorted(range(len(sliced)), key=lambda place: -self._kept_s(sliced[place])):
@@ -461,7 +461,7 @@ class GroupRoom(Room):
         return "layer inputs alone are kept: the program found nothing else that fits"
 
     def _programmed(self, group: SequenceGroup, table: SlotTable, layers: _Layers, explains: bool = False) -> list[Trial]:
-        """The group with the program's policies, and the reason if `explains`; none where no answer of the program fits."""
+        """The group with the program's policies, and the reason if `explains`; empty if no answer of the program fits."""
         model, device_bytes = self.costs.model, self.budget.device_bytes
         # workspace beside saved tensors hardly depends on the policy
         lean = self._least_memory_group(group, 0)
@@ -527,7 +527,7 @@ def _layer_policy(shares: tuple[TensorShare, ...], shape: GroupShape) -> LayerPo
 
 
 def replayed_together(groups: Sequence[SequenceGroup]) -> tuple[SequenceGroup, ...]:
-    """The groups of a micro-batch with replays, in each of them, of every layer that one of them replays.
+    """The groups of a micro-batch after each of them replays every layer that any of them replays.
 
     Ranks that share experts replay layers together, or not at all. A layer that a group would have kept keeps its attention.
     """
@@ -587,7 +587,7 @@ class PipelineRoom(Room):
         self._least: list[Trial] = []
 
     def fitting(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[SequenceGroup, ...]:
-        """The groups of a micro-batch with their policies; raises ValueError where nothing fits one of them.
+        """The groups of a micro-batch with their policies; raises ValueError if nothing fits one of them.
 
         Those whose ranks have most tokens of one sequence come first: where nothing fits, it is mostly for them, and the program
         need not be solved for others.
@@ -612,7 +612,7 @@ class PipelineRoom(Room):
         return kept_pipeline_s(self.plan, group, self.costs, self.predictions)
 
     def takes(self, group: SequenceGroup, seconds: float) -> bool:
-        """Whether a group takes at least so many seconds even if it recomputes and moves nothing."""
+        """Whether a group takes at least `seconds` even if it recomputes and moves nothing."""
         return self.is_busy(group, seconds) or self.kept_s(group) >= seconds
 
     def is_busy(self, group: SequenceGroup, seconds: float) -> bool:
@@ -708,11 +708,11 @@ class PipelineRoom(Room):
         return self.byte_model.moments(group, stage, waiting=waiting).most.peak
 
     def exceeds(self, group: SequenceGroup) -> bool:
-        """Whether a bound tells that the group does not fit as it is."""
+        """Whether a bound proves that the group does not fit as it is."""
         return self._is_over(group, lambda: [group], 0.0)
 
     def is_hopeless(self, group: SequenceGroup) -> bool:
-        """Whether a bound tells that no policy makes the group fit: some stage needs clearly more in every way."""
+        """Whether a bound proves that no policy makes the group fit: some stage needs clearly more in every way."""
         return self._is_over(group, lambda: self._least_ways(group), _ROOM.hopeless * self.limit_bytes)
 
     def _is_over(self, group: SequenceGroup, ways: Callable[[], list[SequenceGroup]], most: float) -> bool:
@@ -725,14 +725,14 @@ class PipelineRoom(Room):
         return self.predictions.over[key][1]
 
     def _least_trials(self, lean: _LeastMemory, keeps_attention: bool, host_bytes: int) -> list[Trial]:
-        """Predicts a group in least memory, unless a bound tells that it does not fit, and keeps it for a refusal."""
+        """Predicts a group in least memory, unless a bound proves that it does not fit, and keeps it for a refusal."""
         group = lean(keeps_attention, host_bytes)
         over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
         self._least.append(Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group))
         return self._least[-1:]
 
     def _programmed(self, kept: Trial, keeps_attention: bool, lean: _LeastMemory) -> list[Trial]:
-        """The joint program's answers that fit: with offloading, and without it where that may be faster. lean: see `_lean`."""
+        """The joint program's answers that fit: with offloading, and without it if that may be faster. lean: see `_lean`."""
 
         def solved(offloads: bool) -> Trial | None:
             known, tile_tokens = self.predictions, self.budget.tile_tokens
