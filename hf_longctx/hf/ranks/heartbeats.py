@@ -62,8 +62,9 @@ _LAUNCHER = "torch.distributed.elastic"
 _LIBRARIES = ("accelerate", "datasets", "hf_longctx", "huggingface_hub", "peft", "tokenizers", "torch", "transformers", "trl")
 # packages whose functions describe a script's activity
 _TELLING = ("hf_longctx", "peft", "transformers", "trl")
-# modules that wait for messages of other ranks
+# modules, and one function of another, that wait for messages of other ranks
 _RECEIVING = ("torch.distributed.", "hf_longctx.runtime.", "hf_longctx.hf.ranks.")
+_EXCHANGES = "exchange_tokens"
 
 
 class Doing(NamedTuple):
@@ -477,7 +478,7 @@ def _writer_frame() -> FrameType | None:
 def _receives(frames: list[FrameType]) -> bool:
     """Whether a thread's innermost function, ignoring torch's operator calls, exchanges messages between ranks."""
     inner = next((frame for frame in frames if _module(frame) != "torch._ops"), None)
-    return inner is not None and (_module(inner).startswith(_RECEIVING) or _module(inner).endswith(".streams.exchange"))
+    return inner is not None and (_module(inner).startswith(_RECEIVING) or inner.f_code.co_name == _EXCHANGES)
 
 
 def _is_waiting() -> bool:

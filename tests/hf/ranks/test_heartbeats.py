@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch.distributed as dist
+from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.ranks.forked import free_port
 
-from hf_longctx.hf.ranks.heartbeats import Heartbeats
+from hf_longctx.hf.data.streams.planned_stream import exchange_tokens
+from hf_longctx.hf.ranks.heartbeats import Heartbeats, _frames, _receives
 
 TIMEOUT_S = 2.0
 
@@ -103,3 +107,19 @@ def test_ranks_end_when_their_launcher_has_died() -> None:
     finally:
         if rank.is_running():
             rank.kill()
+
+
+def test_a_rank_that_waits_for_tokens_of_a_stream_waits_for_other_ranks() -> None:
+    waits = []
+
+    class Message:
+        def wait(self) -> None:
+            waits.append(_receives(list(_frames(sys._getframe(1)))))
+
+    def receive(*args: Any) -> Message:
+        return Message()
+
+    plan = pipeline_plan([8, 4], [[(1, [[(0, 0, 8)]]), (1, [[(1, 0, 4)]])]], 1)
+    with patch.object(dist, "irecv", receive):
+        exchange_tokens(plan, [1, 1], {}, False, 0, None)
+    assert waits == [True]
