@@ -19,6 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.rules.training_arguments import without_checkpointing
+from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 
 # attributes that the mixin sets on a trainer
@@ -61,6 +62,8 @@ def lend(trainer: Trainer, callback: Guard) -> None:
     if not isinstance(trainer, CheckpointMixin):
         stock = type(trainer)
         trainer.__class__ = type(f"Guarded{stock.__name__}", (GuardedMixin, stock), {"_longctx_callback": callback})
+        # users may save the model before a training, which brings a saver of its own
+        vars(trainer)["_saver"] = Saver(callback.config, trainer.args, None)
 
 
 def take_back(trainer: Trainer) -> None:

@@ -36,8 +36,8 @@ NAMES = {"sdpa": "longctx", "eager": "longctx_eager"}
 _KERNELS = "kernels-community/"
 # name for models that write out their attention themselves or have none, and so choose no function
 OWN_NAME = "longctx_own"
-# attribute of a switched text model: its former implementation
-_FORMER = "_longctx_former_attention"
+# attributes of a switched text model: its former implementation, and whether it is one that chooses no function
+_FORMER, _IS_OWN = "_longctx_former_attention", "_longctx_switched"
 
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
@@ -61,6 +61,7 @@ class AttentionSwitch:
         vars(text)[_FORMER] = text.config._attn_implementation
         if own_attention(text) is not None or ((mixers := mixers_of(text)) and num_calls(text) == len(mixers)):
             # no attention of the model asks for a registered function
+            vars(text)[_IS_OWN] = True
             return
         for fallback, name in NAMES.items():
             AttentionInterface.register(name, partial(longctx_attention, fallback=fallback))
@@ -75,6 +76,7 @@ class AttentionSwitch:
     def undo(self, model: nn.Module) -> None:
         """Restores the implementation in the config, since `set_attn_implementation` would look for a kernel again."""
         text = text_part(model)
+        vars(text).pop(_IS_OWN, None)
         if (name := vars(text).pop(_FORMER, None)) is None:
             return
         for each in (module for module in text.modules() if isinstance(module, PreTrainedModel)):
@@ -136,7 +138,7 @@ def attention_name(model: Any) -> str | None:
     """Name of the attention implementation that `model` uses now; None if it is not a transformers model."""
     part = text_part(model) if isinstance(model, nn.Module) else model
     name: str | None = getattr(getattr(part, "config", None), "_attn_implementation", None)
-    return OWN_NAME if hasattr(part, _FORMER) and name not in NAMES.values() else name
+    return OWN_NAME if hasattr(part, _IS_OWN) else name
 
 
 def runs_plans(model: Any) -> bool:

@@ -393,10 +393,11 @@ class OwnAttentionPatch:
 
     def undo(self, model: Any) -> None:
         """Leaves a forward of the model that accelerate has wrapped in the meantime."""
-        if is_served(text := text_part(model)):
+        if self.needed(model):
+            text = text_part(model)
             for module, name, function in _methods(text):
                 take(module, function, name)
-            del vars(text)[_SERVED]
+            vars(text).pop(_SERVED, None)
 
 
 def own_attention_problems(model: Any) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hf_longctx.hf.models.attention import AttentionSwitch, attention_name, attention_problems
+from hf_longctx.hf.models.attention import AttentionSwitch, attention_name, attention_problems, runs_plans
 from hf_longctx.hf.models.context import ContextPatch
 from hf_longctx.hf.models.document_heads import HeadPatch
 from hf_longctx.hf.models.document_rope import DocumentRopePatch
@@ -56,17 +56,29 @@ PATCHES: tuple[Patch, ...] = (
 def patch_model(model: Any) -> None:
     """Makes `model` run plans. Idempotent. In a multimodal model, only the text model attends under plans.
 
-    Raises ValueError for an attention implementation of other code (`attention_problems`), and if a patch raises it.
+    Raises ValueError for an attention implementation of other code (`attention_problems`), and if a patch raises it; the model
+    is then unchanged.
     """
     if problems := attention_problems(model):
         raise ValueError(problems[0])
-    for patch in PATCHES:
-        if patch.needed(model):
-            patch.apply(model)
+    ran_plans = runs_plans(model)
+    try:
+        for patch in PATCHES:
+            if patch.needed(model):
+                patch.apply(model)
+    except BaseException:
+        # another run may still need the patches of a model that ran plans before
+        if not ran_plans:
+            _undo_all(model)
+        raise
 
 
 def restore_attention(model: Any, name: str | None) -> None:
     """Undoes `patch_model`, unless `model` ran plans before. Idempotent. name: what `attention_name` returned before."""
     if name is not None and attention_name(model) != name:
-        for patch in reversed(PATCHES):
-            patch.undo(model)
+        _undo_all(model)
+
+
+def _undo_all(model: Any) -> None:
+    for patch in reversed(PATCHES):
+        patch.undo(model)

@@ -136,6 +136,13 @@ def test_a_folder_that_another_job_uses_is_refused_on_every_rank(ranks, tmp_path
             assert f"output_dir {tmp_path} is in use by process 1 on elsewhere" in each.message and not each.losses
 
 
+def test_a_model_is_saved_before_its_first_training(tmp_path: Path) -> None:
+    callback = LongContextCallback(quiet_config(tokens_per_rank=64))
+    trainer = make_stock_trainer(ModelCase(promoted=True), ROWS, str(tmp_path), ARGUMENTS, LossTrainer, callbacks=[callback])
+    trainer.save_model(str(tmp_path / "untrained"))
+    assert (tmp_path / "untrained" / "model.safetensors").exists()
+
+
 def train_and_keep(folder: str) -> Outcome:
     """A training that keeps its two checkpoints."""
     return train(folder, save_total_limit=2)

@@ -148,6 +148,30 @@ def test_a_dropout_of_others_is_refused() -> None:
         DropoutPatch().apply(model)
 
 
+@pytest.mark.parametrize("kind", [HeadPatch, OwnAttentionPatch, DocumentRopePatch, MixerPatch, IndexPatch, DropoutPatch])
+def test_a_refused_model_is_as_it_was(kind: type) -> None:
+    model, plain = MODELS[kind](), MODELS[kind]()
+    kind().apply(plain)
+    # the last one, so that other methods and patches come before it
+    *_, place = (name for name, module in plain.named_modules() if "forward" in vars(module))
+    vars(model.get_submodule(place))["forward"] = lambda *args, **keywords: None
+    before = state_of(model)
+    with pytest.raises(ValueError, match="was replaced"):
+        patch_model(model)
+    assert state_of(model) == before
+
+
+def test_an_implementation_that_a_user_sets_meanwhile_is_switched_again() -> None:
+    model = build_model(ModelCase())
+    patch_model(model)
+    model.set_attn_implementation("eager")
+    assert attention_name(model) == "eager"
+    patch_model(model)
+    assert attention_name(model) == "longctx_eager"
+    restore_attention(model, "eager")
+    assert model.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("kind", [TextPatch, HeadPatch, OwnAttentionPatch, ContextPatch])
 def test_a_forward_that_accelerate_has_wrapped_stays_and_serves_again(kind: type) -> None:
     model, patch = MODELS[kind](), kind()
