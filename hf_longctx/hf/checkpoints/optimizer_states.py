@@ -65,8 +65,19 @@ _DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
+    torch.complex64: "C64",
     torch.bool: "BOOL",
+}
+# values of the index that JSON lacks: name -> their class, what stands for one, and how it is made of that
+_OBJECTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "torch.dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _dtype(name)),
+    "torch.device": (torch.device, str, torch.device),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
 }
 
 # a tensor's rows in one file: the file's name, the first row, the last one + 1, and their bits if they are few, else 0
@@ -196,10 +207,13 @@ class _OwnStates:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
-            return {"dict": [[key, self.described(each, f"{name}/{key}")] for key, each in value.items()]}
-        if isinstance(value, list | tuple):
+            return {"dict": [[self.described(key, ""), self.described(each, f"{name}/{key}")] for key, each in value.items()]}
+        if isinstance(value, list | tuple | set):
             listed = [self.described(each, f"{name}/{place}") for place, each in enumerate(value)]
-            return listed if isinstance(value, list) else {"tuple": listed}
+            return listed if isinstance(value, list) else {"tuple" if isinstance(value, tuple) else "set": listed}
+        for kind, (its_class, write, _) in _OBJECTS.items():
+            if isinstance(value, its_class):
+                return {kind: write(value)}
         return {"unknown": f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
@@ -207,7 +221,7 @@ class _OwnStates:
         shape, is_packed = list(value.shape), is_low_bit(own)
         found = {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape, "on_device": own.device.type != "cpu"}
         if not name or (value.numel() <= 1 and not isinstance(value, DTensor) and not found["on_device"]):
-            return {**found, "values": own.flatten().tolist()}
+            return {**found, "values": [self.described(each, "") for each in own.flatten().tolist()]}
         if own.numel():
             first, packed = first_row(value), PackedMoment.of(own) if is_packed else None
             num_bytes = own.nbytes if packed is None else packed.codes.nbytes
@@ -268,7 +282,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with _naming(path) as named, named.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(flat[name].cpu().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(flat[name].cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager
@@ -300,7 +314,7 @@ def saved_states(folder: str | Path) -> SavedStates:
         group_of = {name: group["settings"] for group in index["groups"] for name in group["weights"]}
         groups = [{name: _value(value, name) for name, value in group["settings"].items()} for group in index["groups"]]
         kind, optimizer = index["kind"], index["optimizer"]
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{place / STATES_INDEX} is no index of optimizer states ({type(error).__name__}: {error})") from error
     files: dict[str, Any] = {}
 
@@ -332,16 +346,28 @@ def _value(found: Any, name: str) -> Any:
         return found
     if "tuple" in found:
         return tuple(_value(each, name) for each in found["tuple"])
+    if "set" in found:
+        return {_value(each, name) for each in found["set"]}
     if "dict" in found:
-        return {key: _value(each, name) for key, each in found["dict"]}
+        return {_value(key, name): _value(each, name) for key, each in found["dict"]}
     if "values" in found:
-        return torch.tensor(found["values"], dtype=getattr(torch, found["dtype"])).reshape(found["shape"])
+        return torch.tensor(_value(found["values"], name), dtype=_dtype(found["dtype"])).reshape(found["shape"])
+    for kind, (_, _, read) in _OBJECTS.items():
+        if kind in found:
+            return read(found[kind])
     if "pieces" not in found:
         raise ValueError(f"the optimizer's setting {name} is not read, since it is an object of {found['unknown']}")
     pieces = tuple((str(file), int(first), int(stop), int(bits)) for file, first, stop, bits in found["pieces"])
     if foreign := [file for file, *_ in pieces if Path(file).name != file]:
         raise ValueError(f"{STATES_INDEX} sends the reader to {foreign[0]!r}, which is no file of its folder")
     return Stored(tuple(found["shape"]), pieces, bool(found["on_device"]))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
 
 
 def load_states(

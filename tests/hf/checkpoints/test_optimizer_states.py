@@ -186,6 +186,8 @@ def saved_alone(folder: Path, **values: Any) -> tuple[nn.Module, Any]:
 
 def test_settings_keep_their_types_and_unknown_ones_are_refused(tmp_path: Path) -> None:
     held = {"betas": (0.1 + 0.2, 1e-300), "lr": torch.tensor(0.1), "many": [1, None, {"a": True}], "far": float("inf")}
+    # torch's restricted reader, which earlier releases used, knows these, too
+    held |= {"kept_in": torch.bfloat16, "where": torch.device("cpu"), "by_pair": {(1, "a"): {2, 3}}, "raw": b"\xff", "z": 1 - 2j}
     model, optimizer = saved_alone(tmp_path, **held)
     optimizer.param_groups[0].update(dict.fromkeys(held))
     load_states(model, optimizer, saved_states(tmp_path), None)
@@ -199,6 +201,29 @@ def test_settings_keep_their_types_and_unknown_ones_are_refused(tmp_path: Path) 
         load_states(model, optimizer, saved_states(tmp_path), None)
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        torch.arange(6.0)[::2],
+        torch.arange(6.0).view(3, 2)[:, :1],
+        torch.arange(3.0)[:1].expand(4),
+        torch.arange(3).to(torch.uint16),
+        torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j, 3j]),
+    ],
+)
+def test_a_state_of_any_layout_and_dtype_comes_back(tmp_path: Path, state: Tensor) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = OwnAdamW(model.parameters())
+    step_on_whole_weights(optimizer)
+    optimizer.state[model.weight] = {"state": state}
+    save_states(model, optimizer, str(tmp_path), None)
+    optimizer.state.clear()
+    load_states(model, optimizer, saved_states(tmp_path), None)
+    found = optimizer.state[model.weight]["state"]
+    assert found.dtype == state.dtype and torch.equal(found, state)
+
+
 def test_an_index_names_files_of_its_folder_alone(tmp_path: Path) -> None:
     saved_alone(tmp_path)
     file = tmp_path / OPTIMIZER_FOLDER / STATES_INDEX
@@ -207,7 +232,13 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path) -> None:
         saved_states(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weights": {"a": {"b": {"pieces": 1}}}, "groups": []}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{}", '{"weights": {"a": {"b": {"pieces": 1}}}, "groups": []}', "[" * 10**5),
+        '{"weights": {"a": {"b": {"values": [1, 2], "dtype": "int64", "shape": [3]}}}, "groups": []}',
+    ],
+)
 def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
     saved_alone(tmp_path)
     (tmp_path / OPTIMIZER_FOLDER / STATES_INDEX).write_text(content)
