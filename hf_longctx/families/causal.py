@@ -28,22 +28,24 @@ _BERT = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="
 _ROBERTA = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="from_padding")
 
 CAUSAL: tuple[Family, ...] = (
-    Family("afmoe", "AfmoeForCausalLM", traits=ROTARY, modules=Modules(experts=("AfmoeExperts",))),
-    Family("apertus", "ApertusForCausalLM", traits=Traits(tiles_norms=False, kernels=("norms", "rotary"))),
+    Family(
+        "afmoe", "AfmoeForCausalLM", traits=Traits(qk_norms=True, kernels=("rotary",)), modules=Modules(experts=("AfmoeExperts",))
+    ),
+    Family("apertus", "ApertusForCausalLM", traits=Traits(qk_norms=True, tiles_norms=False, kernels=("norms", "rotary"))),
     Family(
         "apertus1p5",
         "Apertus1p5TextForCausalLM",
         types=("apertus1p5", "apertus1p5_text"),
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
         wrapper="Apertus1p5ForConditionalGeneration",
         text="Apertus1p5TextModel",
     ),
-    Family("arcee", "ArceeForCausalLM", traits=NORMS_AND_ROTARY),
+    Family("arcee", "ArceeForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "rotary"))),
     Family(
         "aria",
         "AriaTextForCausalLM",
         types=("aria", "aria_text"),
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
         wrapper="AriaForConditionalGeneration",
         text="AriaTextModel",
     ),
@@ -63,7 +65,7 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(tuples={"BambaDecoderLayer": 2}),
         mixers=(_mamba2("BambaMixer", heads="mamba_n_heads"),),
     ),
-    Family("beam", "BeamForCausalLM", modules=Modules(experts=("BeamExperts",))),
+    Family("beam", "BeamForCausalLM", traits=Traits(qk_norms=True), modules=Modules(experts=("BeamExperts",))),
     Family("bert", "BertLMHeadModel", traits=Traits(positions="table")),
     Family("bert_generation", "BertGenerationDecoder", types=("bert-generation",), traits=Traits(positions="table")),
     Family("biogpt", "BioGptForCausalLM", traits=_BERT, modules=Modules(like_generic=("BioGptForSequenceClassification",))),
@@ -94,7 +96,7 @@ CAUSAL: tuple[Family, ...] = (
         wrapper="CohereCompassForConditionalGeneration",
         text="CohereCompassTextModel",
     ),
-    Family("cwm", "CwmForCausalLM", traits=ALL_KERNELS),
+    Family("cwm", "CwmForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
     Family("data2vec", "Data2VecTextForCausalLM", types=("data2vec-text",), traits=_ROBERTA),
     Family("dbrx", "DbrxForCausalLM", traits=Traits(tiles_mlps=False, tiles_norms=False, kernels=("rotary",))),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", traits=NORMS, modules=Modules(experts=("DeepseekV2Experts",))),
@@ -103,7 +105,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "dots1",
         "Dots1ForCausalLM",
-        traits=Traits(windows="from_max_window_layers", kernels=("norms", "rotary")),
+        traits=Traits(qk_norms=True, cuts_heads=True, windows="from_max_window_layers", kernels=("norms", "rotary")),
         modules=Modules(experts=("Dots1Experts",)),
     ),
     Family(
@@ -119,15 +121,20 @@ CAUSAL: tuple[Family, ...] = (
         "emu3",
         "Emu3ForCausalLM",
         types=("emu3", "emu3_text_model"),
-        traits=ALL_KERNELS,
+        traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary")),
         wrapper="Emu3ForConditionalGeneration",
         text="Emu3TextModel",
     ),
     Family("ernie", "ErnieForCausalLM", traits=_BERT, dropout_fields=("hidden_dropout_prob",)),
     Family("ernie4_5", "Ernie4_5ForCausalLM", traits=Traits(kernels=("norms", "gates"))),
     Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", traits=NORMS, modules=Modules(experts=("Ernie4_5_MoeExperts",))),
-    Family("exaone4", "Exaone4ForCausalLM", traits=Traits(full_every=4, kernels=("norms", "gates", "rotary"))),
-    Family("exaone_moe", "ExaoneMoeForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("ExaoneMoeExperts",))),
+    Family("exaone4", "Exaone4ForCausalLM", traits=Traits(qk_norms=True, full_every=4, kernels=("norms", "gates", "rotary"))),
+    Family(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
+        modules=Modules(experts=("ExaoneMoeExperts",)),
+    ),
     Family(
         "falcon",
         "FalconForCausalLM",
@@ -152,10 +159,12 @@ CAUSAL: tuple[Family, ...] = (
         ),
         mixers=(_mamba1("FalconMambaMixer", fused="mamba_inner_fn"),),
     ),
-    Family("flex_olmo", "FlexOlmoForCausalLM", modules=Modules(experts=("FlexOlmoExperts",))),
-    Family("flint", "FlintForCausalLM", traits=ROTARY, modules=Modules(experts=("FlintExperts",))),
+    Family("flex_olmo", "FlexOlmoForCausalLM", traits=Traits(qk_norms=True), modules=Modules(experts=("FlexOlmoExperts",))),
+    Family(
+        "flint", "FlintForCausalLM", traits=Traits(qk_norms=True, kernels=("rotary",)), modules=Modules(experts=("FlintExperts",))
+    ),
     Family("fuyu", "FuyuForCausalLM", decoder="PersimmonModel"),
-    Family("gemma", "GemmaForCausalLM", traits=ALL_KERNELS),
+    Family("gemma", "GemmaForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
     Family("gemma2", "Gemma2ForCausalLM", traits=Traits(full_every=2, kernels=("norms", "gates", "rotary"))),
     Family(
         "gemma3",
@@ -169,7 +178,7 @@ CAUSAL: tuple[Family, ...] = (
         "gemma3n",
         "Gemma3nForCausalLM",
         types=("gemma3n_text",),
-        traits=Traits(full_every=5),
+        traits=Traits(qk_norms=True, full_every=5),
         wrapper="Gemma3nForConditionalGeneration",
         text="Gemma3nTextModel",
         modules=Modules(run_on_text=("Gemma3nMultimodalEmbedder",)),
@@ -265,7 +274,12 @@ CAUSAL: tuple[Family, ...] = (
     ),
     Family("granite", "GraniteForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
     Family("granite_swa", "GraniteSWAForCausalLM", traits=ALL_KERNELS, drops_more_than_weights=True),
-    Family("granitemoe", "GraniteMoeForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("GraniteMoeExperts",))),
+    Family(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
+        modules=Modules(experts=("GraniteMoeExperts",)),
+    ),
     Family(
         "granitemoe_swa",
         "GraniteMoeSWAForCausalLM",
@@ -283,7 +297,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
         modules=Modules(experts=("GraniteMoeSharedExperts",)),
     ),
     Family("helium", "HeliumForCausalLM", traits=GATES),
@@ -291,7 +305,12 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("HunYuanMoEV1Experts",))
     ),
-    Family("hy_v3", "HYV3ForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("HYV3Experts",))),
+    Family(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
+        modules=Modules(experts=("HYV3Experts",)),
+    ),
     Family(
         "hy_v4",
         "HYV4ForCausalLM",
@@ -299,8 +318,8 @@ CAUSAL: tuple[Family, ...] = (
             tuples={"HYV4DecoderLayer": 2}, passed_on={"HYV4DecoderLayer": "prev_topk_indices"}, indexed=("HYV4Attention",)
         ),
     ),
-    Family("hyperclovax", "HyperCLOVAXForCausalLM", traits=ALL_KERNELS),
-    Family("jais2", "Jais2ForCausalLM", traits=ROTARY),
+    Family("hyperclovax", "HyperCLOVAXForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
+    Family("jais2", "Jais2ForCausalLM", traits=Traits(cuts_heads=True, kernels=("rotary",))),
     Family(
         "jamba",
         "JambaForCausalLM",
@@ -316,26 +335,41 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(experts=("KimiLinearExperts",)),
         mixers=(_kimi_delta("KimiLinearDeltaAttention"),),
     ),
-    Family("kolibri1", "Kolibri1ForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("Kolibri1Experts",))),
-    Family("laguna", "LagunaForCausalLM", traits=NORMS, modules=Modules(experts=("LagunaExperts",))),
-    Family("lara_mini", "LaraMiniForCausalLM", traits=Traits(state="gated_delta"), mixers=(_delta_net("LaraMiniGatedDeltaNet"),)),
+    Family(
+        "kolibri1",
+        "Kolibri1ForCausalLM",
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
+        modules=Modules(experts=("Kolibri1Experts",)),
+    ),
+    Family(
+        "laguna",
+        "LagunaForCausalLM",
+        traits=Traits(qk_norms=True, kernels=("norms",)),
+        modules=Modules(experts=("LagunaExperts",)),
+    ),
+    Family(
+        "lara_mini",
+        "LaraMiniForCausalLM",
+        traits=Traits(qk_norms=True, state="gated_delta"),
+        mixers=(_delta_net("LaraMiniGatedDeltaNet"),),
+    ),
     Family(
         "lfm2",
         "Lfm2ForCausalLM",
-        traits=Traits(tiles_norms=False, state="short_conv", kernels=("norms",)),
+        traits=Traits(qk_norms=True, tiles_norms=False, state="short_conv", kernels=("norms",)),
         mixers=(_short_conv("Lfm2ShortConv"),),
     ),
     Family(
         "lfm2_moe",
         "Lfm2MoeForCausalLM",
-        traits=Traits(tiles_norms=False, state="short_conv", kernels=("norms",)),
+        traits=Traits(qk_norms=True, tiles_norms=False, state="short_conv", kernels=("norms",)),
         modules=Modules(experts=("Lfm2MoeExperts",)),
         mixers=(_short_conv("Lfm2MoeShortConv"),),
     ),
     Family(
         "lfm3",
         "Lfm3ForCausalLM",
-        traits=Traits(tiles_norms=False, state="lfm3", kernels=("norms",)),
+        traits=Traits(qk_norms=True, tiles_norms=False, state="lfm3", kernels=("norms",)),
         mixers=(_short_conv("Lfm3ShortConv"),),
     ),
     Family("llama", "LlamaForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
@@ -377,7 +411,12 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(tuples={"MegatronBertLayer": 2}),
         own_attention=OwnAttention("MegatronBertSelfAttention", "MegatronBertLayer", takes_cache=True),
     ),
-    Family("mellum", "MellumForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("MellumExperts",))),
+    Family(
+        "mellum",
+        "MellumForCausalLM",
+        traits=Traits(qk_norms=True, cuts_heads=True, kernels=("norms", "rotary")),
+        modules=Modules(experts=("MellumExperts",)),
+    ),
     Family(
         "mimo_v2_flash",
         "MiMoV2FlashForCausalLM",
@@ -398,24 +437,29 @@ CAUSAL: tuple[Family, ...] = (
             ),
         ),
     ),
-    Family("minimax_m2", "MiniMaxM2ForCausalLM", traits=NORMS, modules=Modules(experts=("MiniMaxM2Experts",))),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        traits=Traits(qk_norms=True, kernels=("norms",)),
+        modules=Modules(experts=("MiniMaxM2Experts",)),
+    ),
     Family(
         "minimax_m3_vl",
         "MiniMaxM3VLForCausalLM",
         types=("minimax_m3_vl", "minimax_m3_vl_text"),
-        traits=NORMS,
+        traits=Traits(qk_norms=True, kernels=("norms",)),
         wrapper="MiniMaxM3SparseForConditionalGeneration",
         text="MiniMaxM3VLTextModel",
         modules=Modules(experts=("MiniMaxM3VLExperts",)),
     ),
-    Family("ministral", "MinistralForCausalLM", traits=ALL_KERNELS),
+    Family("ministral", "MinistralForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
     Family("ministral3", "Ministral3ForCausalLM", traits=Traits(windows="all", kernels=("norms", "gates", "rotary"))),
     Family("mistral", "MistralForCausalLM", traits=Traits(cuts_heads=True, windows="all", kernels=("norms", "gates", "rotary"))),
     Family("mistral4", "Mistral4ForCausalLM", traits=NORMS_AND_ROTARY),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        traits=Traits(windows="all", kernels=("norms", "rotary")),
+        traits=Traits(cuts_heads=True, windows="all", kernels=("norms", "rotary")),
         modules=Modules(routers=("MixtralTopKRouter",), experts=("MixtralExperts",)),
     ),
     Family(
@@ -434,7 +478,7 @@ CAUSAL: tuple[Family, ...] = (
         own_attention=OwnAttention("MptAttention", "MptBlock", takes_cache=True),
         adapted_stages=False,
     ),
-    Family("nanochat", "NanoChatForCausalLM"),
+    Family("nanochat", "NanoChatForCausalLM", traits=Traits(qk_norms=True)),
     Family("nemotron", "NemotronForCausalLM", modules=Modules(hands_down={"NemotronDecoderLayer": ("self_attn",)})),
     Family(
         "nemotron_h",
@@ -455,11 +499,16 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "olmoe",
         "OlmoeForCausalLM",
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
         modules=Modules(routers=("OlmoeTopKRouter",), experts=("OlmoeExperts",)),
     ),
     Family("opt", "OPTForCausalLM", traits=_BERT, modules=Modules(like_generic=("OPTForSequenceClassification",))),
-    Family("persimmon", "PersimmonForCausalLM", traits=ROTARY, dropout_fields=("hidden_dropout",)),
+    Family(
+        "persimmon",
+        "PersimmonForCausalLM",
+        traits=Traits(qk_norms=True, kernels=("rotary",)),
+        dropout_fields=("hidden_dropout",),
+    ),
     Family("phi", "PhiForCausalLM", traits=ROTARY, dropout_fields=("resid_pdrop", "embd_pdrop")),
     Family("phi3", "Phi3ForCausalLM", traits=Traits(windows="all", kernels=("norms",)), dropout_fields=("resid_pdrop",)),
     Family(
@@ -470,7 +519,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "phimoe",
         "PhimoeForCausalLM",
-        traits=Traits(windows="all", kernels=("rotary",)),
+        traits=Traits(cuts_heads=True, windows="all", kernels=("rotary",)),
         modules=Modules(experts=("PhimoeExperts",), window_of_config=("PhimoeAttention",)),
         default_rope_only=True,
         jitter_trains_routers=True,
@@ -485,7 +534,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        traits=Traits(window_switch=True, kernels=("norms", "rotary")),
+        traits=Traits(cuts_heads=True, window_switch=True, kernels=("norms", "rotary")),
         modules=Modules(routers=("Qwen2MoeTopKRouter",), experts=("Qwen2MoeExperts",)),
     ),
     Family(
@@ -586,7 +635,12 @@ CAUSAL: tuple[Family, ...] = (
         "SmolLM3ForCausalLM",
         traits=Traits(windows="without_rope", window_switch=True, kernels=("norms", "gates", "rotary")),
     ),
-    Family("solar_open", "SolarOpenForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("SolarOpenExperts",))),
+    Family(
+        "solar_open",
+        "SolarOpenForCausalLM",
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
+        modules=Modules(experts=("SolarOpenExperts",)),
+    ),
     Family(
         "stablelm",
         "StableLmForCausalLM",
@@ -626,7 +680,14 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "zaya",
         "ZayaForCausalLM",
-        traits=Traits(tiles_mlps=False, wide_hidden=True, scales_residuals=True, passed_field="router_hidden_size", state="zaya"),
+        traits=Traits(
+            qk_norms=True,
+            tiles_mlps=False,
+            wide_hidden=True,
+            scales_residuals=True,
+            passed_field="router_hidden_size",
+            state="zaya",
+        ),
         modules=Modules(mlps_of_more=("ZayaSparseMoeBlock",)),
         mixers=(
             Mixer(

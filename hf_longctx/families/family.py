@@ -34,7 +34,7 @@ class Traits:
     expert_clamps: int = 0
     # the runtime finds the norms of layers by their names, and runs them in token tiles
     tiles_norms: bool = True
-    # queries and keys are normalized; other classes set `use_qk_norm`
+    # queries and keys are normalized, unless `use_qk_norm` or `qk_layernorm` says otherwise
     qk_norms: bool = False
     # norms keep the product before their weight in fp32
     wide_norms: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_longctx.families.family import ALL_KERNELS, NORMS, NORMS_AND_ROTARY, ROTARY, Family, Modules, Traits
+from hf_longctx.families.family import ALL_KERNELS, NORMS, NORMS_AND_ROTARY, Family, Modules, Traits
 
 MULTIMODAL: tuple[Family, ...] = (
     Family("aya_vision", wrapper="AyaVisionForConditionalGeneration", text="Cohere2Model"),
@@ -10,7 +10,7 @@ MULTIMODAL: tuple[Family, ...] = (
     Family(
         "cosmos3_edge",
         types=("cosmos3_edge", "cosmos3_edge_text"),
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
         wrapper="Cosmos3EdgeForConditionalGeneration",
         text="Cosmos3EdgeTextModel",
     ),
@@ -18,7 +18,7 @@ MULTIMODAL: tuple[Family, ...] = (
     Family(
         "deepseek_ocr2",
         types=("deepseek_ocr2", "deepseek_ocr2_text"),
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
         wrapper="DeepseekOcr2ForConditionalGeneration",
         text="DeepseekOcr2TextModel",
     ),
@@ -54,14 +54,14 @@ MULTIMODAL: tuple[Family, ...] = (
     Family(
         "granite4_vision",
         types=("granite4_vision", "granite4_vision_text"),
-        traits=ALL_KERNELS,
+        traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary")),
         wrapper="Granite4VisionForConditionalGeneration",
         text="Granite4VisionTextModel",
     ),
     Family(
         "granite_docling",
         types=("granite_docling", "granite_docling_text"),
-        traits=ALL_KERNELS,
+        traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary")),
         wrapper="GraniteDoclingForConditionalGeneration",
         text="GraniteDoclingTextModel",
     ),
@@ -101,14 +101,14 @@ MULTIMODAL: tuple[Family, ...] = (
     Family(
         "muse_glimmer",
         types=("muse_glimmer", "muse_glimmer_text"),
-        traits=Traits(kernels=("gates", "rotary")),
+        traits=Traits(qk_norms=True, kernels=("gates", "rotary")),
         wrapper="MuseGlimmerForConditionalGeneration",
         text="MuseGlimmerTextModel",
     ),
     Family(
         "muse_spark",
         types=("muse_spark", "muse_spark_text"),
-        traits=ROTARY,
+        traits=Traits(qk_norms=True, kernels=("rotary",)),
         wrapper="MuseSparkForConditionalGeneration",
         text="MuseSparkTextModel",
     ),
@@ -146,26 +146,32 @@ MULTIMODAL: tuple[Family, ...] = (
     Family(
         "qwen3_omni_moe",
         types=("qwen3_omni_moe", "qwen3_omni_moe_text"),
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(qk_norms=True, cuts_heads=True, kernels=("norms", "rotary")),
         wrapper="Qwen3OmniMoeThinkerForConditionalGeneration",
         text="Qwen3OmniMoeThinkerTextModel",
     ),
     Family(
         "qwen3_vl",
         types=("qwen3_vl", "qwen3_vl_text"),
-        traits=ALL_KERNELS,
+        traits=Traits(qk_norms=True, kernels=("norms", "gates", "rotary")),
         wrapper="Qwen3VLForConditionalGeneration",
         text="Qwen3VLTextModel",
     ),
     Family(
         "qwen3_vl_moe",
         types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
-        traits=NORMS_AND_ROTARY,
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
         wrapper="Qwen3VLMoeForConditionalGeneration",
         text="Qwen3VLMoeTextModel",
     ),
     Family("smolvlm", wrapper="SmolVLMForConditionalGeneration", text="LlamaModel"),
-    Family("step3p7", types=("step3p5",), traits=NORMS, wrapper="Step3p7ForConditionalGeneration", text="Step3p7TextModel"),
+    Family(
+        "step3p7",
+        types=("step3p5",),
+        traits=Traits(qk_norms=True, kernels=("norms",)),
+        wrapper="Step3p7ForConditionalGeneration",
+        text="Step3p7TextModel",
+    ),
     Family("video_llama_3", wrapper="VideoLlama3ForConditionalGeneration", text="Qwen2Model"),
     Family("video_llava", wrapper="VideoLlavaForConditionalGeneration", text="LlamaModel"),
     Family("vipllava", wrapper="VipLlavaForConditionalGeneration", text="LlamaModel"),
