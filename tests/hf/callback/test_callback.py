@@ -436,7 +436,7 @@ def train_with_ddp_arguments(rows: list[dict[str, list[int]]]) -> bool:
     is_said = any(all(name in line for name in ("lookahead_batches", "micro_batch_trials", "optimizer_states")) for line in lines)
     # the stock trainer's optimizer has its states on the device, and plans count them there
     (setup,) = setups
-    is_planned = not setup.states_line and not setup.costs.model.updates_on_host
+    is_planned = not setup.notes and not setup.costs.model.updates_on_host
     return trainer.state.global_step == 1 and is_planned and is_said == (dist.get_rank() == 0)
 
 
