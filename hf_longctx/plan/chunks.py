@@ -65,17 +65,11 @@ def _planned_length(num_tokens: int) -> int:
     return num_tokens if num_tokens < LENGTHS_PER_OCTAVE * step else round(num_tokens / step) * step
 
 
-def sliced_group(group: SequenceGroup, num_slices: int, rates: SpanRates) -> SequenceGroup:
-    """Cut the longest sequence of the group's only chunk into slices; put the others into packs no larger than the largest slice.
-
-    All slices run forward, then backward in reverse order; after them each pack runs forward and backward.
-    """
-    (found,) = sliced_in_step([group], num_slices, rates)
-    return found
-
-
 def sliced_in_step(groups: Sequence[SequenceGroup], num_slices: int, rates: SpanRates) -> tuple[SequenceGroup, ...]:
-    """Cut groups of one chunk each as `sliced_group` does, with equally many slices and packs, so that all run one order.
+    """Cuts groups of one chunk each into equally many slices and packs, so that all run one order.
+
+    All slices run forward, then backward in reverse order; after them each pack, no larger than the largest slice, runs forward
+    and backward.
 
     The longest sequence of a group is cut if a rank's share of it is more than that of the largest slice of the group with the
     longest one. Other groups run packs in place of slices, too. Dummy chunks fill up what is left: those before slices, so that

@@ -10,7 +10,7 @@ from helpers.plans.sliced_plans import gathers_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks import cut_evenly, even_slice, slice_bounds, slice_counts, sliced_group, sliced_in_step
+from hf_longctx.plan.chunks import cut_evenly, even_slice, slice_bounds, slice_counts, sliced_in_step
 from hf_longctx.plan.core.sharding import length_step
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
@@ -70,7 +70,7 @@ def test_no_slices_of_nothing() -> None:
 def test_a_sliced_group_is_a_valid_plan_of_the_same_tokens(lengths: list[int], count: int) -> None:
     spans = tuple(Span(i, 0, length) for i, length in enumerate(lengths))
     stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
-    group = sliced_group(SequenceGroup((0,), "local", (Chunk(0, spans),), (stage,)), count, SpanRates(1e-9, 1e-6))
+    (group,) = sliced_in_step([SequenceGroup((0,), "local", (Chunk(0, spans),), (stage,))], count, SpanRates(1e-9, 1e-6))
     validate_plan(StepPlan(0, tuple(lengths), 1, 1, "replicated", (MicroBatch((group,)),)))
     longest = max(range(len(lengths)), key=lambda i: lengths[i])
     slices = [chunk for chunk in group.chunks if chunk.spans[0].sequence == longest]
@@ -82,7 +82,7 @@ def test_a_sliced_group_is_a_valid_plan_of_the_same_tokens(lengths: list[int], c
 def test_slices_run_backward_last_first_and_packs_behind_them() -> None:
     stage = StagePlan(0, (LayerRange(0, 2),), (Action("F", 0, 0), Action("B", 0, 0)))
     chunk = Chunk(0, (Span(0, 0, 7), Span(1, 0, 100), Span(2, 0, 30)))
-    group = sliced_group(SequenceGroup((0,), "local", (chunk,), (stage,)), 2, SpanRates(0.0, 1.0))
+    (group,) = sliced_in_step([SequenceGroup((0,), "local", (chunk,), (stage,))], 2, SpanRates(0.0, 1.0))
     assert [c.spans for c in group.chunks] == [
         (Span(1, 0, 50),),
         (Span(1, 50, 100),),

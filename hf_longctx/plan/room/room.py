@@ -21,6 +21,7 @@ limit, and with more if much room is left.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -147,7 +148,7 @@ def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudg
     return GroupRoom(costs, budget).reason(group)
 
 
-class Room:
+class Room(ABC):
     """The loop that makes groups fit. Subclasses define the ways, and predict the seconds of a group.
 
     known, fitted: caches of the step: bytes and runs that were counted and predicted before, and groups that were solved.
@@ -206,20 +207,21 @@ class Room:
         ways = keeps_attention, reruns, head_pieces
         return least_memory_group(group, self.costs.model, self.budget.tile_tokens, host_share, *ways)
 
+    @abstractmethod
     def over_bytes(self, group: SequenceGroup) -> tuple[float, ...]:
         """Bytes above the limit on each stage of a group under its policies."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ways(self, group: SequenceGroup, found: list[Trial]) -> Iterator[Iterable[Program]]:
         """Programs of each way to run the group. found: the trials that fit of all ways before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _run_s(self, group: SequenceGroup) -> tuple[float, float]:
         """Predicted seconds of the group alone, and of gathers that a whole chunk would not need."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _nothing_fits(self, group: SequenceGroup) -> str:
-        raise NotImplementedError
+        """The error if no way fits."""
 
     def _variant(self, group: SequenceGroup) -> Any:
         """Key of the facts that decide the answer for a group, besides its chunks, shape and actions."""
