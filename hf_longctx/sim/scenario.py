@@ -6,11 +6,11 @@ Called by `hf-longctx plan` and `hf-longctx simulate`. Options that the user lef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hf_longctx.plan.core.settings import (
     SOLVERS,
@@ -439,7 +439,7 @@ def _measured_or_assumed(
 
 
 def _as_parameters(text: str) -> Parameters:
-    names: Sequence[Parameters] = ("replicated", "gathered_per_round", "sharded")
+    names: tuple[Parameters, ...] = get_args(Parameters)
     for name in names:
         if name == text:
             return name

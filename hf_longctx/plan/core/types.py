@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Method = Literal["local", "ulysses", "ring", "hybrid"]
-Parameters = Literal["replicated", "gathered_per_round", "sharded"]
+# when ranks gather weights, and when they sum gradients: see `meets_in_every_pass` and `sums_every_backward`
+Parameters = Literal["replicated", "gathered_per_round", "gathered_per_step", "sharded"]
 TensorClass = Literal["layer_input", "attention_output", "qkv", "mlp"]
 ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB"]
 
@@ -27,6 +28,25 @@ METHODS: tuple[str, ...] = get_args(Method)
 PARAMETERS: tuple[str, ...] = get_args(Parameters)
 TENSOR_CLASSES: tuple[TensorClass, ...] = get_args(TensorClass)
 ACTION_KINDS: tuple[str, ...] = get_args(ActionKind)
+
+
+def meets_in_every_pass(parameters: Parameters) -> bool:
+    """Whether ranks that share weights meet in every backward, or in every forward too: all run one order of passes.
+
+    "sharded" (ZeRO-3) gathers a layer for each of its forwards and backwards. "gathered_per_step" (ZeRO-2) gathers weights once
+    per step and reduces gradients in every backward. "gathered_per_round" meets in a micro-batch's first forward and last
+    backward only.
+    """
+    return parameters in ("sharded", "gathered_per_step")
+
+
+def sums_every_backward(parameters: Parameters, num_stages: int) -> bool:
+    """Whether every backward reduce-scatters its gradients; otherwise they wait whole for a micro-batch's last backward.
+
+    "sharded" parameters do so on several stages, whose chunks overlap from the first to the last.
+    """
+    return parameters == "gathered_per_step" or (parameters == "sharded" and num_stages > 1)
+
 
 _ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
 
@@ -385,7 +405,7 @@ class StepPlan:
         wait for one another at every action, as do the groups of two blocks that a group spans.
         """
         groups = micro_batch.groups
-        if self.parameters != "sharded" or len(groups) == 1:
+        if not meets_in_every_pass(self.parameters) or len(groups) == 1:
             return tuple((place,) for place in range(len(groups)))
         block_ranks = self.block_ranks
         # for each block, the first block that is in step with it

@@ -34,6 +34,7 @@ from hf_longctx.plan.core.types import (
     SequenceGroup,
     StagePlan,
     StepPlan,
+    meets_in_every_pass,
 )
 
 # (stage, model part): one link in the chain of layer ranges that a chunk passes through
@@ -241,7 +242,7 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
         _check_positions(plan, index, micro_batch)
         for group in micro_batch.groups:
             _check_group(plan, f"micro-batch {index}, group {group.positions}", group)
-        if plan.parameters == "sharded":
+        if meets_in_every_pass(plan.parameters):
             for block in range(plan.ranks_per_stage // plan.block_ranks):
                 _check_same_order(index, micro_batch, block, plan.block_ranks)
     _check_every_rank(plan)

@@ -25,6 +25,7 @@ from hf_longctx.plan.core.types import (
     Parameters,
     SequenceGroup,
     StagePlan,
+    sums_every_backward,
 )
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.model.model_spec import UPDATE_PART_BYTES, ModelSpec
@@ -40,7 +41,7 @@ def part_state_bytes(
     `host_state_bytes`.
 
     is_first, is_last: include the embedding and the head. Sharded states also need gathered tensors besides the shards: weights
-    and gradients of embedding, head and two layers, or with `gathered_per_round` all weights and those gradients. Weights that
+    and gradients of embedding, head and two layers, or all weights and those gradients if layers stay gathered. Weights that
     autocast rounds are gathered in two bytes. If shards of layers are on the host during steps, the device has those of two
     layers, and needs `resting_bytes` otherwise. Spread experts are not gathered. Frozen weights, such as those of towers, have
     neither gradients nor moments. Every rank holds all scales of packed weights, and one unpacked matrix.
@@ -109,10 +110,11 @@ def accumulated_bytes(
 ) -> int:
     """Returns bytes of gradients on a rank of a stage, besides its states, while a micro-batch runs several backwards.
 
-    FSDP2 reduce-scatters gradients in the last backward only. Until then every rank has whole gradients of all weights, those of
-    half-precision weights in fp32.
+    Unless every backward reduce-scatters its gradients, only the last one does. Until then every rank has whole gradients of all
+    weights, those of half-precision weights in fp32.
     """
-    if parameters == "replicated" or shard_ranks == 1:
+    num_stages = 1 if is_first and is_last else 2
+    if parameters == "replicated" or shard_ranks == 1 or sums_every_backward(parameters, num_stages):
         return 0
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     spread = num_layers * model.spread_gradients

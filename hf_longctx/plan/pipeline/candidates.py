@@ -28,7 +28,16 @@ from numpy.typing import ArrayLike
 
 from hf_longctx.plan.chunks import elastic_chunks
 from hf_longctx.plan.core.orders import MessagedPasses, pipelined
-from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, MicroBatch, SequenceGroup, Span
+from hf_longctx.plan.core.types import (
+    Chunk,
+    FloatArray,
+    GroupShape,
+    IntArray,
+    MicroBatch,
+    SequenceGroup,
+    Span,
+    meets_in_every_pass,
+)
 from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.groups.problem import GroupingProblem
@@ -250,7 +259,7 @@ class Candidates:
 
     def _share_blocks(self, groups: Sequence[PlacedGroup]) -> bool:
         """Whether two groups have ranks that share parameters, so that both must run forwards and backwards in one order."""
-        if self.staged.costs.parameters != "sharded":
+        if not meets_in_every_pass(self.staged.costs.parameters):
             return False
         size = self.staged.block_ranks
         blocks = [block for group in groups for block in {position // size for position in group.positions}]

@@ -166,6 +166,8 @@ class ShardedParameters:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
+        if parameters == "gathered_per_step":
+            raise ValueError("parameters='gathered_per_step' cannot run yet; plan with 'sharded' or 'gathered_per_round'")
         if parameters == "gathered_per_round" and self.on_host is not None:
             raise ValueError(
                 "the plan gathers all layers at once, but their shards lie on the host to save memory; plan with "
