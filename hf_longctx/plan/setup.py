@@ -431,10 +431,10 @@ class _Choices:
         lengths = self.lengths.sample()
         setups: dict[tuple[int, int], Setup] = {}
 
-        def setup_of(num_stages: int, num_parts: int) -> StageSetup:
+        def setup_of(num_stages: int, num_ranges: int) -> StageSetup:
             # ranks may have different devices and so different costs, so rank 0's ranges hold for all
-            ranges = self.gather(balanced_ranges(costs, num_stages, lengths, num_parts))[0]
-            setups[num_stages, num_parts] = setup = self._on_stages(ranges)
+            ranges = self.gather(balanced_ranges(costs, num_stages, lengths, num_ranges))[0]
+            setups[num_stages, num_ranges] = setup = self._on_stages(ranges)
             return StageSetup(setup.costs, setup.planner, setup.room_tokens)
 
         if wishes.stages != "auto" and wishes.interleave == 1:
@@ -446,7 +446,7 @@ class _Choices:
             counts = [wishes.stages]
         best = stage_options(self.lengths.step(lengths), counts, setup_of, interleave=wishes.interleave)[0]
         # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
-        return setups[self.gather((best.num_stages, best.num_parts))[0]]
+        return setups[self.gather((best.num_stages, best.num_ranges))[0]]
 
     def _on_stages(self, ranges: Ranges) -> Setup:
         """The setup with these layer ranges on the stages."""

@@ -26,7 +26,7 @@ class StageOption:
     """A number of stages, a number of layer ranges per stage, and the plan of the step with them."""
 
     num_stages: int
-    num_parts: int
+    num_ranges: int
     plan: StepPlan
 
     @property
@@ -52,16 +52,16 @@ def stage_options(
     for count in counts:
         options: list[StageOption] = []
         needed = 0
-        for num_parts in (1,) if count == 1 else dict.fromkeys((1, interleave)):
+        for num_ranges in (1,) if count == 1 else dict.fromkeys((1, interleave)):
             try:
-                setup = setup_of(count, num_parts)
-                if num_parts > 1 and setup.longest_tokens < needed:
+                setup = setup_of(count, num_ranges)
+                if num_ranges > 1 and setup.longest_tokens < needed:
                     continue
                 fitting = [min(length, setup.longest_tokens) for length in lengths]
-                options.append(StageOption(count, num_parts, plan_step(0, fitting, setup.costs, setup.config)))
+                options.append(StageOption(count, num_ranges, plan_step(0, fitting, setup.costs, setup.config)))
                 needed = max(fitting)
             except ValueError as error:
-                unfit = error if count == counts[0] and num_parts == 1 else unfit
+                unfit = error if count == counts[0] and num_ranges == 1 else unfit
         if not options:
             continue
         best_s = min(option.step_s for option in options)
@@ -71,7 +71,7 @@ def stage_options(
             break
     if not found:
         raise unfit
-    return sorted(found, key=lambda option: (option.step_s, option.num_stages, option.num_parts))
+    return sorted(found, key=lambda option: (option.step_s, option.num_stages, option.num_ranges))
 
 
 def stage_counts(num_ranks: int, num_layers: int, degrees: Sequence[int]) -> list[int]:

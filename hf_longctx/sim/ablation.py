@@ -147,13 +147,13 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
     Stages are interleaved only if parameters are replicated on every rank of a stage, as in a run.
     """
 
-    def setup_of(count: int, num_parts: int) -> StageSetup:
+    def setup_of(count: int, num_ranges: int) -> StageSetup:
         if count == 1:
             return StageSetup(machine.costs, machine.config)
         costs = machine.staged_costs(count)
-        if num_parts > 1 and costs.parameters != "replicated":
+        if num_ranges > 1 and costs.parameters != "replicated":
             raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
-        return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_parts))
+        return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_ranges))
 
     return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
 
@@ -168,8 +168,8 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
     model = replace(machine.costs.model, keeps_all_stages=True)
     costs = replace(machine.costs, model=model, method="ulysses", parameters="replicated", shard_ranks=1)
 
-    def setup_of(count: int, num_parts: int) -> StageSetup:
-        if num_parts > 1:
+    def setup_of(count: int, num_ranges: int) -> StageSetup:
+        if num_ranges > 1:
             raise ValueError("stages of several layer ranges lend no ranks")
         setup = _staged_setup(machine, costs, balanced_ranges(costs, count, lengths))
         return replace(setup, config=replace(setup.config, lend_stages=True))
@@ -256,13 +256,15 @@ def _under(group: SequenceGroup, checkpointing: Checkpointing, tile_tokens: int)
     """Returns the group with every chunk on every stage under a checkpointing, and with its loss in tiles."""
     # stages and chunks with equally many layers share one tuple, so that its bytes are counted once
     layers = {
-        count: checkpointing.policy(count).layers for stage in group.stages for count in {p.num_layers for p in stage.parts}
+        count: checkpointing.policy(count).layers
+        for stage in group.stages
+        for count in {p.num_layers for p in stage.layer_ranges}
     }
     policies = {
-        (stage.stage, chunk.index, part): layers[owned.num_layers]
+        (stage.stage, chunk.index, layer_range): layers[owned.num_layers]
         for stage in group.stages
         for chunk in group.chunks
-        for part, owned in enumerate(stage.parts)
+        for layer_range, owned in enumerate(stage.layer_ranges)
     }
     return with_layers(group, policies, tile_tokens)
 
@@ -337,8 +339,8 @@ def describe(plan: StepPlan) -> str:
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     chunks = sum(len(group.chunks) for group in groups)
     policies = [policy for group in groups for stage in group.stages for policy in stage.activations if policy.layers]
-    num_parts = len(groups[0].stages[0].parts)
-    stages = f"{plan.num_stages} stage(s)" + (f" of {num_parts} layer ranges" if num_parts > 1 else "")
+    num_ranges = len(groups[0].stages[0].layer_ranges)
+    stages = f"{plan.num_stages} stage(s)" + (f" of {num_ranges} layer ranges" if num_ranges > 1 else "")
     words = [stages, plan.micro_batches[0].layout, f"{chunks} chunks"]
     if num_lent := sum(map(is_lent, groups)):
         words.append(f"ranks lent to {num_lent} group(s)")

@@ -47,7 +47,7 @@ def test_a_stage_never_waits_for_its_own_message(
     plan = pipeline_plan(LENGTHS, [[(1, chunks)]], 2)
     model = build_model(ModelCase(num_layers=4))
     patch_model(model)
-    ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+    ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
     pool = GroupPool((1,), 60.0, num_stages=2)
     assert pool.links is not None
     cut_model(model, ranges, pool.stage)

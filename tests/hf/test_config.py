@@ -28,7 +28,10 @@ def test_the_class_is_the_package_name_for_it() -> None:
 SPREAD = {"expert_ranks": 2, "parameters": "sharded"}
 # settings -> what the message says: the name, the value and the remedy
 REFUSED = {
-    "parameters": ({"parameters": "zero3"}, "parameters is 'zero3'; choose one of replicated, gathered_per_round, gathered_per_step, sharded"),
+    "parameters": (
+        {"parameters": "zero3"},
+        "parameters is 'zero3'; choose one of replicated, gathered_per_round, gathered_per_step, sharded",
+    ),
     "shards of nothing": ({"shard_ranks": 4}, "shard_ranks is 4 but parameters are 'replicated'; it has an effect with"),
     "shards of one": (
         {"shard_ranks": 1, "parameters": "sharded"},

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths
-from helpers.plans.pipeline_plans import stage_parts
+from helpers.plans.pipeline_plans import stage_ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,11 +33,11 @@ CASES = {
 }
 
 
-def setup(num_stages: int, num_parts: int, costs: CostModel, config: PlannerConfig) -> StageSetup:
+def setup(num_stages: int, num_ranges: int, costs: CostModel, config: PlannerConfig) -> StageSetup:
     """The whole model's layers on so many stages, in so many ranges each, and the degrees that fit into one."""
     degrees = tuple(d for d in DEGREES if d <= costs.cluster.num_ranks // num_stages)
-    parts = stage_parts(costs.model, num_stages, num_parts) if num_stages > 1 else ()
-    return StageSetup(costs, replace(config, degrees=degrees, stages=parts))
+    ranges = stage_ranges(costs.model, num_stages, num_ranges) if num_stages > 1 else ()
+    return StageSetup(costs, replace(config, degrees=degrees, stages=ranges))
 
 
 def partitions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
@@ -71,9 +71,9 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     chunks = {elastic_chunks(own, count, SpanRates(pair_s, token_s), 1 << 40, target_s) for count, target_s in ways}
     per_stage, per_node = costs.cluster.num_ranks // stages, costs.cluster.ranks_per_node
     leaves = [(stage + 1) % stages * per_stage // per_node != stage * per_stage // per_node for stage in range(stages)]
-    parts = stage_parts(costs.model, stages)
+    ranges = stage_ranges(costs.model, stages)
     # these seconds equal `evaluate_plan`'s, see test_staged_step.py
-    return min(pipeline_s(made, GroupShape(degree, degree), costs, parts, "elastic", leaves)[0] for made in chunks)
+    return min(pipeline_s(made, GroupShape(degree, degree), costs, ranges, "elastic", leaves)[0] for made in chunks)
 
 
 def exhaustive_s(lengths: Sequence[int], costs: CostModel) -> dict[int, float]:
@@ -117,8 +117,8 @@ def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
     costs = cost_model("attention", 4)
     device_bytes = ByteModel(costs.model).states(costs.parameters, costs.shard_ranks)
 
-    def within(count: int, num_parts: int) -> StageSetup:
-        found = setup(count, num_parts, costs, PlannerConfig(1000, DEGREES))
+    def within(count: int, num_ranges: int) -> StageSetup:
+        found = setup(count, num_ranges, costs, PlannerConfig(1000, DEGREES))
         held = ByteModel(costs.model).most_states(found.config.stages, "replicated", 1) if count > 1 else device_bytes
         return replace(found, config=replace(found.config, activations=ActivationBudget(0, device_bytes - held, 0)))
 
@@ -139,11 +139,11 @@ def test_longer_sequences_than_there_is_room_for_count_as_that_long() -> None:
 def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_named() -> None:
     costs, asked = cost_model("linear", 4), []
 
-    def slower(count: int, num_parts: int) -> StageSetup:
+    def slower(count: int, num_ranges: int) -> StageSetup:
         asked.append(count)
         if count in (1, 7):
             raise ValueError(f"not {count} stages")
-        return replace(setup(2, num_parts, costs, PLENTY), longest_tokens=100 * count)
+        return replace(setup(2, num_ranges, costs, PLENTY), longest_tokens=100 * count)
 
     found = stage_options([5000], [1, 2, 4, 3, 5, 6], slower, most_slower=2)
     assert asked == [1, 2, 4, 3] and [option.num_stages for option in found] == [2, 3, 4]
@@ -158,33 +158,33 @@ def test_interleaving_is_chosen_only_where_it_is_predicted_faster(lengths: list[
     plain = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY))
     found = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=interleave)
     assert found[0].step_s <= plain[0].step_s
-    assert {option.num_parts for option in plain} == {1}
+    assert {option.num_ranges for option in plain} == {1}
     # options without interleaving equal those of a search without it
-    assert [option.step_s for option in found if option.num_parts == 1] == [option.step_s for option in plain]
-    if found[0].num_parts > 1:
+    assert [option.step_s for option in found if option.num_ranges == 1] == [option.step_s for option in plain]
+    if found[0].num_ranges > 1:
         assert found[0].step_s < plain[0].step_s
-        assert {action.part for stage in found[0].plan.micro_batches[0].groups[0].stages for action in stage.actions} == set(
-            range(interleave)
-        )
+        assert {
+            action.layer_range for stage in found[0].plan.micro_batches[0].groups[0].stages for action in stage.actions
+        } == set(range(interleave))
 
 
 def test_interleaving_divides_the_idle_time_of_few_whole_sequences() -> None:
     costs = deeper(cost_model("fixed", 4))
     costs = replace(costs, coefficients=replace(costs.coefficients, step_s=0.0))
     plain, found = (
-        stage_options([400] * 4, [4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=parts)[0] for parts in (1, 2)
+        stage_options([400] * 4, [4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=count)[0] for count in (1, 2)
     )
-    assert found.num_parts == 2 and found.step_s < 0.97 * plain.step_s
+    assert found.num_ranges == 2 and found.step_s < 0.97 * plain.step_s
 
 
 def test_interleaving_does_not_count_where_sequences_would_have_to_be_shorter_for_it() -> None:
     costs = deeper(cost_model("linear", 2))
 
-    def short(count: int, num_parts: int) -> StageSetup:
-        return replace(setup(count, num_parts, costs, PLENTY), longest_tokens=5000 // num_parts)
+    def short(count: int, num_ranges: int) -> StageSetup:
+        return replace(setup(count, num_ranges, costs, PLENTY), longest_tokens=5000 // num_ranges)
 
-    assert {option.num_parts for option in stage_options([4000], [2], short, interleave=2)} == {1}
-    assert {option.num_parts for option in stage_options([2500], [2], short, interleave=2)} == {1, 2}
+    assert {option.num_ranges for option in stage_options([4000], [2], short, interleave=2)} == {1}
+    assert {option.num_ranges for option in stage_options([2500], [2], short, interleave=2)} == {1, 2}
 
 
 def deeper(costs: CostModel) -> CostModel:

@@ -47,11 +47,11 @@ def test_stages_hold_as_many_chunks_and_bytes_as_the_judge_says(ranks, num_stage
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, num_stages: int, num_parts: int) -> None:
-    num_layers = 2 * num_stages * num_parts
-    schedule = "interleaved" if num_parts > 1 else "elastic"
-    plan = mixed_policies(pipeline_plan(LENGTHS, [[(1, LONG)]], num_stages, schedule, num_layers, num_parts))
+@pytest.mark.parametrize("num_ranges", [1, 2])
+def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, num_stages: int, num_ranges: int) -> None:
+    num_layers = 2 * num_stages * num_ranges
+    schedule = "interleaved" if num_ranges > 1 else "elastic"
+    plan = mixed_policies(pipeline_plan(LENGTHS, [[(1, LONG)]], num_stages, schedule, num_layers, num_ranges))
     memories = check_held_memory(ranks(num_stages), ModelCase("qwen3", num_layers=num_layers), plan)
     assert all(memory.saved and memory.host and memory.kv_book for memory in memories)
     # earlier stages wait longer for their backwards

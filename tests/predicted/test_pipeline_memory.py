@@ -43,8 +43,8 @@ def rows_of(lengths: list[int], spec: ModelSpec) -> Rows:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
-    lengths, chunks, num_parts, policy = CASES[name]
-    plan = pipeline_plan(lengths, [[(1, chunks)]], 2, "interleaved" if num_parts > 1 else "1f1b", 4, num_parts)
+    lengths, chunks, num_ranges, policy = CASES[name]
+    plan = pipeline_plan(lengths, [[(1, chunks)]], 2, "interleaved" if num_ranges > 1 else "1f1b", 4, num_ranges)
     if policy is not None:
         plan = with_policies(plan, [ActivationPolicy(0, 0, (policy, policy))] * num_policies(plan))
     found = ranks(2).run(stage_peak_on_rank, SPEC, plan_to_json(plan), rows_of(lengths, SPEC))

@@ -28,7 +28,7 @@ from hf_longctx.hf.models.towers import text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange, Ranges
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import keys_of
-from hf_longctx.runtime.execution.stage_model import PART_KEYWORD, StageModel
+from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD, StageModel
 
 # attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
@@ -204,10 +204,10 @@ def find_pieces(model: nn.Module) -> Pieces:
     return Pieces(inner, decoder, first, layers[0], last, name_of_head)
 
 
-def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = False) -> None:
-    """Reduces `model` in place to what stage `stage` of `len(parts)` needs; a single stage is left unchanged.
+def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = False) -> None:
+    """Reduces `model` in place to what stage `stage` of `len(ranges)` needs; a single stage is left unchanged.
 
-    `parts[s]`: the layer ranges of stage s; `check_ranges` says in which order they must cover the layers. With tied embeddings,
+    `ranges[s]`: the layer ranges of stage s; `check_ranges` says in which order they must cover the layers. With tied embeddings,
     the last stage keeps the shared weight as the weight of its head. `keeps_tie`: later stages keep an embedding that is tied to
     the head, until `drop_embedding` removes it. Nothing is computed, so `model` may be on the meta device. Raises ValueError for
     ranges that do not cover the model's layers, and for models that cannot be cut.
@@ -215,71 +215,71 @@ def cut_model(model: nn.Module, parts: Ranges, stage: int, keeps_tie: bool = Fal
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
     pieces = find_pieces(model)
-    check_ranges(parts, pieces.num_layers)
-    if len(parts) == 1:
+    check_ranges(ranges, pieces.num_layers)
+    if len(ranges) == 1:
         return
     # on the meta device nothing is tied yet
     if not pieces.model.get_input_embeddings().weight.is_meta:
         check_ties(pieces)
-    _keep_layers(pieces, parts[stage])
+    _keep_layers(pieces, ranges[stage])
     if stage:
         _drop_towers(pieces.model)
     if stage and not (keeps_tie and pieces.is_tied):
         drop_embedding(pieces)
-    if stage < len(parts) - 1:
+    if stage < len(ranges) - 1:
         _drop(pieces.decoder, pieces.last)
         owner, _, name = pieces.head.rpartition(".")
         _drop(pieces.model.get_submodule(owner), (name,))
         forget_ties(pieces)
 
 
-def stage_model(model: nn.Module, parts: Ranges, stage: int) -> StageModel:
+def stage_model(model: nn.Module, ranges: Ranges, stage: int) -> StageModel:
     """Describes a stage for the executor, after binding a forward to `model` that runs one layer range of the stage.
 
     `model` was cut by `cut_model`. Call this once per model, before the model is sharded. Raises ValueError for a model that
     changes hidden states before its layers or after them, since every stage would repeat that change.
     """
     pieces = find_pieces(model)
-    if len(parts) > 1:
+    if len(ranges) > 1:
         _check_passes(pieces)
-        _bind_parts(pieces, parts, stage)
-    ends = {0: pieces.model.get_input_embeddings(), len(parts) - 1: pieces.output_head}
-    is_tied = pieces.is_tied and len(parts) > 1 and stage in ends
+        _bind_layer_ranges(pieces, ranges, stage)
+    ends = {0: pieces.model.get_input_embeddings(), len(ranges) - 1: pieces.output_head}
+    is_tied = pieces.is_tied and len(ranges) > 1 and stage in ends
     return StageModel(
         model=model,
         stage=stage,
-        num_stages=len(parts),
-        attention_layers=tuple(part.num_layers for part in parts[stage]),
+        num_stages=len(ranges),
+        attention_layers=tuple(layer_range.num_layers for layer_range in ranges[stage]),
         hidden_size=int(pieces.decoder.config.hidden_size),
         hidden_dtype=_passed_dtype(model),
-        calls=_calls(pieces, parts[stage]),
+        calls=_calls(pieces, ranges[stage]),
         tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
         dropout=keys_of(model),
     )
 
 
-def stages_that_lend(model: nn.Module, parts: Ranges) -> tuple[StageModel, ...]:
+def stages_that_lend(model: nn.Module, ranges: Ranges) -> tuple[StageModel, ...]:
     """Describes all stages of `model`, which stays whole, for runs whose stages lend their ranks to other stages.
 
-    Call this once per model. `parts`: as for `cut_model`, one range per stage. Raises ValueError for models that cannot be cut.
+    Call this once per model. `ranges`: as for `cut_model`, one per stage. Raises ValueError for models that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
     pieces = find_pieces(model)
-    check_ranges(parts, pieces.num_layers)
-    ranges = tuple(own for (own,) in parts)
-    _keep_layers(pieces, ranges)
+    check_ranges(ranges, pieces.num_layers)
+    layers = tuple(own for (own,) in ranges)
+    _keep_layers(pieces, layers)
     _check_passes(pieces)
-    _bind_parts(pieces, (ranges,), 0)
+    _bind_layer_ranges(pieces, (layers,), 0)
     size, dtype = int(pieces.decoder.config.hidden_size), _passed_dtype(model)
     return tuple(
         StageModel(
-            *(model, stage, len(ranges), (own.num_layers,), size, dtype),
-            first_part=stage,
+            *(model, stage, len(layers), (own.num_layers,), size, dtype),
+            first_range=stage,
             dropout=keys_of(model),
             calls=_calls(pieces, [own]),
         )
-        for stage, own in enumerate(ranges)
+        for stage, own in enumerate(layers)
     )
 
 
@@ -296,24 +296,24 @@ def _calls(pieces: Pieces, ranges: Sequence[LayerRange]) -> tuple[int, ...]:
     return tuple(sum(map(num_calls, each)) for each in owned) if mixer_of(pieces.model) else ()
 
 
-def check_ranges(parts: Ranges, num_layers: int) -> None:
-    """Raises ValueError unless part 0 of every stage, then part 1 of every stage and so on, are all layers in order."""
-    num_parts = {len(ranges) for ranges in parts}
-    if len(num_parts) != 1:
-        raise ValueError(f"stages have {sorted(num_parts)} parts each; give every stage the same number of parts")
-    virtual = [ranges[part] for part in range(num_parts.pop()) for ranges in parts]
+def check_ranges(ranges: Ranges, num_layers: int) -> None:
+    """Raises ValueError unless layer range 0 of every stage, then range 1 of every stage and so on, are all layers in order."""
+    num_ranges = {len(own) for own in ranges}
+    if len(num_ranges) != 1:
+        raise ValueError(f"stages have {sorted(num_ranges)} layer ranges each; give every stage the same number of them")
+    virtual = [own[place] for place in range(num_ranges.pop()) for own in ranges]
     if len(virtual) > num_layers:
         raise ValueError(
-            f"{len(parts)} stages of {len(virtual) // len(parts)} parts need {len(virtual)} layers, but the model has "
-            f"{num_layers}; use fewer stages or parts"
+            f"{len(ranges)} stages of {len(virtual) // len(ranges)} layer ranges need {len(virtual)} layers, but the model has "
+            f"{num_layers}; use fewer stages or ranges"
         )
-    ends = [0, *(part.first_layer + part.num_layers for part in virtual)]
-    starts = [*(part.first_layer for part in virtual), num_layers]
-    if ends != starts or any(part.num_layers < 1 for part in virtual):
-        found = ", ".join(f"{part.first_layer}+{part.num_layers}" for part in virtual)
+    ends = [0, *(each.first_layer + each.num_layers for each in virtual)]
+    starts = [*(each.first_layer for each in virtual), num_layers]
+    if ends != starts or any(each.num_layers < 1 for each in virtual):
+        found = ", ".join(f"{each.first_layer}+{each.num_layers}" for each in virtual)
         raise ValueError(
-            f"the parts {found} (first layer + number of layers) do not cover the {num_layers} layers in order; let every part "
-            f"begin where the one before it ends, with at least one layer"
+            f"the layer ranges {found} (first layer + number of layers) do not cover the {num_layers} layers in order; let every "
+            f"range begin where the one before it ends, with at least one layer"
         )
 
 
@@ -349,7 +349,11 @@ def _recognised(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, .
 
 def _keep_layers(pieces: Pieces, ranges: Sequence[LayerRange]) -> None:
     layers = getattr(pieces.decoder, pieces.layers)
-    kept = {number for part in ranges for number in range(part.first_layer, part.first_layer + part.num_layers)}
+    kept = {
+        number
+        for layer_range in ranges
+        for number in range(layer_range.first_layer, layer_range.first_layer + layer_range.num_layers)
+    }
     for number in range(len(layers)):
         if number not in kept:
             layers[number] = Identity(layers[number])
@@ -396,30 +400,30 @@ def forget_ties(pieces: Pieces) -> None:
         owner.all_tied_weights_keys = {}
 
 
-def _bind_parts(pieces: Pieces, parts: Ranges, stage: int) -> None:
-    """Binds a forward that runs one part: the model's own forward for the last part, the decoder's for all others."""
+def _bind_layer_ranges(pieces: Pieces, ranges: Ranges, stage: int) -> None:
+    """Binds a forward that runs one layer range: the model's own forward for the last one, the decoder's for all others."""
     whole, decoder = pieces.model.forward, pieces.decoder
-    own = parts[stage]
+    own = ranges[stage]
 
     def forward(*args: Any, **keywords: Any) -> Any:
-        part = keywords.pop(PART_KEYWORD, None)
-        if part is None and len(parts) == 1:
+        layer_range = keywords.pop(LAYER_RANGE_KEYWORD, None)
+        if layer_range is None and len(ranges) == 1:
             return whole(*args, **keywords)
-        if part is None:
-            raise RuntimeError(only_stage(pieces.model, stage, len(parts)))
-        is_last = (stage, part) == (len(parts) - 1, len(own) - 1)
-        with _only(pieces, own[part], has_norm=is_last):
+        if layer_range is None:
+            raise RuntimeError(only_stage(pieces.model, stage, len(ranges)))
+        is_last = (stage, layer_range) == (len(ranges) - 1, len(own) - 1)
+        with _only(pieces, own[layer_range], has_norm=is_last):
             return whole(*args, **keywords) if is_last else decoder(*args, **keywords)
 
     put(pieces.model, "forward", bound(pieces.model, forward))
 
 
 @contextmanager
-def _only(pieces: Pieces, part: LayerRange, has_norm: bool) -> Iterator[None]:
-    """Context in which the decoder runs only the layers of `part`, and the final norm only if `has_norm`."""
+def _only(pieces: Pieces, layer_range: LayerRange, has_norm: bool) -> Iterator[None]:
+    """Context in which the decoder runs only `layer_range`, and the final norm only if `has_norm`."""
     decoder = pieces.decoder
     layers, norms = getattr(decoder, pieces.layers), {name: getattr(decoder, name) for name in pieces.last}
-    layers.seen = range(part.first_layer, part.first_layer + part.num_layers)
+    layers.seen = range(layer_range.first_layer, layer_range.first_layer + layer_range.num_layers)
     if not has_norm:
         _drop(decoder, pieces.last)
     try:

@@ -24,12 +24,12 @@ from transformers.utils.generic import ModelOutput
 from hf_longctx.families.registry import WRAPPED_MODELS, family_of
 from hf_longctx.hf.models.forwards import give, has, take
 from hf_longctx.hf.models.heads import backbone_of, head_kind, inner_model
-from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
+from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD
 
 # attribute of the module around a text model: the text model's name there
 _TEXT = "_longctx_text"
 # keywords that every text model takes, some of them without naming them
-_PASSED = ("longctx", PART_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
+_PASSED = ("longctx", LAYER_RANGE_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
 # keywords that hold no input of a tower; they are left out for a text model that does not take them
 _DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 # fields of a wrapper's config with the ids of tokens whose embeddings a tower would replace
@@ -170,7 +170,7 @@ def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
     if _TEXT not in vars(around):
         return type(around).forward(around, *args, **keywords)
     text = getattr(around, vars(around)[_TEXT])
-    if keywords.get("longctx") is None and PART_KEYWORD not in keywords:
+    if keywords.get("longctx") is None and LAYER_RANGE_KEYWORD not in keywords:
         with _completed(text, type(around).__name__):
             return type(around).forward(around, *args, **keywords)
     taken = {*_PASSED, *inspect.signature(type(text).forward).parameters}

@@ -199,7 +199,7 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
         for forward, (forward_s, backward_s) in _added_by_policies(plan, costs, group, stage).items():
             names = [(index, str(replace(forward, kind=kind))) for kind in ("F", "B")]
             part = _part_of(costs.model, group, forward)
-            num_layers, chunk = stage.parts[forward.part].num_layers, group.chunks[forward.chunk]
+            num_layers, chunk = stage.layer_ranges[forward.layer_range].num_layers, group.chunks[forward.chunk]
             pairs = costs.attention_pairs(_layers_of(group, forward))
             expected_s = costs.part_s(chunk, group.shape, False, num_layers, part.has_head, pairs=pairs) + forward_s
             rate = seconds[names[0]] / max(expected_s, 1e-12)
@@ -221,7 +221,7 @@ def _added_by_policies(
         _action_seconds(run_pipeline(plan, each, costs, [0.0] * len(group.stages))[stage.stage])
         for each in (group, replace(group, stages=tuple(replace(other, activations=()) for other in group.stages)))
     )
-    keys = [Action("F", stage.stage, policy.chunk, policy.part) for policy in policies]
+    keys = [Action("F", stage.stage, policy.chunk, policy.layer_range) for policy in policies]
     added_s = {action: with_s[action] - without_s[action] for action in with_s}
     return {forward: (added_s[forward], added_s[replace(forward, kind="B")]) for forward in keys}
 
@@ -232,13 +232,13 @@ def _action_seconds(run: StageRun) -> dict[Action, float]:
 
 def _layers_of(group: SequenceGroup, action: Action) -> tuple[LayerRange, ...]:
     """Returns the layers that a forward or backward action runs."""
-    return (group.stages[action.stage].parts[action.part],)
+    return (group.stages[action.stage].layer_ranges[action.layer_range],)
 
 
 def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPart:
     """Returns the part of the model that a forward or backward action runs."""
-    parts = group.stages[action.stage].parts
-    if len(group.stages) == 1 and len(parts) == 1:
+    layer_ranges = group.stages[action.stage].layer_ranges
+    if len(group.stages) == 1 and len(layer_ranges) == 1:
         return WHOLE_MODEL
-    has_head = (action.stage, action.part) == (len(group.stages) - 1, len(parts) - 1)
-    return ModelPart(parts[action.part].num_layers / model.num_layers, has_head, model.head_share)
+    has_head = (action.stage, action.layer_range) == (len(group.stages) - 1, len(layer_ranges) - 1)
+    return ModelPart(layer_ranges[action.layer_range].num_layers / model.num_layers, has_head, model.head_share)

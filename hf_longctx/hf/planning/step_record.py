@@ -153,7 +153,7 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             memory = memory.most(StepMemory(device_peak=plan.estimate.peak_bytes))
             continue
         place = group.positions.index(position)
-        policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
+        policies = {(policy.layer_range, policy.chunk): policy for policy in stage.activations}
         held: dict[tuple[int, int], tuple[int, int]] = {}
         # a single chunk on one stage, the common case, has no K/V book, and the plan's estimate is its peak
         book, device_peak = 0, plan.estimate.peak_bytes
@@ -164,15 +164,15 @@ def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
             messages = message_bytes(model, stage, plan.num_stages, most_tokens)
             book, device_peak = found.book, byte_model.stage_states(stage, plan) + found.peak + messages
         for action in stage.actions:
-            key = (action.part, action.chunk)
+            key = (action.layer_range, action.chunk)
             if action.kind == "B":
                 del held[key]
             if action.kind != "F":
                 continue
             tokens = shard_tokens(group.chunks[action.chunk], group.shape)[place]
             policy = policies.get(key, ActivationPolicy(action.chunk))
-            part = stage.parts[action.part]
-            held[key] = held_bytes(model, policy, part.num_layers, tokens, part.first_layer, counts_kept=False)
+            layer_range = stage.layer_ranges[action.layer_range]
+            held[key] = held_bytes(model, policy, layer_range.num_layers, tokens, layer_range.first_layer, counts_kept=False)
             saved, host = (sum(column) for column in zip(*held.values(), strict=True))
             memory = memory.most(StepMemory(saved, host, book, device_peak))
     return memory

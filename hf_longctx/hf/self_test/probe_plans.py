@@ -69,11 +69,11 @@ def probe_plans(
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
     degree = max(degree for degree in config.degrees if degree <= ranks_per_stage)
     shapes = group_shapes(degree, costs.method, costs.model, cluster) or (GroupShape(1),)
-    parts = _layer_ranges(num_layers)
+    ranges = _layer_ranges(num_layers)
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
     groups = [SequenceGroup.of(shape, range(shape.degree), whole) for shape in shapes]
     probes = [
-        ProbePlan(_name(shape), _plan([group], lengths, ranks_per_stage, parts, costs))
+        ProbePlan(_name(shape), _plan([group], lengths, ranks_per_stage, ranges, costs))
         for shape, group in zip(shapes, groups, strict=True)
     ]
     if has_policies or len(num_layers) > 1:
@@ -82,24 +82,24 @@ def probe_plans(
         in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
         for shape in dict.fromkeys((in_one_block, in_several)):
             sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
-            plan = _plan([sliced], lengths, ranks_per_stage, parts, costs)
-            name = f"slices, {_name(shape)}" + (", interleaved" if len(parts[0]) > 1 else "")
+            plan = _plan([sliced], lengths, ranks_per_stage, ranges, costs)
+            name = f"slices, {_name(shape)}" + (", interleaved" if len(ranges[0]) > 1 else "")
             probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
         shape = in_one_block
         if has_policies and len(num_layers) == 1 and (pieces := costs.model.head_pieces(shape.ulysses)) > 1:
             group = SequenceGroup.of(shape, range(shape.degree), whole)
-            plan = _recomputed(_plan([group], lengths, ranks_per_stage, parts, costs), pieces)
+            plan = _recomputed(_plan([group], lengths, ranks_per_stage, ranges, costs), pieces)
             probes.append(ProbePlan(f"{_name(shape)}, attention in {pieces} pieces of heads", plan))
         if config.lend_stages and lengths[LONG] >= least_lent_tokens(len(num_layers), shape.degree):
             alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(lengths, len(num_layers))]
-            plan = _lent(_plan(alone, lengths, ranks_per_stage, parts, costs))
+            plan = _lent(_plan(alone, lengths, ranks_per_stage, ranges, costs))
             probes.append(ProbePlan(f"slices, {_name(shape)}, lent stages", plan))
     return tuple(probes)
 
 
 def _layer_ranges(num_layers: Sequence[Sequence[int]]) -> list[tuple[LayerRange, ...]]:
     """Makes layer ranges of every stage with these numbers of layers: first range 0 of every stage, then range 1, and so on."""
-    counts = [stage_layers[part] for part in range(len(num_layers[0])) for stage_layers in num_layers]
+    counts = [stage_layers[layer_range] for layer_range in range(len(num_layers[0])) for stage_layers in num_layers]
     ranges = [LayerRange(first, count) for first, count in zip([0, *accumulate(counts)], counts, strict=False)]
     return [tuple(ranges[stage :: len(num_layers)]) for stage in range(len(num_layers))]
 
@@ -135,16 +135,16 @@ def _plan(
     groups: Sequence[SequenceGroup],
     lengths: Sequence[int],
     num_ranks: int,
-    parts: Sequence[tuple[LayerRange, ...]],
+    ranges: Sequence[tuple[LayerRange, ...]],
     costs: CostModel,
 ) -> StepPlan:
     """Makes a plan with a micro-batch for each group, then one for the lone documents on the first and the last rank.
 
     Ranks without documents run dummy chunks, in the same order of actions.
     """
-    schedule: Schedule = "interleaved" if len(parts[0]) > 1 else "elastic"
+    schedule: Schedule = "interleaved" if len(ranges[0]) > 1 else "elastic"
     micro_batches = []
-    for group in (pipelined(each, parts, schedule) for each in groups):
+    for group in (pipelined(each, ranges, schedule) for each in groups):
         # under sharded parameters all ranks must run the same order of action kinds
         dummies = tuple(Chunk(chunk.index) for chunk in group.chunks)
         idle = [SequenceGroup((place,), "local", dummies, group.stages) for place in range(group.degree, num_ranks)]
@@ -154,7 +154,7 @@ def _plan(
         members[(num_ranks - 1) * place].append(sequence)
     lone = [
         pipelined(
-            SequenceGroup((position,), "local", (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in each)),), ()), parts, schedule
+            SequenceGroup((position,), "local", (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in each)),), ()), ranges, schedule
         )
         for position, each in members.items()
     ]
@@ -162,7 +162,7 @@ def _plan(
         StepPlan(
             step=0,
             lengths=tuple(lengths),
-            num_stages=len(parts),
+            num_stages=len(ranges),
             ranks_per_stage=num_ranks,
             parameters=costs.parameters,
             micro_batches=(*micro_batches, MicroBatch(tuple(lone))),
@@ -188,8 +188,8 @@ def _recomputed(plan: StepPlan, head_pieces: int = 1) -> StepPlan:
         is_ring = group.shape.num_blocks > 1
         shares = _REPLAYED if is_ring else (*_REPLAYED, TensorShare("attention_output", recompute=0.5, device=0.5))
         policies = (
-            ActivationPolicy(chunk.index, part, (LayerPolicy(shares, head_pieces),) * layers.num_layers, _TILE_TOKENS)
-            for part, layers in enumerate(stage.parts)
+            ActivationPolicy(chunk.index, layer_range, (LayerPolicy(shares, head_pieces),) * layers.num_layers, _TILE_TOKENS)
+            for layer_range, layers in enumerate(stage.layer_ranges)
             for chunk in group.chunks
         )
         return replace(stage, activations=tuple(policies))

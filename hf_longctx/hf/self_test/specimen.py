@@ -500,10 +500,10 @@ class _TracedStage(StageModel):
         return cls(**{field.name: getattr(stage, field.name) for field in fields(stage)}, trace=trace, waiting=waiting)
 
     def forward(
-        self, part: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
+        self, layer_range: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
     ) -> Tensor:
         with self.trace.recording(self.waiting.pop(0)):
-            output = super().forward(part, inputs, hidden_1TC, mask, context)
+            output = super().forward(layer_range, inputs, hidden_1TC, mask, context)
         if context is not None:
             self.trace.keep_states(context)
         return output

@@ -434,8 +434,8 @@ def _plans_line(setup: Setup, args: TrainingArguments) -> str:
     line = f"plans for {num_ranks} ranks on {args.device.type}: sequence groups of {' or '.join(degrees)}"
     if setup.num_stages > 1:
         line += f" in {setup.num_stages} pipeline stages"
-        if (num_parts := len(setup.ranges[0])) > 1:
-            line += f", interleaved with {num_parts} layer ranges each"
+        if (num_ranges := len(setup.ranges[0])) > 1:
+            line += f", interleaved with {num_ranges} layer ranges each"
         if planner.lend_stages:
             line += ", which lend their ranks where that is predicted to be faster"
     shared = "" if costs.parameters == "replicated" else f" over {costs.shard_ranks} ranks"

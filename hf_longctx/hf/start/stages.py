@@ -46,7 +46,7 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
     return config
 
 
-def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str = "auto", **settings: Any) -> PreTrainedModel:
+def load_stage(folder: str, ranges: Ranges, stage: int, dtype: torch.dtype | str = "auto", **settings: Any) -> PreTrainedModel:
     """Loads stage `stage` of the checkpoint in `folder`, cut as `cut_model` does it, in evaluation mode on the CPU.
 
     This rank never reads or holds weights of another stage, except the embedding to which the head of the last stage is tied.
@@ -58,11 +58,11 @@ def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{folder} holds a {config.model_type}, which is not a causal language model; use one of these")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model, report = _cutting(model_class, parts, stage).from_pretrained(
+    model, report = _cutting(model_class, ranges, stage).from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
     )
     model.__class__ = model_class
-    if len(parts) > 1 and stage == len(parts) - 1:
+    if len(ranges) > 1 and stage == len(ranges) - 1:
         check_ties(find_pieces(model))
         drop_embedding(find_pieces(model))
     if absent := sorted(set(report["missing_keys"]) & set(model.state_dict())):
@@ -74,14 +74,14 @@ def load_stage(folder: str, parts: Ranges, stage: int, dtype: torch.dtype | str 
     return loaded
 
 
-def _cutting(model_class: type[PreTrainedModel], parts: Ranges, stage: int) -> Any:
+def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int) -> Any:
     """A subclass of `model_class` whose instances are cut as soon as they are built."""
 
     def build(self: Any, *args: Any, **keywords: Any) -> None:
         model_class.__init__(self, *args, **keywords)
         whole = set(self.state_dict())
         # the last stage keeps the embedding for now, since the loader ties the head to it
-        cut_model(self, parts, stage, keeps_tie=stage == len(parts) - 1)
+        cut_model(self, ranges, stage, keeps_tie=stage == len(ranges) - 1)
         # tell the loader to expect weights of other stages; in checkpoints of a base model these have no prefix
         prefix = f"{self.base_model_prefix}."
         dropped = {re.escape(name.removeprefix(prefix)) for name in whole - set(self.state_dict())}

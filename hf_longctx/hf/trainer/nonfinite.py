@@ -31,7 +31,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.round import StepResult
-from hf_longctx.runtime.execution.stage_model import PART_KEYWORD
+from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
 
 # file of a saved step, and the folder beside it that holds the model
@@ -235,22 +235,22 @@ class NonfiniteGuard:
 
 @contextmanager
 def watched(model: nn.Module, stage: int, found: list[tuple[ModelOrder, str]]) -> Iterator[None]:
-    """Context in which the first module of each part with an output that is not finite is added to `found`, in model order."""
-    num_calls, part = 0, 0
+    """Context that adds to `found`, in model order, the first module of each layer range with an output that is not finite."""
+    num_calls, layer_range = 0, 0
     seen: set[int] = set()
 
     def begin(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-        nonlocal part
-        part = keywords.get(PART_KEYWORD) or 0
+        nonlocal layer_range
+        layer_range = keywords.get(LAYER_RANGE_KEYWORD) or 0
 
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal num_calls
             num_calls += 1
             floats = [x for x in (output if isinstance(output, tuple | list) else [output]) if isinstance(x, Tensor)]
-            if part not in seen and not all(torch.isfinite(x).all() for x in floats if x.is_floating_point()):
-                seen.add(part)
-                found.append(((part, stage, num_calls), name or type(module).__name__))
+            if layer_range not in seen and not all(torch.isfinite(x).all() for x in floats if x.is_floating_point()):
+                seen.add(layer_range)
+                found.append(((layer_range, stage, num_calls), name or type(module).__name__))
 
         return hook
 

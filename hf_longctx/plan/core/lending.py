@@ -146,10 +146,10 @@ def check_lending(plan: RankPlan, group: SequenceGroup, has_all_stages: bool = T
             "the plan lends ranks and has activation policies (recompute, offload, tiles), which cannot be executed together; "
             "plan without one of the two"
         )
-    if group.shape.num_blocks != 1 or any(len(stage.parts) != 1 for stage in group.stages):
+    if group.shape.num_blocks != 1 or any(len(stage.layer_ranges) != 1 for stage in group.stages):
         raise ValueError(
-            f"a {group.method} group with {len(group.stages[0].parts)} layer range(s) per stage lends ranks, but only local and "
-            f"ulysses groups with one layer range per stage can; plan such groups, or set lend_stages=False"
+            f"a {group.method} group with {len(group.stages[0].layer_ranges)} layer range(s) per stage lends ranks, but only "
+            f"local and ulysses groups with one layer range per stage can; plan such groups, or set lend_stages=False"
         )
     if any(len(chunk.spans) != 1 or chunk.spans[0].sequence != group.chunks[0].spans[0].sequence for chunk in group.chunks):
         raise ValueError(

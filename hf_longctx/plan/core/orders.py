@@ -7,13 +7,14 @@ from every later slice.
 "1f1b" runs as many forwards ahead as the longest family needs; on slices this is Seq1F1B (arXiv 2406.03488, section 3), on
 whole sequences plain 1F1B. "elastic" runs only as many forwards ahead as the families still waiting for their backward need, so
 a stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, then all backwards; on slices this is TeraPipe
-(arXiv 2102.07988). "interleaved" gives every stage several parts of the model; the stage switches to the next part every P
+(arXiv 2102.07988). "interleaved" gives every stage several layer ranges; the stage switches to the next range every P
 chunks, where P is the number of stages.
 
 Interleaving here supports any families and any number of chunks. Seq1F1B's warm-up is too short if a family does not end inside
 its round of P chunks, so it is extended to what the backwards need. A remainder of fewer than P chunks joins the last round,
 because a round shorter than P deadlocks on four or more stages. With equal times and at least P chunks, every stage is then idle
-for at most P - 1 forwards and backwards of a part; this was checked by running all families of up to 11 chunks on up to 5 stages.
+for at most P - 1 forwards and backwards of a layer range; this was checked by running all families of up to 11 chunks on up to 5
+stages.
 
 Backwards are not split into gradients of inputs and of weights (zero bubble, arXiv 2401.10241): attention has no weights, so
 long contexts leave little to defer, and slices have already filled most of the idle time. The table has the share of the time of
@@ -64,13 +65,13 @@ def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action,
 
     num_places: number of layer ranges of all stages.
     """
-    place = action.part * num_stages + action.stage
+    place = action.layer_range * num_stages + action.stage
     has_front = num_stages > 1 and place > 0
     has_behind = num_stages > 1 and place < num_places - 1
     receives, sends = (has_front, has_behind) if action.kind == "F" else (has_behind, has_front)
     receive, send = _AROUND[action.kind]
-    before = (Action(receive, action.stage, action.chunk, action.part),) if receives else ()
-    after = (Action(send, action.stage, action.chunk, action.part),) if sends else ()
+    before = (Action(receive, action.stage, action.chunk, action.layer_range),) if receives else ()
+    after = (Action(send, action.stage, action.chunk, action.layer_range),) if sends else ()
     return (*before, action, *after)
 
 
@@ -82,18 +83,22 @@ class MessagedPasses:
 
     def __init__(self) -> None:
         self.stages: dict[Hashable, list[tuple[Action, ...]]] = {}
-        # forwards and backwards of all chunks so far, by (stage, part, number of stages, number of layer ranges)
+        # forwards and backwards of all chunks so far, by (stage, layer range, number of stages, number of layer ranges)
         self._known: dict[tuple[int, int, int, int], tuple[list[tuple[Action, ...]], list[tuple[Action, ...]]]] = {}
 
-    def actions(self, stage: int, num_stages: int, num_parts: int, passes: Iterable[tuple[bool, int, int]]) -> tuple[Action, ...]:
-        """Returns the actions of a stage that runs these passes (whether it is a backward, chunk, part)."""
-        known = [self._known.setdefault((stage, part, num_stages, num_parts), ([], [])) for part in range(num_parts)]
+    def actions(
+        self, stage: int, num_stages: int, num_ranges: int, passes: Iterable[tuple[bool, int, int]]
+    ) -> tuple[Action, ...]:
+        """Returns the actions of a stage that runs these passes (whether it is a backward, chunk, layer range)."""
+        known = [
+            self._known.setdefault((stage, layer_range, num_stages, num_ranges), ([], [])) for layer_range in range(num_ranges)
+        ]
         found: list[Action] = []
-        for is_backward, chunk, part in passes:
-            made = known[part][is_backward]
+        for is_backward, chunk, layer_range in passes:
+            made = known[layer_range][is_backward]
             while len(made) <= chunk:
-                action = Action("B" if is_backward else "F", stage, len(made), part)
-                made.append(_messaged(action, num_stages, num_parts * num_stages))
+                action = Action("B" if is_backward else "F", stage, len(made), layer_range)
+                made.append(_messaged(action, num_stages, num_ranges * num_stages))
             found += made[chunk]
         return tuple(found)
 
@@ -101,9 +106,9 @@ class MessagedPasses:
 Schedule = Literal["1f1b", "elastic", "gpipe", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
-# chunk and part of one forward or backward of a stage
+# chunk and layer range of one forward or backward of a stage
 Unit = tuple[int, int]
-# three arrays with an entry for every action of a stage: 1 for a backward or 0 for a forward; chunk; part
+# three arrays with an entry for every action of a stage: 1 for a backward or 0 for a forward; chunk; layer range
 ComputeOrder = tuple[IntArray, IntArray, IntArray]
 
 
@@ -121,32 +126,32 @@ def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
 
 
 def compute_actions(
-    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """Returns forwards and backwards of every stage in order, without messages."""
     kinds: tuple[ActionKind, ActionKind] = ("F", "B")
     return tuple(
         tuple(
-            Action(kinds[is_backward], stage, chunk, part)
-            for is_backward, chunk, part in zip(*(each.tolist() for each in order), strict=True)
+            Action(kinds[is_backward], stage, chunk, layer_range)
+            for is_backward, chunk, layer_range in zip(*(each.tolist() for each in order), strict=True)
         )
-        for stage, order in enumerate(compute_orders(chunks, num_stages, schedule, num_parts))
+        for stage, order in enumerate(compute_orders(chunks, num_stages, schedule, num_ranges))
     )
 
 
 def compute_orders(
-    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1
 ) -> tuple[ComputeOrder, ...]:
-    """Computes the order of `compute_actions` as arrays: kinds, chunks and parts of every stage's actions."""
-    return _family_orders(families(chunks), num_stages, schedule, num_parts)
+    """Computes the order of `compute_actions` as arrays: kinds, chunks and layer ranges of every stage's actions."""
+    return _family_orders(families(chunks), num_stages, schedule, num_ranges)
 
 
 def _family_orders(
-    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_parts: int
+    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_ranges: int
 ) -> tuple[ComputeOrder, ...]:
     """Computes the `compute_orders` of chunks in these families."""
     num_chunks = sum(map(len, members))
-    _check_request(num_chunks, num_stages, schedule, num_parts)
+    _check_request(num_chunks, num_stages, schedule, num_ranges)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
     longest = max(len(family) for family in members)
@@ -160,9 +165,9 @@ def _family_orders(
         needed = [[count + num_stages - 1 - stage for count in ahead] for stage in range(num_stages)]
     else:
         rounds = _rounds(num_chunks, num_stages)
-        forwards = _in_rounds(forwards, rounds, range(num_parts))
-        backwards = _in_rounds(backwards, rounds, range(num_parts)[::-1])
-        ahead_of_last = max((num_parts - 1) * num_stages + longest, _least_window(forwards, backwards))
+        forwards = _in_rounds(forwards, rounds, range(num_ranges))
+        backwards = _in_rounds(backwards, rounds, range(num_ranges)[::-1])
+        ahead_of_last = max((num_ranges - 1) * num_stages + longest, _least_window(forwards, backwards))
         needed = [_window(len(forwards), ahead_of_last + 2 * (num_stages - 1 - stage)) for stage in range(num_stages)]
     forward_units, backward_units = (np.array(units, dtype=np.int64) for units in (forwards, backwards))
     return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
@@ -170,38 +175,40 @@ def _family_orders(
 
 def pipelined(
     group: SequenceGroup,
-    parts: Sequence[tuple[LayerRange, ...]],
+    ranges: Sequence[tuple[LayerRange, ...]],
     schedule: Schedule = "elastic",
     known: MessagedPasses | None = None,
 ) -> SequenceGroup:
-    """Gives the group a stage plan (compute actions, messages) per entry of `parts`; nothing is offloaded or recomputed.
+    """Gives the group a stage plan (compute actions, messages) per entry of `ranges`; nothing is offloaded or recomputed.
 
     known: actions made for other groups.
     """
-    sizes = {len(ranges) for ranges in parts}
+    sizes = {len(own) for own in ranges}
     if len(sizes) != 1:
-        raise ValueError(f"every stage needs the same number of parts, at least one stage; found {[len(p) for p in parts]}")
-    known, num_stages, num_parts = MessagedPasses() if known is None else known, len(parts), sizes.pop()
+        raise ValueError(
+            f"every stage needs the same number of layer ranges, at least one stage; found {[len(own) for own in ranges]}"
+        )
+    known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), sizes.pop()
     members = families(group.chunks)
     # chunks in equal families run in the same order
-    key = num_stages, num_parts, schedule, *map(len, members)
+    key = num_stages, num_ranges, schedule, *map(len, members)
     if key not in known.stages:
-        orders = _family_orders(members, num_stages, schedule, num_parts)
+        orders = _family_orders(members, num_stages, schedule, num_ranges)
         passes = (zip(*(each.tolist() for each in order), strict=True) for order in orders)
-        known.stages[key] = [known.actions(stage, num_stages, num_parts, each) for stage, each in enumerate(passes)]
-    actions = zip(parts, known.stages[key], strict=True)
+        known.stages[key] = [known.actions(stage, num_stages, num_ranges, each) for stage, each in enumerate(passes)]
+    actions = zip(ranges, known.stages[key], strict=True)
     return replace(group, stages=tuple(StagePlan(stage, tuple(own), each) for stage, (own, each) in enumerate(actions)))
 
 
-def _check_request(num_chunks: int, num_stages: int, schedule: str, num_parts: int) -> None:
+def _check_request(num_chunks: int, num_stages: int, schedule: str, num_ranges: int) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
     if num_chunks < 1 or num_stages < 1:
         raise ValueError(f"a pipeline needs at least one chunk and one stage, not {num_chunks} and {num_stages}")
-    if (num_parts > 1) != (schedule == "interleaved") or num_parts < 1:
+    if (num_ranges > 1) != (schedule == "interleaved") or num_ranges < 1:
         raise ValueError(
-            f"schedule {schedule!r} cannot run {num_parts} part(s) per stage; 'interleaved' needs at least 2, every other "
-            f"schedule has 1"
+            f"schedule {schedule!r} cannot run {num_ranges} layer range(s) per stage; 'interleaved' needs at least 2, "
+            f"every other schedule has 1"
         )
 
 
@@ -227,9 +234,9 @@ def _rounds(num_chunks: int, num_stages: int) -> list[int]:
     return [*(place * num_stages for place in range(max(1, num_chunks // num_stages))), num_chunks]
 
 
-def _in_rounds(units: list[Unit], rounds: list[int], parts: Sequence[int]) -> list[Unit]:
-    """Arranges `units` in rounds; each round goes through all `parts` before the next begins."""
-    return [(chunk, part) for start, stop in pairwise(rounds) for part in parts for chunk, _ in units[start:stop]]
+def _in_rounds(units: list[Unit], rounds: list[int], ranges: Sequence[int]) -> list[Unit]:
+    """Arranges `units` in rounds; each round goes through all `ranges` before the next begins."""
+    return [(chunk, layer_range) for start, stop in pairwise(rounds) for layer_range in ranges for chunk, _ in units[start:stop]]
 
 
 def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:

@@ -2,7 +2,7 @@
 
 Plans are sent between ranks and stored by the command line in this form. To keep hand-written plans short, actions are one
 blank-separated string ("0F0 0F1 0B1 0B0"), and spans are [sequence, start, stop] triples. Everything else is an object with the
-field names of `plan/core/types.py`; fields with their default may be omitted.
+field names of `plan/core/types.py`, except for those in `_KEYS`; fields with their default may be omitted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHILDREN: dict[type, dict[str, type]] = {
     StepPlan: {"micro_batches": MicroBatch},
     MicroBatch: {"groups": SequenceGroup},
     SequenceGroup: {"chunks": Chunk, "stages": StagePlan},
-    StagePlan: {"parts": LayerRange, "activations": ActivationPolicy},
+    StagePlan: {"layer_ranges": LayerRange, "activations": ActivationPolicy},
     ActivationPolicy: {"layers": LayerPolicy},
     LayerPolicy: {"shares": TensorShare},
 }
@@ -55,6 +55,10 @@ _CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (TensorShare, "tensor_class"): TENSOR_CLASSES,
     (Action, "kind"): ACTION_KINDS,
 }
+
+
+# field -> its key in JSON if that is another word
+_KEYS = {"layer_range": "part", "layer_ranges": "parts"}
 
 
 def plan_to_json(plan: StepPlan, indent: int | None = None) -> str:
@@ -106,7 +110,7 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if dataclasses.is_dataclass(value):
         return {
-            field.name: _encode(getattr(value, field.name))
+            _key(field.name): _encode(getattr(value, field.name))
             for field in dataclasses.fields(value)
             if getattr(value, field.name) != field.default
         }
@@ -118,14 +122,18 @@ def _decode(kind: type, data: Any, path: str) -> Any:
         return _decode_span(data, path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected an object with the fields of {kind.__name__}, found {shown(data)}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {_key(field.name): field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(data) - set(fields)):
         raise ValueError(f"{path}: unknown field {shown(unknown[0])} of {kind.__name__}; known are {', '.join(fields)}")
-    values = {name: _decode_field(kind, name, data[name], f"{path}.{name}") for name in data}
-    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    values = {fields[key].name: _decode_field(kind, fields[key].name, data[key], f"{path}.{key}") for key in data}
+    missing = [key for key, field in fields.items() if key not in data and field.default is dataclasses.MISSING]
     if missing:
         raise ValueError(f"{path}: field {missing[0]!r} of {kind.__name__} is missing")
     return kind(**values)
+
+
+def _key(name: str) -> str:
+    return _KEYS.get(name, name)
 
 
 def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:

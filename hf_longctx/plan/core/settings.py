@@ -68,7 +68,7 @@ class PlannerConfig:
     solver_time_limit_s: float = 10.0
     # memory that decides which activations are recomputed or offloaded (None: all are kept)
     activations: ActivationBudget | None = None
-    # layer ranges of every pipeline stage, one range for each model part (empty: no pipeline)
+    # layer ranges of every pipeline stage (empty: no pipeline)
     stages: tuple[tuple[LayerRange, ...], ...] = ()
     # let idle stages lend their ranks to others; every rank must then hold the weights of all stages
     lend_stages: bool = False

@@ -89,8 +89,8 @@ class Chunk:
 class Action:
     """One instruction of one stage for one chunk.
 
-    F and B compute. SF sends activations to the next part of the model and RF receives them from the previous one; SB and RB do
-    the same for gradients in the other direction. part: index of one of the stage's layer ranges (several with interleaving).
+    F and B compute. SF sends activations to the next layer range of the model and RF receives them from the previous one; SB and
+    RB do the same for gradients in the other direction. layer_range: index of one of the stage's (several with interleaving).
     lenders: (stage, position) of ranks that would idle and take part in the chunk's tokens (lending: SPPO's multiplexed sequence
     partitioning).
     """
@@ -98,13 +98,13 @@ class Action:
     kind: ActionKind
     stage: int
     chunk: int
-    part: int = 0
+    layer_range: int = 0
     lenders: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        part = f".{self.part}" if self.part else ""
+        layer_range = f".{self.layer_range}" if self.layer_range else ""
         lenders = "@" + ",".join(f"{stage}:{position}" for stage, position in self.lenders) if self.lenders else ""
-        return f"{self.stage}{part}{self.kind}{self.chunk}{lenders}"
+        return f"{self.stage}{layer_range}{self.kind}{self.chunk}{lenders}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -112,16 +112,16 @@ class Action:
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action; write STAGE[.PART]KIND CHUNK[@STAGE:POSITION,...] without blanks, for "
+                f"{text!r} is not an action; write STAGE[.LAYER_RANGE]KIND CHUNK[@STAGE:POSITION,...] without blanks, for "
                 f"example '2F0' or '2.1F0@3:0', with KIND one of {', '.join(ACTION_KINDS)}"
             )
-        stage, part, kind, chunk, lenders = match.groups()
+        stage, layer_range, kind, chunk, lenders = match.groups()
         pairs = [pair.split(":") for pair in lenders.split(",")] if lenders else []
         return cls(
             kind=kind,  # type: ignore[arg-type]
             stage=int(stage),
             chunk=int(chunk),
-            part=int(part or 0),
+            layer_range=int(layer_range or 0),
             lenders=tuple((int(stage), int(position)) for stage, position in pairs),
         )
 
@@ -186,14 +186,14 @@ def small_tile(tile_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ActivationPolicy:
-    """Policies of one chunk on one model part, layer by layer; layers beyond the list keep everything.
+    """Policies of one chunk on one layer range, layer by layer; layers beyond the list keep everything.
 
     tile_tokens: tokens per tile of norms and MLP; the loss has tiles of at most `LEAST_TILE_TOKENS`, since logits are wide. 0:
     untiled.
     """
 
     chunk: int
-    part: int = 0
+    layer_range: int = 0
     layers: tuple[LayerPolicy, ...] = ()
     tile_tokens: int = 0
 
@@ -211,7 +211,7 @@ class LayerRange:
     num_layers: int
 
 
-# for every stage, the layer ranges of its parts (several with interleaving)
+# layer ranges of every stage (several with interleaving)
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
 
@@ -220,13 +220,13 @@ class StagePlan:
     """Layers, actions and activation policies of one stage for one sequence group. A chunk without a policy keeps everything."""
 
     stage: int
-    parts: tuple[LayerRange, ...]
+    layer_ranges: tuple[LayerRange, ...]
     actions: tuple[Action, ...]
     activations: tuple[ActivationPolicy, ...] = ()
 
     @property
     def num_layers(self) -> int:
-        return sum(part.num_layers for part in self.parts)
+        return sum(layer_range.num_layers for layer_range in self.layer_ranges)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ The planner validates every plan it makes, and the command line every plan it re
 - slices of a sequence are in order within one group, and their backwards run in reverse order
 - every forward precedes its backward
 - sends and receives between two stages come in the same order
-- model parts and policies fit the layers of the stage
+- layer ranges and policies fit the layers of the stage
 - with sharded parameters all groups of a micro-batch run the same order of action kinds
 - the predicted peak of every rank is within the limit, if one is given
 """
@@ -37,10 +37,10 @@ from hf_longctx.plan.core.types import (
     meets_in_every_pass,
 )
 
-# (stage, model part): one link in the chain of layer ranges that a chunk passes through
+# (stage, layer range): one link in the chain of layer ranges that a chunk passes through
 _Link = tuple[int, int]
 
-# kind of action -> kinds that must precede it for the same chunk and model part
+# kind of action -> kinds that must precede it for the same chunk and layer range
 _BEFORE: dict[str, tuple[ActionKind, ...]] = {
     "F": ("RF",),
     "SF": ("F",),
@@ -67,13 +67,13 @@ def schedule_grid(group: SequenceGroup, marked: tuple[int, int] | None = None) -
 
 def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
     """Raises PlanError unless the stages of the group can run their actions. name: the group in messages."""
-    num_parts = len(group.stages[0].parts)
-    chain = [(stage, part) for part in range(num_parts) for stage in range(len(group.stages))]
+    num_ranges = len(group.stages[0].layer_ranges)
+    chain = [(stage, layer_range) for layer_range in range(num_ranges) for stage in range(len(group.stages))]
     neighbours = _slice_neighbours(group)
     for stage in group.stages:
         _check_compute(plan, name, group, stage, neighbours)
         _check_order(name, group, stage)
-    _check_parts_in_order(name, group, chain)
+    _check_layer_ranges_in_order(name, group, chain)
     _check_messages(name, group, chain)
     _check_progress(name, group, chain)
 
@@ -81,35 +81,35 @@ def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 def _check_compute(
     plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, neighbours: dict[tuple[str, int], list[int]]
 ) -> None:
-    """Checks that every chunk runs F, then B, once per part, and slices of a sequence F in order and B in reverse."""
+    """Checks that every chunk runs F, then B, once per layer range, and slices of a sequence F in order and B in reverse."""
     done: set[tuple[str, int, int]] = set()
-    num_chunks, num_parts, num_computed = len(group.chunks), len(stage.parts), 0
+    num_chunks, num_ranges, num_computed = len(group.chunks), len(stage.layer_ranges), 0
     for index, action in enumerate(stage.actions):
         if action.kind not in ACTION_KINDS or action.stage != stage.stage:
             raise _fault(name, group, stage, index, f"does not belong to stage {stage.stage}")
-        if not 0 <= action.chunk < num_chunks or not 0 <= action.part < num_parts:
-            raise _fault(name, group, stage, index, "names a chunk or part that does not exist")
+        if not 0 <= action.chunk < num_chunks or not 0 <= action.layer_range < num_ranges:
+            raise _fault(name, group, stage, index, "names a chunk or layer range that does not exist")
         if action.lenders and (fault := lender_fault(plan, action)):
             raise _fault(name, group, stage, index, fault)
-        key = (action.kind, action.part, action.chunk)
+        key = (action.kind, action.layer_range, action.chunk)
         if key in done:
             raise _fault(name, group, stage, index, "runs twice")
-        if action.kind == "B" and ("F", action.part, action.chunk) not in done:
+        if action.kind == "B" and ("F", action.layer_range, action.chunk) not in done:
             raise _fault(name, group, stage, index, "runs before its forward")
         for other in neighbours.get((action.kind, action.chunk), ()):
-            if (action.kind, action.part, other) not in done:
+            if (action.kind, action.layer_range, other) not in done:
                 order = "previous" if action.kind == "F" else "next"
                 raise _fault(name, group, stage, index, f"runs before the {order} slice of its sequence (chunk {other})")
         done.add(key)
         num_computed += action.kind in ("F", "B")
     # none runs twice, so this many are all
-    if num_computed == 2 * num_chunks * num_parts:
+    if num_computed == 2 * num_chunks * num_ranges:
         return
-    for part in range(num_parts):
+    for layer_range in range(num_ranges):
         for chunk in group.chunks:
             for kind in ("F", "B"):
-                if (kind, part, chunk.index) not in done:
-                    missing = Action(kind=kind, stage=stage.stage, chunk=chunk.index, part=part)
+                if (kind, layer_range, chunk.index) not in done:
+                    missing = Action(kind=kind, stage=stage.stage, chunk=chunk.index, layer_range=layer_range)
                     raise PlanError(f"{name}: {missing} is missing\n{schedule_grid(group)}")
 
 
@@ -133,28 +133,28 @@ def _fault(name: str, group: SequenceGroup, stage: StagePlan, index: int, text: 
 
 
 def _check_order(name: str, group: SequenceGroup, stage: StagePlan) -> None:
-    """Checks that a chunk is received, computed and sent in this order on every part."""
+    """Checks that a chunk is received, computed and sent in this order on every layer range."""
     first: dict[tuple[str, int, int], int] = {}
     for index, action in enumerate(stage.actions):
-        first.setdefault((action.kind, action.part, action.chunk), index)
-    for (kind, part, chunk), index in first.items():
+        first.setdefault((action.kind, action.layer_range, action.chunk), index)
+    for (kind, layer_range, chunk), index in first.items():
         for earlier in _BEFORE.get(kind, ()):
-            if first.get((earlier, part, chunk), -1) > index:
+            if first.get((earlier, layer_range, chunk), -1) > index:
                 raise _fault(name, group, stage, index, f"runs before its {earlier}")
 
 
-def _check_parts_in_order(name: str, group: SequenceGroup, chain: list[_Link]) -> None:
-    """Checks the order of consecutive parts on the same stage, which pass chunks without a message."""
-    for (stage, part), (next_stage, next_part) in itertools.pairwise(chain):
+def _check_layer_ranges_in_order(name: str, group: SequenceGroup, chain: list[_Link]) -> None:
+    """Checks the order of consecutive layer ranges on the same stage, which pass chunks without a message."""
+    for (stage, layer_range), (next_stage, next_range) in itertools.pairwise(chain):
         if stage != next_stage:
             continue
         plan = group.stages[stage]
-        when = {(action.kind, action.part, action.chunk): index for index, action in enumerate(plan.actions)}
+        when = {(action.kind, action.layer_range, action.chunk): index for index, action in enumerate(plan.actions)}
         for chunk in range(len(group.chunks)):
-            if when["F", next_part, chunk] < when["F", part, chunk]:
-                raise _fault(name, group, plan, when["F", next_part, chunk], f"runs before part {part}'s forward")
-            if when["B", part, chunk] < when["B", next_part, chunk]:
-                raise _fault(name, group, plan, when["B", part, chunk], f"runs before part {next_part}'s backward")
+            if when["F", next_range, chunk] < when["F", layer_range, chunk]:
+                raise _fault(name, group, plan, when["F", next_range, chunk], f"runs before layer range {layer_range}'s forward")
+            if when["B", layer_range, chunk] < when["B", next_range, chunk]:
+                raise _fault(name, group, plan, when["B", layer_range, chunk], f"runs before layer range {next_range}'s backward")
 
 
 def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None:
@@ -168,7 +168,7 @@ def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None
         for index, action in enumerate(stage.actions):
             if action.kind not in ("SF", "RF", "SB", "RB"):
                 continue
-            link = (action.stage, action.part)
+            link = (action.stage, action.layer_range)
             partner = (follows if action.kind in ("SF", "RB") else precedes).get(link)
             if partner is None or partner[0] == stage.stage:
                 raise _fault(name, group, stage, index, "has no partner on another stage")
@@ -180,8 +180,8 @@ def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None
         key = (direction, source, target)
         if sent[key] != received[key]:
             raise PlanError(
-                f"{name}: stage {source} sends S{direction} of (part, chunk) {_parts_and_chunks(sent[key])} to stage {target}, "
-                f"which receives {_parts_and_chunks(received[key])}; both orders must be equal\n{schedule_grid(group)}"
+                f"{name}: stage {source} sends S{direction} of (layer range, chunk) {_ranges_and_chunks(sent[key])} to stage "
+                f"{target}, which receives {_ranges_and_chunks(received[key])}; both orders must be equal\n{schedule_grid(group)}"
             )
     for earlier, later in itertools.pairwise(chain):
         if earlier[0] != later[0]:
@@ -189,12 +189,12 @@ def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None
                 moved = sorted(chunk for link, chunk in sent[direction, sender[0], receiver[0]] if link == sender)
                 if moved != list(range(len(group.chunks))):
                     raise PlanError(
-                        f"{name}: S{direction} of stage {sender[0]} part {sender[1]} must move every chunk once\n"
+                        f"{name}: S{direction} of stage {sender[0]} layer range {sender[1]} must move every chunk once\n"
                         f"{schedule_grid(group)}"
                     )
 
 
-def _parts_and_chunks(messages: list[tuple[_Link, int]]) -> list[tuple[int, int]]:
+def _ranges_and_chunks(messages: list[tuple[_Link, int]]) -> list[tuple[int, int]]:
     return [(link[1], chunk) for link, chunk in messages]
 
 
@@ -210,7 +210,7 @@ def _check_progress(name: str, group: SequenceGroup, chain: list[_Link]) -> None
         for index, stage in enumerate(group.stages):
             while num_done[index] < len(stage.actions):
                 action = stage.actions[num_done[index]]
-                link = (action.stage, action.part)
+                link = (action.stage, action.layer_range)
                 source = precedes.get(link) if action.kind == "RF" else follows.get(link)
                 if action.kind in ("RF", "RB") and ("S" + action.kind[1], source, action.chunk) not in sent:
                     break
@@ -264,10 +264,10 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
 def _check_interleaving(plan: StepPlan) -> None:
     """Checks that sharded parameters have one layer range per stage, since shards are gathered and freed per stage."""
     stages = (stage for micro_batch in plan.micro_batches for group in micro_batch.groups for stage in group.stages)
-    num_parts = max((len(stage.parts) for stage in stages), default=1)
-    if num_parts > 1 and plan.parameters != "replicated":
+    num_ranges = max((len(stage.layer_ranges) for stage in stages), default=1)
+    if num_ranges > 1 and plan.parameters != "replicated":
         raise PlanError(
-            f"the plan interleaves {num_parts} layer ranges per stage with parameters {plan.parameters!r}; interleaving needs "
+            f"the plan interleaves {num_ranges} layer ranges per stage with parameters {plan.parameters!r}; interleaving needs "
             f"parameters 'replicated'"
         )
 
@@ -407,17 +407,17 @@ def _check_slices(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 
 
 def _check_layers(name: str, group: SequenceGroup) -> None:
-    """Checks that part 0 of every stage, then part 1 of every stage, and so on, have the model's layers without a gap."""
-    num_parts = {len(stage.parts) for stage in group.stages}
-    if len(num_parts) != 1 or 0 in num_parts:
-        raise PlanError(f"{name}: every stage needs the same number of parts, at least one; found {sorted(num_parts)}")
+    """Checks that layer range 0 of every stage, then range 1 of every stage, and so on, have the model's layers without a gap."""
+    num_ranges = {len(stage.layer_ranges) for stage in group.stages}
+    if len(num_ranges) != 1 or 0 in num_ranges:
+        raise PlanError(f"{name}: every stage needs the same number of layer ranges, at least one; found {sorted(num_ranges)}")
     next_layer = 0
-    for part in range(num_parts.pop()):
+    for layer_range in range(num_ranges.pop()):
         for stage in group.stages:
-            layers = stage.parts[part]
+            layers = stage.layer_ranges[layer_range]
             if layers.num_layers < 1 or layers.first_layer != next_layer:
                 raise PlanError(
-                    f"{name}: part {part} of stage {stage.stage} holds layers {layers.first_layer} to "
+                    f"{name}: layer range {layer_range} of stage {stage.stage} holds layers {layers.first_layer} to "
                     f"{layers.first_layer + layers.num_layers}, expected at least one layer from {next_layer} on"
                 )
             next_layer += layers.num_layers
@@ -428,13 +428,14 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
     # equal layer policies are often one object for many chunks, which is checked once
     checked: set[int] = set()
     for policy in stage.activations:
-        where = f"{name}: policy of chunk {policy.chunk}, part {policy.part} on stage {stage.stage}"
-        is_known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.part < len(stage.parts)
-        if not is_known or (policy.chunk, policy.part) in seen:
-            raise PlanError(f"{where} names an unknown chunk or part, or is given twice")
-        seen.add((policy.chunk, policy.part))
-        if len(policy.layers) > stage.parts[policy.part].num_layers:
-            raise PlanError(f"{where} has {len(policy.layers)} layers, but the part has {stage.parts[policy.part].num_layers}")
+        where = f"{name}: policy of chunk {policy.chunk}, layer range {policy.layer_range} on stage {stage.stage}"
+        is_known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.layer_range < len(stage.layer_ranges)
+        if not is_known or (policy.chunk, policy.layer_range) in seen:
+            raise PlanError(f"{where} names an unknown chunk or layer range, or is given twice")
+        seen.add((policy.chunk, policy.layer_range))
+        if len(policy.layers) > stage.layer_ranges[policy.layer_range].num_layers:
+            num_layers = stage.layer_ranges[policy.layer_range].num_layers
+            raise PlanError(f"{where} has {len(policy.layers)} layers, but the range has {num_layers}")
         if policy.tile_tokens < 0:
             raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; it must be 0 (untiled) or more")
         fresh = [layer for layer in policy.layers if id(layer) not in checked]
@@ -457,17 +458,19 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
 def _check_same_layers(plan: StepPlan) -> None:
     """Checks that a stage has the same layers in every group and micro-batch: a plan moves tokens, never weights."""
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
-    expected = [stage.parts for stage in groups[0].stages]
+    expected = [stage.layer_ranges for stage in groups[0].stages]
     for group in groups:
-        for stage, parts in zip(group.stages, expected, strict=True):
-            if stage.parts != parts:
-                raise PlanError(f"stage {stage.stage} holds {stage.parts} in group {group.positions}, but {parts} elsewhere")
+        for stage, layer_ranges in zip(group.stages, expected, strict=True):
+            if stage.layer_ranges != layer_ranges:
+                raise PlanError(
+                    f"stage {stage.stage} holds {stage.layer_ranges} in group {group.positions}, but {layer_ranges} elsewhere"
+                )
 
 
 def _check_same_order(index: int, micro_batch: MicroBatch, block: int, block_ranks: int) -> None:
     groups = [group for group in micro_batch.groups if any(position // block_ranks == block for position in group.positions)]
     orders: set[tuple[Sequence[tuple[str, int]], ...]] = {
-        tuple(tuple((a.kind, a.part) for a in stage.actions if a.kind in ("F", "B")) for stage in group.stages)
+        tuple(tuple((a.kind, a.layer_range) for a in stage.actions if a.kind in ("F", "B")) for stage in group.stages)
         for group in groups
     }
     if len(orders) > 1:

@@ -188,9 +188,9 @@ class CostModel:
         is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
         return self.shard_ranks if is_split else 0
 
-    def attention_pairs(self, parts: Sequence[LayerRange] = ()) -> AttentionPairs:
+    def attention_pairs(self, layer_ranges: Sequence[LayerRange] = ()) -> AttentionPairs:
         """Returns pairs that a layer of `parts` (default: any layer) computes on this hardware, on average."""
-        return self.model.attention_pairs(parts, self.cluster.hardware.tile_keys)
+        return self.model.attention_pairs(layer_ranges, self.cluster.hardware.tile_keys)
 
     def pairs_of(self, kinds: Sequence[LayerKind]) -> AttentionPairs:
         """Returns pairs that a layer computes on this hardware, averaged over layers of these kinds."""

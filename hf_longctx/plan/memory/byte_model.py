@@ -114,8 +114,8 @@ class _Counted:
         self.books: dict[tuple[int, GroupShape, int], BookKinds] = {}
         self.loads: dict[tuple[int, GroupShape, int, bool], _Loads] = {}
         self.kinds: dict[LayerRange, tuple[LayerKind, ...]] = {}
-        # chunks on one part of a stage, and their policies by id
-        self.parts: dict[Hashable, IntArray] = {}
+        # chunks on one layer range of a stage, and their policies by id
+        self.layer_ranges: dict[Hashable, IntArray] = {}
         self.policies: dict[Hashable, tuple[tuple[ActivationPolicy, ...], list[_Policy], int]] = {}
         # layers with their rows in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
         self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
@@ -305,7 +305,7 @@ class ByteModel:
     def _moments(self, group: SequenceGroup, stage: StagePlan, position: int, tiles_loss: bool) -> RoundMoments:
         """Returns the `moments` without waiting gradients."""
         passes, loads = self.passes(stage), self._group_loads(group, position, tiles_loss)
-        chunks = self._part_chunks(group, stage, loads, tiles_loss)
+        chunks = self._range_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
         numbers = chunks[place].T
         device, host, forward_workspace, backward_workspace, _ = numbers
@@ -320,7 +320,7 @@ class ByteModel:
         Bytes of a few chunks are counted, and those of others guessed by their tokens. At the highest guess, all chunks in flight
         are counted, and so on. For many chunks this takes a tenth of the time, and mostly finds the peak.
         """
-        passes, loads, num_parts = self.passes(stage), self._group_loads(group, 0, True), len(stage.parts)
+        passes, loads, num_ranges = self.passes(stage), self._group_loads(group, 0, True), len(stage.layer_ranges)
         place, is_forward = passes.cells, passes.is_forward
         book = book_moments(self.model, stage, self._book(group, 0), len(group.chunks), place, is_forward)
         waits = _waits(is_forward, waiting)
@@ -328,23 +328,25 @@ class ByteModel:
         begins, ends = (passed[np.argsort(place[passed])] for passed in map(np.flatnonzero, (is_forward, ~is_forward)))
 
         def counted(chunks: IntArray) -> IntArray:
-            of_parts = (self._chunks_of(group, stage, part, loads, True, chunks.tolist()) for part in range(num_parts))
-            return np.stack(list(of_parts), axis=1)
+            of_ranges = (
+                self._chunks_of(group, stage, layer_range, loads, True, chunks.tolist()) for layer_range in range(num_ranges)
+            )
+            return np.stack(list(of_ranges), axis=1)
 
         tokens = np.array([load.num_tokens for load in loads.loads])
         order = np.argsort(tokens, kind="stable")
         sample = order[np.unique([0, len(order) // 2, len(order) - 1])]
         known = counted(sample)
-        numbers = np.empty((len(tokens), num_parts, 5))
-        for part, number in np.ndindex(num_parts, 5):
-            numbers[:, part, number] = np.interp(tokens, tokens[sample], known[:, part, number])
+        numbers = np.empty((len(tokens), num_ranges, 5))
+        for layer_range, number in np.ndindex(num_ranges, 5):
+            numbers[:, layer_range, number] = np.interp(tokens, tokens[sample], known[:, layer_range, number])
         numbers[sample], is_guess = known, ~np.isin(np.arange(len(tokens)), sample)
         moments: list[int] = []
         while True:
             own = numbers.reshape(-1, 5)[place].T
             peak = _peak(own, _in_flight(own[0], is_forward), is_forward, book) + waits
             moment = int(np.argmax(peak))
-            in_flight = np.unique(np.flatnonzero((begins <= moment) & (moment <= ends)) // num_parts)
+            in_flight = np.unique(np.flatnonzero((begins <= moment) & (moment <= ends)) // num_ranges)
             guessed = in_flight[is_guess[in_flight]]
             if not len(guessed):
                 moments.append(moment)
@@ -355,7 +357,7 @@ class ByteModel:
 
     def passes(self, stage: StagePlan) -> Passes:
         """Returns forwards and backwards of the stage, which do not depend on its policies."""
-        key = id(stage.actions), len(stage.parts)
+        key = id(stage.actions), len(stage.layer_ranges)
         if key not in self._counted.passes:
             # stores the actions too, so that their id is not reused
             self._counted.passes[key] = stage.actions, Passes(stage)
@@ -369,13 +371,13 @@ class ByteModel:
         """Returns bytes of one layer of a load."""
         return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens, kind)[0]
 
-    def _kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
-        """Returns the kind of each layer of a part of the model, without windows, which do not change bytes of layers."""
+    def _kinds(self, layer_range: LayerRange) -> tuple[LayerKind, ...]:
+        """Returns the kind of each layer of a layer range, without windows, which do not change bytes of layers."""
         known = self._counted.kinds
-        if part not in known:
-            kinds = self.model.layer_kinds(part) or (ATTENTION,) * part.num_layers
-            known[part] = tuple(LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
-        return known[part]
+        if layer_range not in known:
+            kinds = self.model.layer_kinds(layer_range) or (ATTENTION,) * layer_range.num_layers
+            known[layer_range] = tuple(LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
+        return known[layer_range]
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
         """Returns changes of the K/V book by the group's chunks."""
@@ -446,49 +448,53 @@ class ByteModel:
             known[key] = OUTSIDE_NUMBERS(OutsideBytes(self.model, own, tile_tokens))
         return known[key]
 
-    def _part_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
-        """Returns the numbers of `ChunkBytes` of every chunk on every part of a stage, (chunks * parts, 5)."""
-        known, at_once = self._counted.parts, self.passes(stage).at_once
-        found = np.empty((len(loads.loads), len(stage.parts), 5), dtype=np.int64)
-        for part, owned in enumerate(stage.parts):
-            has_head = _has_head(group, stage, part)
+    def _range_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
+        """Returns the numbers of `ChunkBytes` of every chunk on every layer range of a stage, (chunks * ranges, 5)."""
+        known, at_once = self._counted.layer_ranges, self.passes(stage).at_once
+        found = np.empty((len(loads.loads), len(stage.layer_ranges), 5), dtype=np.int64)
+        for layer_range, owned in enumerate(stage.layer_ranges):
+            has_head = _has_head(group, stage, layer_range)
             # equal stages share one entry of the cache
-            policies = self._policies(group, stage, part)[1]
-            key = loads.number, self._kinds(owned), has_head and at_once, (stage.stage, part) == (0, 0), policies
+            policies = self._policies(group, stage, layer_range)[1]
+            key = loads.number, self._kinds(owned), has_head and at_once, (stage.stage, layer_range) == (0, 0), policies
             if key not in known:
-                known[key] = self._chunks_of(group, stage, part, loads, tiles_loss, range(len(loads.loads)))
-            found[:, part] = known[key]
+                known[key] = self._chunks_of(group, stage, layer_range, loads, tiles_loss, range(len(loads.loads)))
+            found[:, layer_range] = known[key]
         return found.reshape(-1, 5)
 
     def _chunks_of(
-        self, group: SequenceGroup, stage: StagePlan, part: int, loads: _Loads, tiles_loss: bool, chunks: Sequence[int]
+        self, group: SequenceGroup, stage: StagePlan, layer_range: int, loads: _Loads, tiles_loss: bool, chunks: Sequence[int]
     ) -> IntArray:
-        """Returns the numbers of `ChunkBytes` of these chunks on one part of a stage, (chunks, 5).
+        """Returns the numbers of `ChunkBytes` of these chunks on one layer range of a stage, (chunks, 5).
 
-        Output head and loss are on the last part of the last stage.
+        Output head and loss are on the last layer range of the last stage.
         """
-        has_head, num_parts, at_once = _has_head(group, stage, part), len(stage.parts), self.passes(stage).at_once
-        kinds, policies, is_first = self._kinds(stage.parts[part]), self._policies(group, stage, part)[0], not stage.stage + part
+        has_head, num_ranges, at_once = _has_head(group, stage, layer_range), len(stage.layer_ranges), self.passes(stage).at_once
+        kinds, policies, is_first = (
+            self._kinds(stage.layer_ranges[layer_range]),
+            self._policies(group, stage, layer_range)[0],
+            not stage.stage + layer_range,
+        )
         rows, outside, receives = [], [], []
         for chunk in chunks:
             load, number, policy = loads.loads[chunk], loads.numbers[chunk], policies[chunk]
             rows.append(self._layer_rows(load, number, policy, kinds))
-            keeps_gradients = has_head and chunk * num_parts + part in at_once
+            keeps_gradients = has_head and chunk * num_ranges + layer_range in at_once
             loss_tile = policy.tile_tokens if tiles_loss else 0
             outside.append(self._outside(load, number, has_head, keeps_gradients, loss_tile))
-            # hidden states received from another part wait for their gradient only if a policy may move them
+            # hidden states received from another layer range wait for their gradient only if a policy may move them
             receives.append(bool(policy.layers) and not is_first)
         layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
         return chunk_numbers(layers, np.array(outside, dtype=np.int64), np.array(receives))
 
-    def _policies(self, group: SequenceGroup, stage: StagePlan, part: int) -> tuple[list[_Policy], int]:
-        """Returns the policy of every chunk on one part of a stage, and the number of the list."""
-        known, key = self._counted.policies, (id(stage.activations), part, len(group.chunks))
+    def _policies(self, group: SequenceGroup, stage: StagePlan, layer_range: int) -> tuple[list[_Policy], int]:
+        """Returns the policy of every chunk on one layer range of a stage, and the number of the list."""
+        known, key = self._counted.policies, (id(stage.activations), layer_range, len(group.chunks))
         if key not in known:
             numbers = self._counted.numbers
             found = [_Policy((), 0, numbers.of_layers(()))] * len(group.chunks)
             for policy in stage.activations:
-                if policy.part == part:
+                if policy.layer_range == layer_range:
                     found[policy.chunk] = _Policy(policy.layers, policy.tile_tokens, numbers.of_layers(policy.layers))
             number = numbers.of_key(("policies", *((policy.number, policy.tile_tokens) for policy in found)))
             # stores the policies too, so that their id is not reused
@@ -528,9 +534,9 @@ def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMom
     return peak
 
 
-def _has_head(group: SequenceGroup, stage: StagePlan, part: int) -> bool:
-    """Whether output head and loss are on this part, the last one of the last stage."""
-    return stage.stage == len(group.stages) - 1 and part == len(stage.parts) - 1
+def _has_head(group: SequenceGroup, stage: StagePlan, layer_range: int) -> bool:
+    """Whether output head and loss are on this layer range, the last one of the last stage."""
+    return stage.stage == len(group.stages) - 1 and layer_range == len(stage.layer_ranges) - 1
 
 
 # a forecast uses the same few models and devices a hundred times

@@ -28,13 +28,13 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 class BookMoments(NamedTuple):
     """Bytes of the K/V book in every pass of a round."""
 
-    # bytes while the part's last layer runs, which is the first to run backward
+    # bytes while the range's last layer runs, which is the first to run backward
     first: IntArray
     # bytes while the first layer runs backward (0 in a forward)
     last: IntArray
     # most bytes at any moment of the pass
     most: IntArray
-    # bytes that other parts of the stage hold during the pass
+    # bytes that other layer ranges of the stage hold during the pass
     others: IntArray
 
 
@@ -113,18 +113,18 @@ def book_moments(
 ) -> BookMoments:
     """Returns bytes of the book in every pass of a round.
 
-    place: chunk * parts + part of each pass. is_forward: whether the pass is a forward.
+    place: chunk * layer ranges + layer range of each pass. is_forward: whether the pass is a forward.
     """
-    num_parts, (own_kinds, changes) = len(stage.parts), kinds
+    num_ranges, (own_kinds, changes) = len(stage.layer_ranges), kinds
     first, last, most, change = (np.zeros_like(place) for _ in range(4))
-    for part, layers in enumerate(stage.parts):
+    for layer_range, layers in enumerate(stage.layer_ranges):
         if len(changes) == 1:
             found = _equal_layers(changes[0], layers.num_layers)
         else:
-            found = _layers_in_turn(changes, _layer_kinds(model, stage, part, own_kinds, num_chunks))
+            found = _layers_in_turn(changes, _layer_kinds(model, stage, layer_range, own_kinds, num_chunks))
         forward, backward, first_run, last_run, fullest = found
-        own = slice(None) if num_parts == 1 else place % num_parts == part
-        chunk, goes_forward = place[own] // num_parts, is_forward[own]
+        own = slice(None) if num_ranges == 1 else place % num_ranges == layer_range
+        chunk, goes_forward = place[own] // num_ranges, is_forward[own]
         change[own] = np.where(goes_forward, forward[chunk], backward[chunk])
         after = np.cumsum(change[own])
         before = after - change[own]
@@ -132,8 +132,8 @@ def book_moments(
         last[own] = np.where(goes_forward, 0, before + last_run[chunk])
         most[own] = np.where(goes_forward, after, before + fullest[chunk])
     others = np.cumsum(change)
-    for part in range(num_parts):
-        own = place % num_parts == part
+    for layer_range in range(num_ranges):
+        own = place % num_ranges == layer_range
         others[own] -= np.cumsum(change[own])
     return BookMoments(first, last, most, others)
 
@@ -144,14 +144,14 @@ _PassChanges = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
 def _equal_layers(changes: _Changes, num_layers: int) -> _PassChanges:
-    """Returns changes of a part whose layers all see every token."""
+    """Returns changes of a layer range whose layers all see every token."""
     net = changes.left - changes.gone
     last_run = (num_layers - 1) * net + changes.left
     return num_layers * changes.written, num_layers * net, changes.left, last_run, np.maximum(changes.left, last_run)
 
 
 def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
-    """Returns changes of a part with layers of these kinds, [chunks, layers], which run one after the other."""
+    """Returns changes of a layer range with layers of these kinds, [chunks, layers], which run one after the other."""
     known = np.array([list(each) for each in changes], dtype=np.int64).transpose(1, 0, 2)
     # last layer first
     written, rewritten, left, gone = known[:, kind_CL[:, ::-1], np.arange(len(kind_CL))[:, None]]
@@ -161,15 +161,15 @@ def _layers_in_turn(changes: list[_Changes], kind_CL: IntArray) -> _PassChanges:
     return written.sum(1), net.sum(1), running[:, 0], running[:, -1], np.maximum(replayed, running).max(1)
 
 
-def _layer_kinds(model: ModelSpec, stage: StagePlan, part: int, known_kinds: list[LayerKind], num_chunks: int) -> IntArray:
-    """Returns the kind of every layer of a part for every chunk, [C, L]: 2 * index of its kind, plus 1 if it is replayed."""
-    layers = stage.parts[part]
+def _layer_kinds(model: ModelSpec, stage: StagePlan, layer_range: int, known_kinds: list[LayerKind], num_chunks: int) -> IntArray:
+    """Returns the kind of every layer of a range for every chunk, [C, L]: 2 * index of its kind, plus 1 if it is replayed."""
+    layers = stage.layer_ranges[layer_range]
     places = np.array([2 * known_kinds.index(kind) for kind in model.layer_kinds(layers)], dtype=np.int64)
     kinds = np.broadcast_to(places, (num_chunks, layers.num_layers)).copy()
     # equal layers are mostly one object
     known: dict[int, bool] = {}
     for policy in stage.activations:
-        if policy.part == part:
+        if policy.layer_range == layer_range:
             for layer in policy.layers:
                 if id(layer) not in known:
                     known[id(layer)] = not layer.keeps_everything

@@ -75,7 +75,7 @@ class Load:
     keeps_gradients: bool = True
     # the attention operator reads one KV head for many query heads and takes strided tensors, as GPU operators do
     groups_heads: bool = False
-    # hidden states come from another part of the model; they wait with the chunk, because their gradient goes back there
+    # hidden states come from another layer range; they wait with the chunk, because their gradient goes back there
     receives: bool = False
     # number of blocks of the rank's group, and of ranks per block
     num_blocks: int = 1

@@ -185,13 +185,13 @@ def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = la
     return most
 
 
-def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_parts: int = 1) -> int:
+def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_ranges: int = 1) -> int:
     """Returns the most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
 
     A chunk counts once, from its first forward to its last backward, on any number of parts.
     """
     change = np.array(tokens, dtype=np.int64)[chunks]
-    if num_parts == 1:
+    if num_ranges == 1:
         return int(np.cumsum(np.where(is_forward, change, -change)).max(initial=0))
     first, last = np.unique(chunks, return_index=True)[1], len(chunks) - 1 - np.unique(chunks[::-1], return_index=True)[1]
     ends = np.zeros(len(chunks), dtype=np.int64)
@@ -207,8 +207,8 @@ def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_token
     """
     if num_stages == 1:
         return 0
-    has_parts = len(stage.parts) > 1
-    has_before, has_after = stage.stage > 0 or has_parts, stage.stage < num_stages - 1 or has_parts
+    has_ranges = len(stage.layer_ranges) > 1
+    has_before, has_after = stage.stage > 0 or has_ranges, stage.stage < num_stages - 1 or has_ranges
     return (2 * has_before + 2 * has_after) * num_tokens * model.hidden_bytes
 
 
@@ -236,9 +236,9 @@ class Passes:
         self.actions = tuple(action for action in stage.actions if action.kind in ("F", "B"))
         self.is_forward: BoolArray = np.array([action.kind == "F" for action in self.actions], dtype=bool)
         self.chunks: IntArray = np.array([action.chunk for action in self.actions], dtype=np.int64)
-        parts: IntArray = np.array([action.part for action in self.actions], dtype=np.int64)
+        layer_ranges: IntArray = np.array([action.layer_range for action in self.actions], dtype=np.int64)
         # chunk * parts + part of every pass
-        self.cells: IntArray = self.chunks * len(stage.parts) + parts
+        self.cells: IntArray = self.chunks * len(stage.layer_ranges) + layer_ranges
         # cells with the backward directly after the forward
         behind = self.cells[1:] == self.cells[:-1]
         self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())

@@ -413,15 +413,15 @@ class ModelSpec:
             return self._head_mean(lambda own: 4 * self.num_heads * own.head_dim) + self.index.pair_operations
         return 2 * self.num_heads * self.kv_head_size + self.index.pair_operations
 
-    def attention_pairs(self, parts: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
-        """Returns the query-key pairs of a layer, averaged over the layers of `parts`; without parts, over all layers.
+    def attention_pairs(self, layer_ranges: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
+        """Returns the query-key pairs of a layer, averaged over the layers of `layer_ranges`; without any, over all layers.
 
         Layers without attention have none, and count in the average. If layers have heads of several sizes, pairs count by their
         operations. tile_keys: see `AttentionPairs`.
         """
         if not self.windows and not self.heads:
             return FULL
-        kinds = [kind for part in parts for kind in self.layer_kinds(part)]
+        kinds = [kind for layer_range in layer_ranges for kind in self.layer_kinds(layer_range)]
         return self.pairs_of(kinds or self.layer_kinds(LayerRange(0, self.num_layers)), tile_keys)
 
     def pairs_of(self, kinds: Sequence[LayerKind], tile_keys: int = 0) -> AttentionPairs:
@@ -433,9 +433,9 @@ class ModelSpec:
         operations = (4 * self.num_heads * kind.heads.head_dim if kind.heads else mean for kind in kinds)
         return AttentionPairs.of(windows, tile_keys, [each / mean for each in operations])
 
-    def layer_kinds(self, part: LayerRange) -> tuple[LayerKind, ...]:
-        """Kinds of the layers of `part`, one by one; () if all layers of the model have full attention and no state."""
-        return layer_kinds(self.windows, self.states, self.heads)[part.first_layer :][: part.num_layers]
+    def layer_kinds(self, layer_range: LayerRange) -> tuple[LayerKind, ...]:
+        """Kinds of the layers of `layer_range`, one by one; () if all layers of the model have full attention and no state."""
+        return layer_kinds(self.windows, self.states, self.heads)[layer_range.first_layer :][: layer_range.num_layers]
 
     def of_kind(self, kind: LayerKind) -> ModelSpec:
         """Returns a model all of whose layers have the heads of this kind."""
@@ -463,9 +463,9 @@ class ModelSpec:
         """Elements of the largest head of any layer, which decides on the operators that attention may run."""
         return max(self.head_dim, self.value_head_dim, *(own.head_dim for own in self.heads))
 
-    def kind_shares(self, part: LayerRange | None = None) -> KindShares:
-        """Share of the layers of `part` that is of each kind; without a part, of all layers."""
-        kinds = self.layer_kinds(part or LayerRange(0, self.num_layers)) or (ATTENTION,)
+    def kind_shares(self, layer_range: LayerRange | None = None) -> KindShares:
+        """Share of the layers of `layer_range` that is of each kind; without a range, of all layers."""
+        kinds = self.layer_kinds(layer_range or LayerRange(0, self.num_layers)) or (ATTENTION,)
         return tuple((kind, count / len(kinds)) for kind, count in Counter(kinds).items())
 
     @property
@@ -473,9 +473,9 @@ class ModelSpec:
         """Number of layers with attention."""
         return sum(window != 0 for window in self.windows) if self.windows else self.num_layers
 
-    def layer_windows(self, part: LayerRange) -> Windows:
-        """The windows of the layers of `part`, one by one; () if all layers of the model see everything."""
-        return self.windows[part.first_layer :][: part.num_layers]
+    def layer_windows(self, layer_range: LayerRange) -> Windows:
+        """The windows of the layers of `layer_range`, one by one; () if all layers of the model see everything."""
+        return self.windows[layer_range.first_layer :][: layer_range.num_layers]
 
     @property
     def qkv_parameters(self) -> int:

@@ -359,7 +359,7 @@ class Candidates:
             # pipelines of equal groups, such as idle ranks, differ in their positions only
             if (shape, own) not in self._pipelines:
                 group = SequenceGroup.of(shape, each.positions, own)
-                self._pipelines[shape, own] = pipelined(group, self.staged.parts, self.staged.schedule, self.passes)
+                self._pipelines[shape, own] = pipelined(group, self.staged.ranges, self.staged.schedule, self.passes)
             groups.append(replace(self._pipelines[shape, own], positions=tuple(each.positions)))
         return MicroBatch(tuple(groups))
 
@@ -440,7 +440,7 @@ class SingleChunks:
         def fits(tokens: int) -> bool:
             chunk = Chunk(0, (Span(0, 0, tokens * degree),))
             group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
-            return may_fit(pipelined(group, staged.parts, staged.schedule, self.candidates.passes))
+            return may_fit(pipelined(group, staged.ranges, staged.schedule, self.candidates.passes))
 
         low, high = 0, staged.config.tokens_per_rank
         if fits(high):

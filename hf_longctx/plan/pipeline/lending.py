@@ -110,7 +110,7 @@ def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]
         plan.parameters == "replicated"
         and 1 < len(group.stages) <= len(group.chunks) + 1
         and group.shape.num_blocks == 1
-        and all(len(stage.parts) == 1 and not stage.activations for stage in group.stages)
+        and all(len(stage.layer_ranges) == 1 and not stage.activations for stage in group.stages)
         and all(len(chunk.spans) == 1 for chunk in group.chunks)
         and len(families(group.chunks)) == 1
     )

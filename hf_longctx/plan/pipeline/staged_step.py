@@ -65,23 +65,23 @@ class StagedStep:
     """
 
     def __init__(self, lengths: Sequence[int], costs: CostModel, config: PlannerConfig, schedule: Schedule = "elastic") -> None:
-        parts, cluster = config.stages, costs.cluster
-        check_stages(len(parts), costs, config)
+        ranges, cluster = config.stages, costs.cluster
+        check_stages(len(ranges), costs, config)
         for index, length in enumerate(lengths):
             if length < 1:
                 raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
-        self.parts, self.num_stages, self.config = parts, len(parts), config
+        self.ranges, self.num_stages, self.config = ranges, len(ranges), config
         # stages with several layer ranges support only the interleaved schedule
-        self.schedule: Schedule = schedule if len(parts[0]) == 1 else "interleaved"
+        self.schedule: Schedule = schedule if len(ranges[0]) == 1 else "interleaved"
         self.ranks_per_stage = per_stage = cluster.num_ranks // self.num_stages
         self.costs = costs = replace(costs, cluster=replace(cluster, num_ranks=per_stage))
         self.lengths: IntArray = np.array(lengths, dtype=np.int64)
         self.degrees = tuple(degree for degree in config.degrees if degree <= per_stage)
         self.shapes = {degree: self._shape(degree) for degree in self.degrees}
         tokens = self.lengths.astype(np.float64)
-        self.rates = {degree: busiest_rates(costs, shape, parts, tokens) for degree, shape in self.shapes.items()}
+        self.rates = {degree: busiest_rates(costs, shape, ranges, tokens) for degree, shape in self.shapes.items()}
         self.seconds = {degree: rates.sequences_s(tokens) for degree, rates in self.rates.items()}
-        self.room = StageRoom(costs, parts, config)
+        self.room = StageRoom(costs, ranges, config)
         self.longest = {degree: degree * self.room.longest_tokens for degree in self.degrees}
         per_node, ranks = cluster.ranks_per_node, range(per_stage)
         self.leaves_node = [
@@ -127,7 +127,7 @@ class StagedStep:
                 continue
             slot_s = min(target_s, work_s / num_chunks) + rates.chunk_s
             # a stage of several layer ranges waits for chunks on one of them
-            estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.parts[0])
+            estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.ranges[0])
             held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
             estimate_s += self.room.added_s([held / CUTS.rough], work_s)
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
@@ -138,7 +138,7 @@ class StagedStep:
     def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
         """Seconds of a group's pipeline, including recomputation if memory is short; infinite if it cannot fit."""
         shape = self.shapes[group.degree]
-        seconds, held = pipeline_s(chunks, shape, self.costs, self.parts, self.schedule, self.leaves_node)
+        seconds, held = pipeline_s(chunks, shape, self.costs, self.ranges, self.schedule, self.leaves_node)
         return seconds + self.room.added_s(held, self.work_s(group))
 
     def lower_bound_s(self) -> float:
@@ -171,8 +171,8 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
 class StageRoom:
     """Estimates the room on a rank of every stage, and the seconds that recomputation adds to get more."""
 
-    def __init__(self, costs: CostModel, parts: Ranges, config: PlannerConfig) -> None:
-        self.layers = [sum(part.num_layers for part in ranges) for ranges in parts]
+    def __init__(self, costs: CostModel, ranges: Ranges, config: PlannerConfig) -> None:
+        self.layers = [sum(each.num_layers for each in own) for own in ranges]
         num_layers, budget = costs.model.num_layers, config.activations
         # a stage has only some of the layers, so its ranks can hold proportionally more tokens
         self.longest_tokens = config.tokens_per_rank * num_layers // max(self.layers)
@@ -180,9 +180,9 @@ class StageRoom:
         # room of a rank, in tokens times layers
         self.room = budget.device_bytes / layer_class_bytes(costs.model) if budget else float(config.tokens_per_rank * num_layers)
         # most tokens times layers of which a rank of each stage can hold the inputs, beside gradients that wait
-        self.most = [math.inf] * len(parts)
+        self.most = [math.inf] * len(ranges)
         if budget is not None:
-            block_ranks, last = costs.shards or costs.cluster.num_ranks, len(parts) - 1
+            block_ranks, last = costs.shards or costs.cluster.num_ranks, len(ranges) - 1
             for stage, count in enumerate(self.layers):
                 part = count, stage == 0, stage == last, costs.parameters, block_ranks
                 free = budget.device_bytes + budget.host_bytes - accumulated_bytes(costs.model, *part)
@@ -218,14 +218,14 @@ class StageRates:
         return rates.pair_s * tokens * rates.pairs.seen(np.zeros_like(tokens), tokens) + rates.token_s * tokens + self.document_s
 
 
-def busiest_rates(costs: CostModel, shape: GroupShape, parts: Ranges, tokens: FloatArray) -> StageRates:
+def busiest_rates(costs: CostModel, shape: GroupShape, ranges: Ranges, tokens: FloatArray) -> StageRates:
     """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage."""
-    rates = [_rates(costs, shape, ranges, stage == len(parts) - 1) for stage, ranges in enumerate(parts)]
+    rates = [_rates(costs, shape, own, stage == len(ranges) - 1) for stage, own in enumerate(ranges)]
     return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
 
 
 def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
-    share = sum(part.num_layers for part in layers) / costs.model.num_layers
+    share = sum(layer_range.num_layers for layer_range in layers) / costs.model.num_layers
     pair_s = token_s = document_s = chunk_s = 0.0
     for is_backward in (False, True):
         each = costs.coefficients.backward if is_backward else costs.coefficients.forward
@@ -242,7 +242,7 @@ def pipeline_s(
     chunks: Sequence[Chunk],
     shape: GroupShape,
     costs: CostModel,
-    parts: Ranges,
+    ranges: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
 ) -> tuple[float, tuple[int, ...]]:
@@ -254,34 +254,34 @@ def pipeline_s(
     """
     on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
-    pairs_of = [[costs.attention_pairs((part,)) for part in ranges] for ranges in parts]
+    pairs_of = [[costs.attention_pairs((each,)) for each in own] for own in ranges]
     # pairs are counted once per mix of layers, since most stages have the same mix
     num_pairs = {
         pairs: np.array([pairs.of_chunk(chunk) for chunk in chunks])
         for pairs in dict.fromkeys(pairs for stage_pairs in pairs_of for pairs in stage_pairs)
     }
     documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
-    num_stages, num_parts = len(parts), len(parts[0])
-    seconds = np.empty((num_parts, num_stages, len(chunks), 2))
+    num_stages, num_ranges = len(ranges), len(ranges[0])
+    seconds = np.empty((num_ranges, num_stages, len(chunks), 2))
     for is_backward in (False, True):
         hidden_s = np.array([costs.chunk_hidden_s(chunk, shape, is_backward) for chunk in chunks])
         found = {
             pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents, hidden_s)
             for pairs, counts in num_pairs.items()
         }
-        for stage, ranges in enumerate(parts):
-            for place, part in enumerate(ranges):
-                has_head = stage == num_stages - 1 and place == num_parts - 1
+        for stage, own in enumerate(ranges):
+            for place, layer_range in enumerate(own):
+                has_head = stage == num_stages - 1 and place == num_ranges - 1
                 layer_s, head_s = found[pairs_of[stage][place]]
-                seconds[place, stage, :, int(is_backward)] = layer_s * part.num_layers + (head_s if has_head else 0.0)
+                seconds[place, stage, :, int(is_backward)] = layer_s * layer_range.num_layers + (head_s if has_head else 0.0)
     hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
     # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
-    orders = compute_orders(chunks, num_stages, schedule, num_parts)
-    kinds, of_chunks, of_parts = zip(*orders, strict=True)
-    wiring = Wiring(kinds, of_chunks, of_parts, num_parts)
+    orders = compute_orders(chunks, num_stages, schedule, num_ranges)
+    kinds, of_chunks, of_ranges = zip(*orders, strict=True)
+    wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
     stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
-    held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_parts) for kind, chunk, _ in orders)
+    held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_ranges) for kind, chunk, _ in orders)
     return stop_s, held
 
 

@@ -19,8 +19,8 @@ from hf_longctx.plan.model.attention_pairs import AttentionPairs
 _EQUAL = 1e-9
 
 
-def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_parts: int = 1) -> Ranges:
-    """Layers of every stage, in `num_parts` ranges each, balanced by seconds for sequences of these lengths.
+def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_ranges: int = 1) -> Ranges:
+    """Layers of every stage, in `num_ranges` ranges each, balanced by seconds for sequences of these lengths.
 
     The head with the loss counts as the number of layers that takes as many seconds. Raises ValueError for too few layers.
     """
@@ -43,54 +43,54 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
     mean_s, head_s = seconds(1, has_head=False), seconds(0, has_head=True)
     if mean_s <= 0:
         # a fit to very small chunks may find constant costs only
-        return layer_ranges(model.num_layers, num_stages, num_parts)
+        return layer_ranges(model.num_layers, num_stages, num_ranges)
     kinds = model.layer_kinds(LayerRange(0, model.num_layers))
     seconds_of = {kind: seconds(1, has_head=False, pairs=costs.pairs_of((kind,))) for kind in dict.fromkeys(kinds)}
     layer_work = [seconds_of[kind] / mean_s for kind in kinds]
-    return layer_ranges(model.num_layers, num_stages, num_parts, head_s / mean_s, layer_work)
+    return layer_ranges(model.num_layers, num_stages, num_ranges, head_s / mean_s, layer_work)
 
 
 def layer_ranges(
-    num_layers: int, num_stages: int, num_parts: int = 1, head_layers: float = 0.0, layer_work: Sequence[float] = ()
+    num_layers: int, num_stages: int, num_ranges: int = 1, head_layers: float = 0.0, layer_work: Sequence[float] = ()
 ) -> Ranges:
-    """Layers of every stage's parts, divided so that the most loaded stage has as little work as possible.
+    """Layer ranges of every stage, divided so that the most loaded stage has as little work as possible.
 
     layer_work: work of every layer, in units of a layer; () if all are equal. The last stage also has the output head, which
     takes as long as `head_layers` layers. Between equally loaded stages an extra layer goes to the later one, because it holds
-    fewer chunks. With unequal layers in several parts, bounds move as long as a single move helps, so the result may be a little
-    above the least. Raises ValueError for fewer layers than parts.
+    fewer chunks. With unequal layers and several ranges per stage, bounds move as long as a single move helps, so the result may
+    be a little above the least. Raises ValueError for fewer layers than ranges.
     """
-    if num_stages < 1 or num_parts < 1 or num_layers < num_stages * num_parts:
+    if num_stages < 1 or num_ranges < 1 or num_layers < num_stages * num_ranges:
         raise ValueError(
-            f"{num_layers} layers cannot be cut into {num_stages} stage(s) of {num_parts} part(s) with a layer in each; use at "
-            f"most {num_layers} stages and parts together, at least one of each"
+            f"{num_layers} layers cannot be cut into {num_stages} stage(s) of {num_ranges} layer range(s) with a layer in each; "
+            f"use at most {num_layers} stages and ranges together, at least one of each"
         )
     is_even = not layer_work or max(layer_work) - min(layer_work) <= _EQUAL
     if is_even:
-        bounds = _even_bounds(num_layers, num_stages, num_parts, head_layers)
-    elif num_parts == 1:
+        bounds = _even_bounds(num_layers, num_stages, num_ranges, head_layers)
+    elif num_ranges == 1:
         bounds = _least_bounds(layer_work, num_stages, head_layers)
     else:
-        even = _even_bounds(num_layers, num_stages, num_parts, head_layers)
+        even = _even_bounds(num_layers, num_stages, num_ranges, head_layers)
         bounds = _moved_bounds(layer_work, num_stages, even, head_layers)
     ranges = [LayerRange(start, stop - start) for start, stop in pairwise(bounds)]
     return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
 
 
-def _even_bounds(num_layers: int, num_stages: int, num_parts: int, head_layers: float) -> list[int]:
-    """First layers of all parts in order, then the number of layers, for equal layers."""
-    counts = [num_parts] * num_stages
-    work = [float(num_parts)] * (num_stages - 1) + [num_parts + head_layers]
-    for _ in range(num_layers - num_stages * num_parts):
+def _even_bounds(num_layers: int, num_stages: int, num_ranges: int, head_layers: float) -> list[int]:
+    """First layers of all ranges in order, then the number of layers, for equal layers."""
+    counts = [num_ranges] * num_stages
+    work = [float(num_ranges)] * (num_stages - 1) + [num_ranges + head_layers]
+    for _ in range(num_layers - num_stages * num_ranges):
         stage = min(range(num_stages), key=lambda stage: (work[stage], -stage))
         counts[stage] += 1
         work[stage] += 1
     # later parts hold their chunks for a shorter time, so they get the remainder
-    return list(accumulate(((count + part) // num_parts for part in range(num_parts) for count in counts), initial=0))
+    return list(accumulate(((count + part) // num_ranges for part in range(num_ranges) for count in counts), initial=0))
 
 
 def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: float) -> list[int]:
-    """Bounds of stages of one part each: the least largest work, among these the least sum of squares, then the earliest."""
+    """Bounds of stages of one range each: the least largest work, among these the least sum of squares, then the earliest."""
     before = list(accumulate(layer_work, initial=0.0))
     num_layers = len(layer_work)
 

@@ -45,7 +45,7 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 
 Room = TypeVar("Room")
 
-# layer policies by stage, chunk and part
+# layer policies by stage, chunk and layer range
 LayerPolicies = Mapping[tuple[int, int, int], tuple[LayerPolicy, ...]]
 
 
@@ -178,14 +178,14 @@ def _like(group: SequenceGroup, solved: SequenceGroup, found: SequenceGroup) -> 
 
 
 def with_layers(group: SequenceGroup, layers: LayerPolicies, tile_tokens: int) -> SequenceGroup:
-    """The group with these layer policies, by stage, chunk and part, and with tiles in every chunk."""
+    """The group with these layer policies, by stage, chunk and layer range, and with tiles in every chunk."""
     stages = tuple(
         replace(
             stage,
             activations=tuple(
-                ActivationPolicy(chunk.index, part, layers.get((stage.stage, chunk.index, part), ()), tile_tokens)
+                ActivationPolicy(chunk.index, layer_range, layers.get((stage.stage, chunk.index, layer_range), ()), tile_tokens)
                 for chunk in group.chunks
-                for part in range(len(stage.parts))
+                for layer_range in range(len(stage.layer_ranges))
             ),
         )
         for stage in group.stages
@@ -203,12 +203,12 @@ def with_equal_stages(
     known: dict[tuple[int, ...], tuple[ActivationPolicy, ...]] = {}
     stages = []
     for stage in group.stages:
-        sizes = tuple(part.num_layers for part in stage.parts)
+        sizes = tuple(layer_range.num_layers for layer_range in stage.layer_ranges)
         if sizes not in known:
             known[sizes] = tuple(
-                ActivationPolicy(chunk.index, part, layers(chunk.index, count), tile_tokens)
+                ActivationPolicy(chunk.index, layer_range, layers(chunk.index, count), tile_tokens)
                 for chunk in group.chunks
-                for part, count in enumerate(sizes)
+                for layer_range, count in enumerate(sizes)
             )
         stages.append(replace(stage, activations=known[sizes]))
     return replace(group, stages=tuple(stages))

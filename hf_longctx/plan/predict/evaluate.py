@@ -230,7 +230,7 @@ def keeps_whole_chunk(group: SequenceGroup, costs: CostModel) -> bool:
     """Whether the group runs one chunk over the whole model on one stage, forward and backward, and keeps everything."""
     first = group.stages[0]
     return (
-        len(group.stages) == len(group.chunks) == len(first.parts) == 1
+        len(group.stages) == len(group.chunks) == len(first.layer_ranges) == 1
         and not first.activations
         and first.num_layers == costs.model.num_layers
         and first.actions == _KEPT_ACTIONS

@@ -2,7 +2,7 @@
 
 The seconds do not change which action waits for which: `Wiring` finds that once, and reuses it for every set of seconds.
 
-The layer ranges (parts) of all stages form a chain: part 0 of every stage, then part 1 of every stage. A forward waits until the
+The layer ranges of all stages form a chain: range 0 of every stage, then range 1 of every stage. A forward waits until the
 result of the layer range before it arrives; a backward waits for its own forward, and for the gradient from the layer range after
 it. A stage runs one action at a time in its own order. Sends do not block, receives do; neither takes the stage any time of its
 own. If the actions contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
@@ -58,17 +58,19 @@ class Wiring:
 
     Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
     handing: numbers of actions for whose results others wait. units: each action's index into a table of seconds,
-    ((part * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether each action is an F
-    or B.
+    ((layer range * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether each action is
+    an F or B.
     """
 
-    def __init__(self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], parts: Sequence[IntArray], num_parts: int) -> None:
-        """Takes each stage's actions in order, as three arrays: codes from `_KINDS`, chunks and parts."""
-        self.num_stages, self.num_parts = len(kinds), num_parts
+    def __init__(
+        self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], ranges: Sequence[IntArray], num_ranges: int
+    ) -> None:
+        """Takes each stage's actions in order, as three arrays: codes from `_KINDS`, chunks and layer ranges."""
+        self.num_stages, self.num_ranges = len(kinds), num_ranges
         self.num_chunks = 1 + max((int(of_stage.max(initial=-1)) for of_stage in chunks), default=-1)
         keys = [
-            (part * self.num_stages + stage) * self.num_chunks + chunk
-            for stage, (part, chunk) in enumerate(zip(parts, chunks, strict=True))
+            (layer_range * self.num_stages + stage) * self.num_chunks + chunk
+            for stage, (layer_range, chunk) in enumerate(zip(ranges, chunks, strict=True))
         ]
         self.starts = [0, *accumulate(map(len, kinds))]
         all_kinds = np.concatenate(kinds)
@@ -80,31 +82,31 @@ class Wiring:
         self._find([of_stage.tolist() for of_stage in kinds], [of_stage.tolist() for of_stage in keys], sends)
 
     @classmethod
-    def of_actions(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring:
+    def of_actions(cls, stages: Sequence[Sequence[Action]], num_ranges: int = 1) -> Wiring:
         """Builds the wiring. Raises PlanError if no stage can continue, naming the action at which each of them waits."""
-        kinds, chunks, parts = zip(*map(_codes, stages), strict=True)
-        return cls(kinds, chunks, parts, num_parts)
+        kinds, chunks, ranges = zip(*map(_codes, stages), strict=True)
+        return cls(kinds, chunks, ranges, num_ranges)
 
     @classmethod
-    def of_passes(cls, stages: Sequence[Sequence[Action]], num_parts: int = 1) -> Wiring | None:
+    def of_passes(cls, stages: Sequence[Sequence[Action]], num_ranges: int = 1) -> Wiring | None:
         """Builds the wiring of only F and B, with the same times, if messages stand beside them; None if not.
 
         This also holds if no action is a message. Raises PlanError like `of_actions`.
         """
         found: list[tuple[IntArray, IntArray, IntArray]] = []
         for stage, actions in enumerate(stages):
-            kinds, chunks, parts = _codes(actions)
+            kinds, chunks, ranges = _codes(actions)
             is_pass = kinds < 2
-            if not is_pass.all() and not _stand_beside(kinds, chunks, parts, stage, len(stages), num_parts):
+            if not is_pass.all() and not _stand_beside(kinds, chunks, ranges, stage, len(stages), num_ranges):
                 return None
-            found.append((kinds[is_pass], chunks[is_pass], parts[is_pass]))
-        all_kinds, all_chunks, all_parts = zip(*found, strict=True)
-        return cls(all_kinds, all_chunks, all_parts, num_parts)
+            found.append((kinds[is_pass], chunks[is_pass], ranges[is_pass]))
+        all_kinds, all_chunks, all_ranges = zip(*found, strict=True)
+        return cls(all_kinds, all_chunks, all_ranges, num_ranges)
 
     def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
         """Runs each ready stage until it has to wait, until no stage is ready. sends: SF and SB send results."""
         num_stages, num_chunks = self.num_stages, self.num_chunks
-        size = self.num_parts * num_stages * num_chunks
+        size = self.num_ranges * num_stages * num_chunks
         # for each result, forward and backward: number of the action that hands it over; -1: not needed, -2: not made yet
         made = [[-1] * num_chunks + [-2] * (size - num_chunks), [-2] * (size - num_chunks) + [-1] * num_chunks]
         has_run = bytearray(size)
@@ -149,7 +151,7 @@ class Wiring:
             raise PlanError(f"deadlock: {', '.join(waiting)} wait for what no stage will make")
 
     def seconds(self, units: FloatArray) -> list[float]:
-        """Seconds of every action, looked up in a (parts * stages, chunks, F/B) table; messages take 0."""
+        """Seconds of every action, looked up in a (layer ranges * stages, chunks, F/B) table; messages take 0."""
         return np.where(self.is_pass, units.ravel()[self.units], 0.0).tolist()  # type: ignore[no-any-return]
 
     def hops(self, hop_s: FloatArray) -> list[float]:
@@ -229,22 +231,22 @@ class Wiring:
 
 
 def _codes(actions: Sequence[Action]) -> tuple[IntArray, IntArray, IntArray]:
-    """Codes from `_KINDS`, chunks and parts of actions."""
+    """Codes from `_KINDS`, chunks and layer ranges of actions."""
     kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
-    chunks, parts = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "part"))
-    return kinds, chunks, parts
+    chunks, ranges = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "layer_range"))
+    return kinds, chunks, ranges
 
 
-def _stand_beside(kinds: IntArray, chunks: IntArray, parts: IntArray, stage: int, num_stages: int, num_parts: int) -> bool:
+def _stand_beside(kinds: IntArray, chunks: IntArray, ranges: IntArray, stage: int, num_stages: int, num_ranges: int) -> bool:
     """Whether a receive stands right before and a send right after every F and B whose neighbour is on another stage."""
-    is_backward, place = kinds % 2, parts * num_stages + stage
-    has_front, has_behind = place > 0, place < num_stages * num_parts - 1
+    is_backward, place = kinds % 2, ranges * num_stages + stage
+    has_front, has_behind = place > 0, place < num_stages * num_ranges - 1
     receives, sends = np.flatnonzero((kinds == 2) | (kinds == 3)), np.flatnonzero(kinds > 3)
     if (len(receives) and receives[-1] == len(kinds) - 1) or (len(sends) and sends[0] == 0):
         return False
     for message, beside in ((receives, receives + 1), (sends, sends - 1)):
         same = (kinds[beside] < 2) & (is_backward[beside] == is_backward[message])
-        if not (same & (chunks[beside] == chunks[message]) & (parts[beside] == parts[message])).all():
+        if not (same & (chunks[beside] == chunks[message]) & (ranges[beside] == ranges[message])).all():
             return False
     # no F or B has two of a kind, so that numbers tell whether all have theirs
     needed = [(kinds == kind) & has for kind in (0, 1) for has in (has_front, has_behind)]

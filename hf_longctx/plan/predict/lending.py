@@ -102,7 +102,7 @@ def run_lent_pipeline(
     for stage in group.stages:
         for action in stage.actions:
             check_action(replace(action, lenders=()), stage)
-    if any(len(stage.parts) != 1 or stage.activations for stage in group.stages):
+    if any(len(stage.layer_ranges) != 1 or stage.activations for stage in group.stages):
         raise ValueError("lent stages cannot be evaluated together with interleaving or activation policies; leave one out")
     if any(len(chunk.spans) != 1 for chunk in group.chunks):
         raise ValueError("lent stages cannot be evaluated for packs, hybrids and dummies; give one sequence a group of its own")
@@ -143,7 +143,7 @@ class _LentSeconds:
         chunk, is_backward = group.chunks[action.chunk], action.kind == "B"
         degree = group.degree * num_stages
         # seconds of a pass over the whole model include those of the head, which only the last stage has
-        pairs = costs.attention_pairs(group.stages[action.stage].parts)
+        pairs = costs.attention_pairs(group.stages[action.stage].layer_ranges)
         whole_s = costs.local_s(chunk, GroupShape(degree, degree), is_backward, pairs)
         token_s = (costs.coefficients.backward if is_backward else costs.coefficients.forward).token_s
         head_s = token_s * costs.head_share(is_backward) * chunk.num_tokens / degree
@@ -210,8 +210,8 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, byte_model: ByteModel, sta
 def _kv_elements(model: ModelSpec, group: SequenceGroup, stage: int) -> int:
     """Elements of a token's keys and values in all layers of a stage, on the first rank of the group."""
     found = 0
-    for part in group.stages[stage].parts:
-        for kind in model.layer_kinds(part) or (ATTENTION,) * part.num_layers:
+    for layer_range in group.stages[stage].layer_ranges:
+        for kind in model.layer_kinds(layer_range) or (ATTENTION,) * layer_range.num_layers:
             own = model.of_kind(kind)
             found += head_shares(own.num_heads, own.num_kv_heads, group.shape.ulysses)[0].num_kv * own.kv_head_size
     return found
@@ -238,7 +238,7 @@ def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> S
     """Adds `lenders` to every F and B during which stages idle, at the group's positions; messages stay as they are.
 
     front, back: whether idle stages are lent to the first slices, and whether to the last ones. Raises ValueError unless the
-    chunks are one family of at least P - 1 and every stage has one part.
+    chunks are one family of at least P - 1 and every stage has one layer range.
     """
     num_stages, num_chunks = len(group.stages), len(group.chunks)
     num_families = len(families(group.chunks))
@@ -247,8 +247,8 @@ def lent_group(group: SequenceGroup, front: bool = True, back: bool = True) -> S
             f"{num_chunks} chunks of {num_families} sequence(s) on {num_stages} stages cannot lend ranks; give one sequence "
             f"a group of its own, in at least {num_stages - 1} slices"
         )
-    if any(len(stage.parts) != 1 for stage in group.stages):
-        raise ValueError("stages of several parts cannot lend ranks; use a schedule other than 'interleaved'")
+    if any(len(stage.layer_ranges) != 1 for stage in group.stages):
+        raise ValueError("stages of several layer ranges cannot lend ranks; use a schedule other than 'interleaved'")
     return replace(
         group,
         stages=tuple(

@@ -56,10 +56,10 @@ class StageRun:
 
 def check_action(action: Action, stage: StagePlan) -> None:
     """Raises ValueError naming an action that cannot be evaluated: one with lenders, or of a layer range that does not exist."""
-    if action.lenders or action.part >= len(stage.parts):
+    if action.lenders or action.layer_range >= len(stage.layer_ranges):
         raise ValueError(
-            f"action {action} cannot be evaluated yet; use only messages, and F and B of the stage's {len(stage.parts)} layer "
-            f"range(s) without lenders"
+            f"action {action} cannot be evaluated yet; use only messages, and F and B of the stage's {len(stage.layer_ranges)} "
+            f"layer range(s) without lenders"
         )
 
 
@@ -97,9 +97,9 @@ class PredictionCache:
         if key not in self._wirings:
             for stage in group.stages:
                 for action in stage.actions:
-                    if action.lenders or action.part:
+                    if action.lenders or action.layer_range:
                         check_action(action, stage)
-            way = [stage.actions for stage in group.stages], len(group.stages[0].parts)
+            way = [stage.actions for stage in group.stages], len(group.stages[0].layer_ranges)
             self._wirings[key] = group, Wiring.of_passes(*way) or Wiring.of_actions(*way)
         return self._wirings[key][1]
 
@@ -194,7 +194,7 @@ def _stage_run(
         exchange_s,
         state_bytes + found.peak + messages,
         found.host,
-        most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.parts)),
+        most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.layer_ranges)),
     )
 
 
@@ -290,10 +290,11 @@ class StageSeconds:
             any(one // per_node != other // per_node for one, other in zip(of_stage, [*ranks[1:], ranks[0]][place], strict=True))
             for place, of_stage in enumerate(ranks)
         ]
-        self.pairs = [[costs.attention_pairs((part,)) for part in stage.parts] for stage in group.stages]
-        self.kinds = [[costs.model.layer_kinds(part) for part in stage.parts] for stage in group.stages]
+        self.pairs = [[costs.attention_pairs((layer_range,)) for layer_range in stage.layer_ranges] for stage in group.stages]
+        self.kinds = [[costs.model.layer_kinds(layer_range) for layer_range in stage.layer_ranges] for stage in group.stages]
         self.policies = [
-            {(policy.chunk, policy.part): policy for policy in stage.activations if policy.layers} for stage in group.stages
+            {(policy.chunk, policy.layer_range): policy for policy in stage.activations if policy.layers}
+            for stage in group.stages
         ]
         # id of a policy's layers -> whether they have copies; the group keeps the policies alive
         self._moves: dict[int, bool] = {}
@@ -302,14 +303,14 @@ class StageSeconds:
         self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
 
     def table(self) -> FloatArray:
-        """Seconds of every pass, as `of` returns them, shape (parts, stages, chunks, F/B); input of `Wiring.seconds`."""
+        """Seconds of every pass, as `of` returns them, shape (layer ranges, stages, chunks, F/B); input of `Wiring.seconds`."""
         table = self._by_layer(0)
         last = self.near[-1], self.pairs[-1][-1]
         table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
         for stage, policies in enumerate(self.policies):
-            for (chunk, part), policy in policies.items():
+            for (chunk, layer_range), policy in policies.items():
                 for is_backward in (False, True):
-                    table[part, stage, chunk, int(is_backward)] += self._under_policy(stage, policy, is_backward)[0]
+                    table[layer_range, stage, chunk, int(is_backward)] += self._under_policy(stage, policy, is_backward)[0]
         return table
 
     def exchanges(self) -> FloatArray:
@@ -322,18 +323,20 @@ class StageSeconds:
         return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
 
     def _by_layer(self, column: int) -> FloatArray:
-        """A column of `ChunkSeconds.passes` times the number of layers of every part; shape (parts, stages, chunks, F/B)."""
+        """A column of `ChunkSeconds.passes` times the layers of every range; shape (layer ranges, stages, chunks, F/B)."""
         stages = self.group.stages
         per_layer = np.array(
             [
                 [
                     [self.chunks.passes(is_backward, near, pairs)[:, column] for is_backward in (False, True)]
-                    for near, pairs in zip(self.near, of_part, strict=True)
+                    for near, pairs in zip(self.near, of_range, strict=True)
                 ]
-                for of_part in zip(*self.pairs, strict=True)
+                for of_range in zip(*self.pairs, strict=True)
             ]
         ).swapaxes(2, 3)
-        num_layers = np.array([[part.num_layers for part in stage.parts] for stage in stages], dtype=np.float64).T
+        num_layers = np.array(
+            [[layer_range.num_layers for layer_range in stage.layer_ranges] for stage in stages], dtype=np.float64
+        ).T
         table: FloatArray = num_layers[:, :, None, None] * per_layer
         return table
 
@@ -341,13 +344,13 @@ class StageSeconds:
         """Seconds of an F or B, with recomputation but without waits for copies."""
         body_s, head_s, _ = self._body(action)
         stage = self.group.stages[action.stage]
-        is_last = action.stage == len(self.group.stages) - 1 and action.part == len(stage.parts) - 1
-        seconds = body_s * stage.parts[action.part].num_layers + (head_s if is_last else 0.0)
+        is_last = action.stage == len(self.group.stages) - 1 and action.layer_range == len(stage.layer_ranges) - 1
+        seconds = body_s * stage.layer_ranges[action.layer_range].num_layers + (head_s if is_last else 0.0)
         return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
 
     def exchange_s(self, action: Action) -> float:
         """Seconds of an F or B that are communication between the ranks of the group."""
-        return self._body(action)[2] * self.group.stages[action.stage].parts[action.part].num_layers
+        return self._body(action)[2] * self.group.stages[action.stage].layer_ranges[action.layer_range].num_layers
 
     def hop_s(self, action: Action) -> float:
         """Seconds of the message that carries an action's result to another stage."""
@@ -360,20 +363,20 @@ class StageSeconds:
 
     def _body(self, action: Action) -> tuple[float, float, float]:
         """Seconds of one layer, of the head, and of the communication in one layer."""
-        pairs = self.pairs[action.stage][action.part]
+        pairs = self.pairs[action.stage][action.layer_range]
         passes = self.chunks.passes(action.kind == "B", self.near[action.stage], pairs)
         layer_s, head_s, exchange_s = passes[action.chunk].tolist()
         return layer_s, head_s, exchange_s
 
     def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds recomputed in an action, and its copies."""
-        policy = self.policies[action.stage].get((action.chunk, action.part))
+        policy = self.policies[action.stage].get((action.chunk, action.layer_range))
         return (0.0, ()) if policy is None else self._under_policy(action.stage, policy, action.kind == "B")
 
     def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds of recomputation, and copies, that a policy adds to a pass; computed once for equal stages."""
-        num_layers, near = self.group.stages[stage].parts[policy.part].num_layers, self.near[stage]
-        kinds = self.kinds[stage][policy.part]
+        num_layers, near = self.group.stages[stage].layer_ranges[policy.layer_range].num_layers, self.near[stage]
+        kinds = self.kinds[stage][policy.layer_range]
         key = (policy.chunk, is_backward, near, num_layers, kinds, id(policy.layers))
         if key not in self._under_seconds:
             if self._has_copies(policy.layers):

@@ -201,7 +201,7 @@ def _last_backward_s(group: SequenceGroup, place: int, costs: CostModel) -> floa
     if last is None:
         return 0.0
     chunk = next(chunk for chunk in group.chunks if chunk.index == last.chunk)
-    return costs.backward_s(chunk, group.shape, stage.parts[last.part].num_layers)
+    return costs.backward_s(chunk, group.shape, stage.layer_ranges[last.layer_range].num_layers)
 
 
 def _num_forwards(stage: StagePlan) -> int:

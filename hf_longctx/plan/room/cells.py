@@ -1,6 +1,6 @@
 """Translates between a pipeline and the joint program: makes cells and moments, and turns the program's answer into policies.
 
-Offloaded shares are spread over the first layers of a part, below recomputed layers and at least one that moves nothing, because
+Offloaded shares are spread over the first layers of a range, below recomputed layers and at least one that moves nothing, because
 the copies of a layer overlap with the layer after it: out with its forward, and back with its backward.
 """
 
@@ -63,12 +63,12 @@ def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
 
 def hidden_share(group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
     """Largest share of the group's saved tensors whose copies to the host hide behind the shorter passes of layers."""
-    parts, seconds = group.stages[0].parts, known.seconds(group, costs)
-    most = max(part.num_layers for stage in group.stages for part in stage.parts)
-    passes = (seconds.passes(is_backward, 0, costs.attention_pairs(parts))[:, 0] for is_backward in (False, True))
+    layer_ranges, seconds = group.stages[0].layer_ranges, known.seconds(group, costs)
+    most = max(layer_range.num_layers for stage in group.stages for layer_range in stage.layer_ranges)
+    passes = (seconds.passes(is_backward, 0, costs.attention_pairs(layer_ranges))[:, 0] for is_backward in (False, True))
     copy_s = np.array(seconds.tokens) * layer_class_bytes(costs.model) / costs.cluster.hardware.copy_bytes_per_s
     hidden_s = np.minimum(copy_s, _COPIES.link_share * np.minimum(*passes))
-    # nothing hides the copies of a part's last layer
+    # nothing hides the copies of a range's last layer
     return float(hidden_s.sum() / max(copy_s.sum(), 1e-300)) * (most - 1) / most
 
 
@@ -90,7 +90,7 @@ class GroupCells:
         self.bytes, self._slots = known.byte_model(costs.model), known.seconds(group, costs)
         self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
         self.recomputed = recomputed_layer(keeps_attention)
-        self.num_stages, self.num_parts = len(group.stages), len(group.stages[0].parts)
+        self.num_stages, self.num_ranges = len(group.stages), len(group.stages[0].layer_ranges)
         self.tokens = self._slots.tokens
         # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
         self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
@@ -99,9 +99,9 @@ class GroupCells:
         self.cells = self._cells()
         self._stages = self._stage_moments()
 
-    def place(self, stage: int, chunk: int, part: int) -> int:
-        """Place in `cells` of a chunk on a part of a stage."""
-        return (stage * len(self.group.chunks) + chunk) * self.num_parts + part
+    def place(self, stage: int, chunk: int, layer_range: int) -> int:
+        """Place in `cells` of a chunk on a layer range of a stage."""
+        return (stage * len(self.group.chunks) + chunk) * self.num_ranges + layer_range
 
     def moments(self, room_bytes: Sequence[float]) -> Moments:
         """Moments (forwards and backwards) of every stage; `room_bytes`: each stage's bytes for saved tensors and workspace."""
@@ -115,7 +115,7 @@ class GroupCells:
 
     def under(self, layers: Sequence[int], offload: Sequence[float]) -> SequenceGroup:
         """The group whose cells recompute so many layers and offload these shares."""
-        keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_parts))
+        keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_ranges))
         numbers = zip(keys, self.cells.num_layers.tolist(), layers, offload, strict=True)
         policies = {
             key: self._layers(count, again, share, self.tokens[key[1]])
@@ -143,18 +143,23 @@ class GroupCells:
         return self._known_moved[key]
 
     def _cells(self) -> Cells:
-        """The cells of all stages, chunks and parts, in this order.
+        """The cells of all stages, chunks and layer ranges, in this order.
 
-        A layer's copies overlap with the layer after it, so nothing hides those of a part's last layer.
+        A layer's copies overlap with the layer after it, so nothing hides those of a range's last layer.
         """
         last_passes = self.group.stages[-1].actions
-        backwards = [action.chunk for action in last_passes if (action.kind, action.part) == ("B", self.num_parts - 1)]
-        order, last_place = np.argsort(backwards), self.num_stages * self.num_parts - 1
-        parts = [(stage, part, owned) for stage in self.group.stages for part, owned in enumerate(stage.parts)]
-        ways_of = {kinds: self._layer_ways(part) for kinds, part in {self._kinds(part): part for *_, part in parts}.items()}
+        backwards = [action.chunk for action in last_passes if (action.kind, action.layer_range) == ("B", self.num_ranges - 1)]
+        order, last_place = np.argsort(backwards), self.num_stages * self.num_ranges - 1
+        layer_ranges = [
+            (stage, layer_range, owned) for stage in self.group.stages for layer_range, owned in enumerate(stage.layer_ranges)
+        ]
+        ways_of = {
+            kinds: self._layer_ways(layer_range)
+            for kinds, layer_range in {self._kinds(layer_range): layer_range for *_, layer_range in layer_ranges}.items()
+        }
         rate, found = self.costs.cluster.hardware.copy_bytes_per_s, []
-        for stage, part, owned in parts:
-            count, hiding_s = owned.num_layers, self._hiding_s(stage, part) if self.offloads else np.zeros(len(order))
+        for stage, layer_range, owned in layer_ranges:
+            count, hiding_s = owned.num_layers, self._hiding_s(stage, layer_range) if self.offloads else np.zeros(len(order))
             kept, recomputed, offloaded, on_host, recompute_s, offload_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
             hidden_s = _COPIES.link_share * hiding_s * behind
@@ -163,7 +168,7 @@ class GroupCells:
             most = np.where(most * self.tokens < 1, 0.0, most)
             found.append(
                 (
-                    order + last_place - (part * self.num_stages + stage.stage),
+                    order + last_place - (layer_range * self.num_stages + stage.stage),
                     np.full(len(order), count),
                     recompute_s,
                     kept - recomputed,
@@ -173,24 +178,24 @@ class GroupCells:
                     most,
                 )
             )
-        # [stages * parts, fields, chunks] -> fields of [stages, chunks, parts]
+        # [stages * layer ranges, fields, chunks] -> fields of [stages, chunks, layer ranges]
         return Cells(
             *(
-                np.stack(values).reshape(self.num_stages, self.num_parts, -1).swapaxes(1, 2).reshape(-1)
+                np.stack(values).reshape(self.num_stages, self.num_ranges, -1).swapaxes(1, 2).reshape(-1)
                 for values in zip(*found, strict=True)
             )
         )
 
-    def _kinds(self, part: LayerRange) -> KindShares:
-        return self.costs.model.kind_shares(part)
+    def _kinds(self, layer_range: LayerRange) -> KindShares:
+        return self.costs.model.kind_shares(layer_range)
 
-    def _layer_ways(self, part: LayerRange) -> FloatArray:
-        """Numbers of one layer of every chunk, as a mean over layers of the part, (6, chunks).
+    def _layer_ways(self, layer_range: LayerRange) -> FloatArray:
+        """Numbers of one layer of every chunk, as a mean over layers of the range, (6, chunks).
 
         Device bytes if it is kept, recomputed or offloaded; host bytes if it is offloaded; seconds that recomputing and that
         offloading adds.
         """
-        kinds, replayed = self._kinds(part), self.costs.model.replayed_classes
+        kinds, replayed = self._kinds(layer_range), self.costs.model.replayed_classes
         again = [share.tensor_class for share in self.recomputed.shares]
         policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
         found = np.empty((6, len(self.tokens)))
@@ -198,16 +203,16 @@ class GroupCells:
             (found[0, chunk.index], _), (found[1, chunk.index], _), found[2:4, chunk.index] = (
                 self._mean_held(load, policy, kinds) for policy in policies
             )
-            slot = self._slot(chunk, part, kinds)
+            slot = self._slot(chunk, layer_range, kinds)
             again_s = {item.tensor_class: item.recompute_s for item in slot.saved}
             found[4:, chunk.index] = [slot.replay_s + sum(again_s[name] for name in names) for names in (again, replayed)]
         return found
 
-    def _slot(self, chunk: Chunk, part: LayerRange, kinds: KindShares) -> Slot:
-        """Slot of the mean layer of a part; predictions need those of single kinds, too."""
+    def _slot(self, chunk: Chunk, layer_range: LayerRange, kinds: KindShares) -> Slot:
+        """Slot of the mean layer of a range; predictions need those of single kinds, too."""
         if len(kinds) == 1:
             return self._slots.slot(chunk.index, kinds[0][0])
-        return layer_slot(self.costs, chunk, self.group.shape, self.costs.attention_pairs((part,)), kinds)
+        return layer_slot(self.costs, chunk, self.group.shape, self.costs.attention_pairs((layer_range,)), kinds)
 
     def _mean_held(self, load: Load, policy: LayerPolicy, kinds: KindShares) -> tuple[int, int]:
         """Bytes that a layer holds on the device and on the host, as a mean over layers of these kinds."""
@@ -218,12 +223,15 @@ class GroupCells:
             on_host += share * layer.held_host
         return round(held), round(on_host)
 
-    def _hiding_s(self, stage: StagePlan, part: int) -> FloatArray:
+    def _hiding_s(self, stage: StagePlan, layer_range: int) -> FloatArray:
         """Seconds of computation beside which each chunk's copies run in each direction: of its shorter pass.
 
         Seconds of the head count, too: it is better if copies take a little longer than if a whole layer runs again.
         """
-        owned, has_head = stage.parts[part], (stage.stage, part) == (self.num_stages - 1, self.num_parts - 1)
+        owned, has_head = (
+            stage.layer_ranges[layer_range],
+            (stage.stage, layer_range) == (self.num_stages - 1, self.num_ranges - 1),
+        )
         pairs = self.costs.attention_pairs((owned,))
         passes = (self._slots.passes(is_backward, 0, pairs).T for is_backward in (False, True))
         shorter: FloatArray = np.minimum(*(layer_s * owned.num_layers + has_head * head_s for layer_s, head_s, _ in passes))

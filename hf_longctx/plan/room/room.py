@@ -195,7 +195,7 @@ class Room(ABC):
         tokens = self.predictions.seconds(group, self.costs).tokens
 
         def layer_tokens(action: Action) -> int:
-            return tokens[action.chunk] * group.stages[action.stage].parts[action.part].num_layers
+            return tokens[action.chunk] * group.stages[action.stage].layer_ranges[action.layer_range].num_layers
 
         @cache
         def in_flight() -> int:
@@ -583,7 +583,9 @@ class PipelineRoom(Room):
         self.room_bytes = tuple(float(self.limit_bytes - state) for state in states)
         self.waiting_bytes = max(self.byte_model.stage_waiting(stage, plan) for stage in stages)
         # a stage holds at least as many chunks as any after it, so that of equal ones the first needs most; ends hold more
-        sizes = {tuple(part.num_layers for part in stage.parts): stage.stage for stage in reversed(stages[1:-1])}
+        sizes = {
+            tuple(layer_range.num_layers for layer_range in stage.layer_ranges): stage.stage for stage in reversed(stages[1:-1])
+        }
         self._fullest = sorted({0, *sizes.values(), len(stages) - 1})
         # predictions of the latest group in least memory, which a refusal describes
         self._least: list[Trial] = []
@@ -600,7 +602,7 @@ class PipelineRoom(Room):
         return tuple(found)
 
     def _variant(self, group: SequenceGroup) -> Any:
-        return self.plan.ranks_per_stage, tuple(stage.parts for stage in group.stages)
+        return self.plan.ranks_per_stage, tuple(stage.layer_ranges for stage in group.stages)
 
     def _run_s(self, group: SequenceGroup) -> tuple[float, float]:
         runs = run_pipeline(self.plan, group, self.costs, [0.0] * len(group.stages), self.predictions)

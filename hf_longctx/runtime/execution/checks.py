@@ -35,7 +35,7 @@ def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, h
     for group, stage in plan.rounds:
         if engine is not None:
             for policy in stage.activations:
-                engine.check(policy, layers_of(stage, policy.part))
+                engine.check(policy, layers_of(stage, policy.layer_range))
         elif any(policy.layers or policy.tile_tokens for policy in stage.activations):
             raise ValueError(
                 "the plan has activation policies (recompute, offload, tiles), which need an activation engine; pass one, or "

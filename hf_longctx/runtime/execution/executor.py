@@ -298,20 +298,20 @@ class StepExecutor:
         """Raises ValueError if the plan's stages are not the model's, or if a setting of the plan cannot be executed."""
         held = self.stage.num_stages, len(self.stage.attention_layers)
         for group, stage in plan.rounds:
-            if (planned := (len(group.stages), len(stage.parts))) != held:
+            if (planned := (len(group.stages), len(stage.layer_ranges))) != held:
                 raise ValueError(
                     f"the plan has {planned[0]} pipeline stage(s) of {planned[1]} layer range(s) each, but the model was cut "
                     f"into {held[0]} of {held[1]}; plan with stages={held[0]} and interleave={held[1]}"
                 )
-            layers = tuple(part.num_layers for part in stage.parts)
+            layers = tuple(layer_range.num_layers for layer_range in stage.layer_ranges)
             if held[0] > 1 and layers != self.stage.attention_layers:
                 raise ValueError(
                     f"the layer ranges of stage {stage.stage} have {layers} layers in the plan, but "
                     f"{self.stage.attention_layers} in the model; plan with the layers that the model was cut into"
                 )
-            if len(stage.parts) > 1 and plan.parameters != "replicated":
+            if len(stage.layer_ranges) > 1 and plan.parameters != "replicated":
                 raise ValueError(
-                    f"the plan interleaves {len(stage.parts)} layer ranges per stage with parameters={plan.parameters!r}; "
+                    f"the plan interleaves {len(stage.layer_ranges)} layer ranges per stage with parameters={plan.parameters!r}; "
                     f"interleaving needs parameters='replicated'"
                 )
         if self.routers is not None and self.all_stages:

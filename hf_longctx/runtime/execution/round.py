@@ -72,13 +72,15 @@ class RoundHost:
         """Returns the targets of a chunk's tokens, on the device of `inputs`."""
         return Targets.of(inputs, self.token_loss, self.tally)
 
-    def forward_chunk(self, chunk: ChunkInputs, context: GroupContext, part: int = 0, hidden_1TC: Tensor | None = None) -> Tensor:
-        """Returns logits [1, T, V] of this rank's shard from the last part, hidden states from every other part.
+    def forward_chunk(
+        self, chunk: ChunkInputs, context: GroupContext, layer_range: int = 0, hidden_1TC: Tensor | None = None
+    ) -> Tensor:
+        """Returns logits [1, T, V] of this rank's shard from the last layer range, hidden states from every other one.
 
-        hidden_1TC: hidden states of the part before. Raises RuntimeError if some layer's attention did not get the plan.
+        hidden_1TC: hidden states of the range before. Raises RuntimeError if some layer's attention did not get the plan.
         """
         with nullcontext() if context.activations is None else context.activations.running():
-            return self.stage.forward(part, chunk, hidden_1TC, self.no_mask, context)
+            return self.stage.forward(layer_range, chunk, hidden_1TC, self.no_mask, context)
 
     def sum_chunk(
         self,
@@ -86,7 +88,7 @@ class RoundHost:
         context: GroupContext,
         tile_tokens: int,
         keep_gradients: bool,
-        part: int,
+        layer_range: int,
         hidden_1TC: Tensor | None,
     ) -> Tensor:
         """Returns the summed loss of this rank's shard; makes no whole logits if the engine has a head and with `tile_tokens`.
@@ -96,10 +98,10 @@ class RoundHost:
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return summed_loss(self.forward_chunk(inputs, context, part, hidden_1TC), self.targets(inputs))
+            return summed_loss(self.forward_chunk(inputs, context, layer_range, hidden_1TC), self.targets(inputs))
         # labels on the host show which tiles have any, without waiting for the device
         with head.summing(self.targets(chunk), tile_tokens, keep_gradients):
-            returned = self.forward_chunk(inputs, context, part, hidden_1TC)
+            returned = self.forward_chunk(inputs, context, layer_range, hidden_1TC)
         return loss_of(returned)
 
     def score_chunk(
@@ -107,7 +109,7 @@ class RoundHost:
         chunk: ChunkInputs,
         context: GroupContext,
         tile_tokens: int,
-        part: int,
+        layer_range: int,
         hidden_1TC: Tensor | None,
         scoring: Scoring,
     ) -> TokenScores:
@@ -115,21 +117,21 @@ class RoundHost:
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return token_scores(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels, scoring)
+            return token_scores(self.forward_chunk(inputs, context, layer_range, hidden_1TC), inputs.shift_labels, scoring)
         with head.scoring(chunk.shift_labels, tile_tokens, scoring) as scores:
-            self.forward_chunk(inputs, context, part, hidden_1TC)
+            self.forward_chunk(inputs, context, layer_range, hidden_1TC)
         return scores[0]
 
     def read_chunk(
-        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, part: int, hidden_1TC: Tensor | None
+        self, chunk: ChunkInputs, context: GroupContext, tile_tokens: int, layer_range: int, hidden_1TC: Tensor | None
     ) -> Tensor:
         """Returns logits [n, V] of this rank's tokens with labels; makes others only if it must, like `score_chunk`."""
         inputs = chunk.to(self.device)
         head = self.engine.head if self.engine is not None else None
         if head is None or not tile_tokens:
-            return label_logits(self.forward_chunk(inputs, context, part, hidden_1TC), inputs.shift_labels)
+            return label_logits(self.forward_chunk(inputs, context, layer_range, hidden_1TC), inputs.shift_labels)
         with head.reading(chunk.shift_labels, tile_tokens) as logits:
-            self.forward_chunk(inputs, context, part, hidden_1TC)
+            self.forward_chunk(inputs, context, layer_range, hidden_1TC)
         return logits[0]
 
 
@@ -251,7 +253,7 @@ class Round:
     ) -> None:
         self.host, self.group, self.stage, self.inputs = host, group, stage, inputs
         self.index, self.is_counted = index, is_counted
-        self.policies = {(policy.part, policy.chunk): policy for policy in stage.activations}
+        self.policies = {(policy.layer_range, policy.chunk): policy for policy in stage.activations}
         # tensors and policies' state between the F and the B of a chunk
         self.received: dict[_Pass, Tensor] = {}
         self.outputs: dict[_Pass, Tensor] = {}
@@ -301,14 +303,14 @@ class Round:
         return [KVBook(has_backward=self.num_backwards > 0)]
 
     def _forward(self, action: Action, following: Action | None) -> None:
-        key, chunk = (action.part, action.chunk), self.group.chunks[action.chunk]
+        key, chunk = (action.layer_range, action.chunk), self.group.chunks[action.chunk]
         context = replace(self.host.pool.context(self.group, chunk, self.books[0]), state_book=self.state_book)
         policy, engine = self.policies.get(key), self.host.engine
         if policy is None and engine is not None and engine.partners is not None:
             # other ranks may replay layers in which this rank must take part
-            policy = ActivationPolicy(action.chunk, action.part)
+            policy = ActivationPolicy(action.chunk, action.layer_range)
         if engine is not None and policy is not None and torch.is_grad_enabled():
-            self.activations[key] = engine.begin(policy, layers_of(self.stage, action.part))
+            self.activations[key] = engine.begin(policy, layers_of(self.stage, action.layer_range))
             context = replace(context, activations=self.activations[key])
         # without a backward nothing else needs the hidden states
         hidden_1TC = self.received.get(key) if self.num_backwards else self.received.pop(key, None)
@@ -317,26 +319,26 @@ class Round:
         self._note_memory()
 
     def _run_forward(self, action: Action, following: Action | None, context: GroupContext, hidden_1TC: Tensor | None) -> None:
-        key, inputs = (action.part, action.chunk), self.inputs[action.chunk]
-        if not self.host.stage.is_last(action.part):
-            self.outputs[key] = self.host.forward_chunk(inputs.to(self.host.device), context, action.part, hidden_1TC)
+        key, inputs = (action.layer_range, action.chunk), self.inputs[action.chunk]
+        if not self.host.stage.is_last(action.layer_range):
+            self.outputs[key] = self.host.forward_chunk(inputs.to(self.host.device), context, action.layer_range, hidden_1TC)
             return
         policy = self.policies.get(key)
         tile_tokens = policy.loss_tile_tokens if policy is not None else 0
         if isinstance(self.wanted, Scoring):
-            found = self.host.score_chunk(inputs, context, tile_tokens, action.part, hidden_1TC, self.wanted)
+            found = self.host.score_chunk(inputs, context, tile_tokens, action.layer_range, hidden_1TC, self.wanted)
             self.scores[action.chunk] = found
             return
         if self.wanted == "logits":
-            self.logits[action.chunk] = self.host.read_chunk(inputs, context, tile_tokens, action.part, hidden_1TC)
+            self.logits[action.chunk] = self.host.read_chunk(inputs, context, tile_tokens, action.layer_range, hidden_1TC)
             return
         is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
-        loss_sum = self.host.sum_chunk(inputs, context, tile_tokens, is_backward_next, action.part, hidden_1TC)
+        loss_sum = self.host.sum_chunk(inputs, context, tile_tokens, is_backward_next, action.layer_range, hidden_1TC)
         self.outputs[key] = step_loss(loss_sum, self.host.num_label_tokens)
         self.total += self.outputs[key].detach()
 
     def _backward(self, action: Action, following: Action | None) -> None:
-        key = (action.part, action.chunk)
+        key = (action.layer_range, action.chunk)
         output, gradient = self.outputs.pop(key), self.gradients.pop(key, None)
         self.num_backwards -= 1
         self.host.settle_routers()
@@ -349,7 +351,7 @@ class Round:
         self.host.parameters.after_backward()
         self.activations.pop(key, None)
         self._note_memory()
-        if not action.part:
+        if not action.layer_range:
             for span in self.group.chunks[action.chunk].spans:
                 if not span.start:
                     self.books[0].close(span.sequence)
@@ -368,22 +370,22 @@ class Round:
     def _receive_hidden(self, action: Action, following: Action | None) -> None:
         assert self.messages is not None
         hidden_1TC = self.messages.receive(action)
-        self.received[action.part, action.chunk] = hidden_1TC.requires_grad_(torch.is_grad_enabled())
+        self.received[action.layer_range, action.chunk] = hidden_1TC.requires_grad_(torch.is_grad_enabled())
 
     def _send_hidden(self, action: Action, following: Action | None) -> None:
         assert self.messages is not None
-        self.messages.send(action, self.outputs[action.part, action.chunk])
+        self.messages.send(action, self.outputs[action.layer_range, action.chunk])
         if not self.num_backwards:
             # forwards only: no backward needs the output
-            del self.outputs[action.part, action.chunk]
+            del self.outputs[action.layer_range, action.chunk]
 
     def _receive_gradient(self, action: Action, following: Action | None) -> None:
         assert self.messages is not None
-        self.gradients[action.part, action.chunk] = self.messages.receive(action)
+        self.gradients[action.layer_range, action.chunk] = self.messages.receive(action)
 
     def _send_gradient(self, action: Action, following: Action | None) -> None:
         assert self.messages is not None
-        gradient = self.received.pop((action.part, action.chunk)).grad
+        gradient = self.received.pop((action.layer_range, action.chunk)).grad
         assert gradient is not None, f"{action}: the hidden states that the stage received got no gradient"
         self.messages.send(action, gradient)
 
@@ -404,7 +406,7 @@ class Round:
         self.memory = self.memory.most(StepMemory(saved, host, self.books[0].peak_bytes + self.state_book.peak_bytes))
 
 
-def layers_of(stage: StagePlan, part: int) -> range:
+def layers_of(stage: StagePlan, layer_range: int) -> range:
     """Returns the indices of a layer range's layers among those of its stage."""
-    first = sum(layers.num_layers for layers in stage.parts[:part])
-    return range(first, first + stage.parts[part].num_layers)
+    first = sum(layers.num_layers for layers in stage.layer_ranges[:layer_range])
+    return range(first, first + stage.layer_ranges[layer_range].num_layers)

@@ -1,7 +1,7 @@
-"""The model of one pipeline stage for the executor: layer ranges ("parts") that take token ids or hidden states.
+"""The model of one pipeline stage for the executor: layer ranges that take token ids or hidden states.
 
-A stage holds one part of the model, or several (interleaving): the model in order is part 0 of every stage, then part 1 of
-every stage, and so on. The first part takes token ids, the last returns logits, all others pass on hidden states.
+A stage holds one layer range, or several (interleaving): the model in order is range 0 of every stage, then range 1 of every
+stage, and so on. The first range takes token ids, the last returns logits, all others pass on hidden states.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
-# keyword with the part that a model of several stages is to run; a whole model never gets it
-PART_KEYWORD = "longctx_part"
+# keyword with the layer range that a model of several stages is to run; a whole model never gets it
+LAYER_RANGE_KEYWORD = "longctx_layer_range"
 
 
 def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
@@ -30,48 +30,48 @@ def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
 class StageModel:
     """One stage of `num_stages`, or the whole model if `num_stages` is 1."""
 
-    # holds the stage's parameters, plain, sharded or with adapters; obeys `PART_KEYWORD` unless it is the whole model
+    # holds the stage's parameters, plain, sharded or with adapters; obeys `LAYER_RANGE_KEYWORD` unless it is the whole model
     model: nn.Module
     stage: int
     num_stages: int
-    # number of layers in every part
+    # number of layers in every layer range
     attention_layers: tuple[int, ...]
-    # parts pass on hidden states [1, T, hidden_size] of `hidden_dtype`
+    # layer ranges pass on hidden states [1, T, hidden_size] of `hidden_dtype`
     hidden_size: int
     hidden_dtype: torch.dtype
     # on the first and last stage of a model with tied embeddings, the name of the tied parameter; gradients of both are summed
     tied: str = ""
-    # number of the stage's first part within `model`; not 0 only if `model` holds the layers of all stages
-    first_part: int = 0
+    # number of the stage's first layer range within `model`; not 0 only if `model` holds the layers of all stages
+    first_range: int = 0
     # keywords passed as False to every forward, whatever the model's config has
     off: tuple[str, ...] = ()
     # keys of the model's dropout modules; None if it has none
     dropout: DropoutKeys | None = None
-    # number of calls of attention and of mixers with a state in every part; empty if each layer has one
+    # number of calls of attention and of mixers with a state in every layer range; empty if each layer has one
     calls: tuple[int, ...] = ()
 
     @property
-    def num_parts(self) -> int:
+    def num_ranges(self) -> int:
         return len(self.attention_layers)
 
-    def is_first(self, part: int) -> bool:
-        """Whether `part` takes token ids."""
-        return not self.stage and not part
+    def is_first(self, layer_range: int) -> bool:
+        """Whether `layer_range` takes token ids."""
+        return not self.stage and not layer_range
 
-    def is_last(self, part: int) -> bool:
-        """Whether `part` returns logits."""
-        return (self.stage, part) == (self.num_stages - 1, self.num_parts - 1)
+    def is_last(self, layer_range: int) -> bool:
+        """Whether `layer_range` returns logits."""
+        return (self.stage, layer_range) == (self.num_stages - 1, self.num_ranges - 1)
 
     def forward(
-        self, part: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
+        self, layer_range: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
     ) -> Tensor:
-        """Returns logits [1, T, V] of the last part, else hidden states [1, T, hidden_size] for the next one.
+        """Returns logits [1, T, V] of the last layer range, else hidden states [1, T, hidden_size] for the next one.
 
-        inputs, hidden_1TC: on the model's device; hidden states for every part but the first. context: None for the model's own
-        attention. Raises RuntimeError if an attention layer of the part did not get the context.
+        inputs, hidden_1TC: on the model's device; hidden states for every range but the first. context: None for the model's own
+        attention. Raises RuntimeError if an attention layer of the range did not get the context.
         """
-        starts = {"input_ids": inputs.input_ids} if self.is_first(part) else {"inputs_embeds": hidden_1TC}
-        keywords: dict[str, Any] = {PART_KEYWORD: self.first_part + part} if self.num_stages > 1 else {}
+        starts = {"input_ids": inputs.input_ids} if self.is_first(layer_range) else {"inputs_embeds": hidden_1TC}
+        keywords: dict[str, Any] = {LAYER_RANGE_KEYWORD: self.first_range + layer_range} if self.num_stages > 1 else {}
         keywords.update(dict.fromkeys(self.off, False))
         if context is not None:
             keywords["longctx"] = context = context.placed(inputs.position_ids, self.dropout)
@@ -80,8 +80,8 @@ class StageModel:
                 **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
             )
         if context is not None:
-            context.check_calls((self.calls or self.attention_layers)[part])
-        if self.is_last(part):
+            context.check_calls((self.calls or self.attention_layers)[layer_range])
+        if self.is_last(layer_range):
             logits: Tensor = output.logits
             return logits
         # autocast may have widened the hidden states that leave the model

@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     processes = StageProcesses(CONFIG, rows, NUM_STAGES)
     try:
         costs = measured_costs(processes, lengths)
-        parts = tuple(map(tuple, balanced_ranges(costs, NUM_STAGES, lengths)))
-        print("layers by stage: " + ", ".join(str(part.num_layers) for (part,) in parts))
-        plans = plans_of(lengths, parts, costs)
-        rounds = processes.run(parts, list(plans.values()), options.rounds)
+        ranges = tuple(map(tuple, balanced_ranges(costs, NUM_STAGES, lengths)))
+        print("layers by stage: " + ", ".join(str(layer_range.num_layers) for (layer_range,) in ranges))
+        plans = plans_of(lengths, ranges, costs)
+        rounds = processes.run(ranges, list(plans.values()), options.rounds)
     finally:
         processes.close()
     found = [row_of(name, plan, costs, [each[place] for each in rounds]) for place, (name, plan) in enumerate(plans.items())]
@@ -141,10 +141,10 @@ def skewed_rows(seed: int = 1) -> Rows:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def plan_of(lengths: Sequence[int], chunks: tuple[Chunk, ...], parts: Parts, schedule: Schedule) -> StepPlan:
+def plan_of(lengths: Sequence[int], chunks: tuple[Chunk, ...], ranges: Parts, schedule: Schedule) -> StepPlan:
     """Plans these chunks as one pipeline with one rank per stage."""
-    group = pipelined(SequenceGroup((0,), "local", chunks, ()), parts, schedule)
-    return validate_plan(StepPlan(0, tuple(lengths), len(parts), 1, "replicated", (MicroBatch((group,)),)))
+    group = pipelined(SequenceGroup((0,), "local", chunks, ()), ranges, schedule)
+    return validate_plan(StepPlan(0, tuple(lengths), len(ranges), 1, "replicated", (MicroBatch((group,)),)))
 
 
 def sliced(lengths: Sequence[int], num_slices: int, costs: CostModel) -> tuple[Chunk, ...]:
@@ -173,9 +173,9 @@ def measured_costs(processes: StageProcesses, lengths: Sequence[int]) -> CostMod
     chunkings = [whole(lengths, 3, True), sliced(lengths, 3, costs), sliced(lengths, 8, costs)]
     samples, rounds = [], []
     # two cuts, because one alone cannot tell the cost of the head from that of the layers
-    for parts in (layer_ranges(spec.num_layers, NUM_STAGES), layer_ranges(spec.num_layers, NUM_STAGES, 1, _HEAD_LAYERS)):
-        plans = [plan_of(lengths, chunks, parts, "1f1b") for chunks in chunkings]
-        found = processes.run(parts, plans, _FIT_ROUNDS)
+    for ranges in (layer_ranges(spec.num_layers, NUM_STAGES), layer_ranges(spec.num_layers, NUM_STAGES, 1, _HEAD_LAYERS)):
+        plans = [plan_of(lengths, chunks, ranges, "1f1b") for chunks in chunkings]
+        found = processes.run(ranges, plans, _FIT_ROUNDS)
         # for each pass take the fastest of all rounds of a plan, as a refit takes the fastest of a stage's ranks
         of_plans = [[step.record.samples(costs) for each in found for step in each[place]] for place in range(len(plans))]
         samples += [one for each in of_plans for one in without_waiting(each)]
@@ -196,11 +196,11 @@ def fit_line(fit: Fit, spec: ModelSpec) -> str:
     )
 
 
-def plans_of(lengths: Sequence[int], parts: Parts, costs: CostModel) -> dict[str, StepPlan]:
+def plans_of(lengths: Sequence[int], ranges: Parts, costs: CostModel) -> dict[str, StepPlan]:
     """All plans by name; the number of packs and of slices are those that are predicted to be fastest."""
 
     def fastest(chunkings: Iterable[tuple[Chunk, ...]], schedule: Schedule) -> StepPlan:
-        plans = [plan_of(lengths, chunks, parts, schedule) for chunks in chunkings]
+        plans = [plan_of(lengths, chunks, ranges, schedule) for chunks in chunkings]
         return min(plans, key=lambda plan: evaluate_plan(plan, costs, with_events=False).step_s)
 
     batches = (whole(lengths, count, first) for count in range(1, MOST_PACKS + 1) for first in (True, False))
@@ -209,8 +209,8 @@ def plans_of(lengths: Sequence[int], parts: Parts, costs: CostModel) -> dict[str
     return {
         BASELINE: fastest(batches, "1f1b"),
         JUDGED: slices,
-        "slices, 1f1b": plan_of(lengths, chunks, parts, "1f1b"),
-        "slices, gpipe": plan_of(lengths, chunks, parts, "gpipe"),
+        "slices, 1f1b": plan_of(lengths, chunks, ranges, "1f1b"),
+        "slices, gpipe": plan_of(lengths, chunks, ranges, "gpipe"),
     }
 
 

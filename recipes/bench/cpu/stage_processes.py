@@ -78,14 +78,14 @@ class StageProcesses:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, parts: Ranges, plans: Sequence[StepPlan], num_rounds: int) -> list[list[list[StageStep]]]:
+    def run(self, ranges: Ranges, plans: Sequence[StepPlan], num_rounds: int) -> list[list[list[StageStep]]]:
         """Runs every plan once per round; returns what the stages measured, as [round][plan][stage].
 
-        One round more runs first and does not count. The model is cut into `parts`, which must be those of the plans. The
+        One round more runs first and does not count. The model is cut into `ranges`, which must be those of the plans. The
         order of plans alternates between rounds.
         """
         for pipe in self._pipes:
-            pipe.send((parts, [plan_to_json(plan) for plan in plans], num_rounds))
+            pipe.send((ranges, [plan_to_json(plan) for plan in plans], num_rounds))
         stages = [self._answer(rank) for rank in range(len(self._pipes))]
         return [[[stage[index][place] for stage in stages] for place in range(len(plans))] for index in range(num_rounds)]
 
@@ -111,22 +111,22 @@ def _serve(rank: int, num_stages: int, store: str, config: dict[str, Any], rows:
     pool = GroupPool((1,), _TIMEOUT_S, num_stages=num_stages)
     while True:
         try:
-            parts, texts, num_rounds = pipe.recv()
+            ranges, texts, num_rounds = pipe.recv()
         except EOFError:
             break
-        pipe.send(_measure(pool, config, rows, parts, [plan_from_json(text) for text in texts], num_rounds))
+        pipe.send(_measure(pool, config, rows, ranges, [plan_from_json(text) for text in texts], num_rounds))
     pool.close()
     dist.destroy_process_group()
 
 
 def _measure(
-    pool: GroupPool, config: Mapping[str, Any], rows: Rows, parts: Ranges, plans: Sequence[StepPlan], num_rounds: int
+    pool: GroupPool, config: Mapping[str, Any], rows: Rows, ranges: Ranges, plans: Sequence[StepPlan], num_rounds: int
 ) -> list[list[StageStep]]:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="sdpa")).train()
     patch_model(model)
-    cut_model(model, parts, pool.stage)
-    executor = StepExecutor(stage_model(model, parts, pool.stage), pool, _CPU, fp32_gradients=False)
+    cut_model(model, ranges, pool.stage)
+    executor = StepExecutor(stage_model(model, ranges, pool.stage), pool, _CPU, fp32_gradients=False)
     inputs = [_inputs(plan, rows, pool.rank) for plan in plans]
     num_label_tokens = sum(len(row["labels"]) - 1 for row in rows)
     rounds = []

@@ -18,7 +18,7 @@ def run_actions(
     stages: Sequence[Sequence[Action]],
     seconds: Callable[[Action], float],
     hop_s: Callable[[Action], float],
-    num_parts: int = 1,
+    num_ranges: int = 1,
     start_s: Sequence[float] = (),
 ) -> tuple[Times, ...]:
     """Returns (start, stop) of every action of every stage; messages are included, with no length.
@@ -27,7 +27,7 @@ def run_actions(
     the arrival at another stage. start_s: when each stage is free. Raises PlanError when no stage can go on, naming the action at
     which each of them is stuck.
     """
-    return run_copying(stages, seconds, hop_s, lambda action: (), num_parts, start_s)[0]
+    return run_copying(stages, seconds, hop_s, lambda action: (), num_ranges, start_s)[0]
 
 
 def run_copying(
@@ -35,12 +35,12 @@ def run_copying(
     seconds: Callable[[Action], float],
     hop_s: Callable[[Action], float],
     copies: Copies,
-    num_parts: int = 1,
+    num_ranges: int = 1,
     start_s: Sequence[float] = (),
     runs_ahead: bool = False,
 ) -> tuple[tuple[Times, ...], tuple[CopiedOut, ...]]:
     """Does the work of `run_actions`, with copies to the host and back: a pass also takes the seconds it waits for them."""
-    wiring = Wiring.of_actions(stages, num_parts)
+    wiring = Wiring.of_actions(stages, num_ranges)
     actions = [action for stage in stages for action in stage]
     handing = set(wiring.handing)
     return wiring.run(

@@ -211,14 +211,14 @@ def cost_model(model: ModelSpec, constants: Constants, num_stages: int, tensor_p
 def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
     """Seconds of all micro-batches, and the share of that time in which stages are idle, on average."""
     costs, shape = setup.costs, GroupShape(1)
-    num_parts = len(group.stages[0].parts)
+    num_ranges = len(group.stages[0].layer_ranges)
     known: dict[tuple[int, int, str, bool], float] = {}
 
     def seconds(action: Action) -> float:
         chunk = group.chunks[action.chunk]
         (span,) = chunk.spans
-        num_layers = group.stages[action.stage].parts[action.part].num_layers
-        has_head = (action.stage, action.part) == (setup.stages - 1, num_parts - 1)
+        num_layers = group.stages[action.stage].layer_ranges[action.layer_range].num_layers
+        has_head = (action.stage, action.layer_range) == (setup.stages - 1, num_ranges - 1)
         key = (span.start, num_layers, action.kind, has_head)
         if key not in known:
             # Megatron's sends and receives block the stage, so a hop counts as part of the pass
@@ -226,7 +226,7 @@ def step_seconds(setup: Setup, group: SequenceGroup) -> tuple[float, float]:
             known[key] = costs.part_s(chunk, shape, action.kind == "B", num_layers, has_head) + hop_s
         return known[key]
 
-    times = run_actions([stage.actions for stage in group.stages], seconds, lambda action: 0.0, num_parts)
+    times = run_actions([stage.actions for stage in group.stages], seconds, lambda action: 0.0, num_ranges)
     total_s = max(stage_times[-1][1] for stage_times in times)
     busy_s = sum(stop_s - start_s for stage_times in times for start_s, stop_s in stage_times)
     return total_s, 1 - busy_s / (setup.stages * total_s)
@@ -254,7 +254,7 @@ def _most_layer_bytes(group: SequenceGroup, token_bytes: int, kv_bytes: int) -> 
     gradients: dict[tuple[int, int], int] = {}
     for action in stage.actions:
         (span,) = group.chunks[action.chunk].spans
-        place, num_layers = (span.sequence, action.part), stage.parts[action.part].num_layers
+        place, num_layers = (span.sequence, action.layer_range), stage.layer_ranges[action.layer_range].num_layers
         if action.kind == "F":
             held += span.num_tokens * num_layers * token_bytes
         (keys if action.kind == "F" else gradients)[place] = span.stop * num_layers * kv_bytes

@@ -76,10 +76,10 @@ def test_random_cuts_windows_and_policies_match(slicing: Any, window: int, data:
     check(case_of(window), data.draw(policies_for(sliced_plan(lengths, chunks, words))))
 
 
-@pytest.mark.parametrize("window,num_parts", [(2, 1), (6, 2), (64, 1)])
-def test_stages_hold_what_is_predicted(ranks, window: int, num_parts: int) -> None:
+@pytest.mark.parametrize("window,num_ranges", [(2, 1), (6, 2), (64, 1)])
+def test_stages_hold_what_is_predicted(ranks, window: int, num_ranges: int) -> None:
     case, chunks = case_of(window, 4), [*SLICES, [(1, 0, 9)]]
-    plan = pipeline_plan([37, 9], [[(1, chunks)]], 2, "interleaved" if num_parts > 1 else "elastic", 4, num_parts)
+    plan = pipeline_plan([37, 9], [[(1, chunks)]], 2, "interleaved" if num_ranges > 1 else "elastic", 4, num_ranges)
     check_pipeline(ranks(2), case, plan)
     policies = [(replayed(0.3), replayed(1.0)), (LayerPolicy(), replayed(0.0)), (replayed(0.0), LayerPolicy())]
     mixed = [ActivationPolicy(0, 0, policies[place % 3]) for place in range(num_policies(plan))]

@@ -63,9 +63,9 @@ def test_groups_and_shards_match(ranks, family: str, name: str) -> None:
 
 
 # Granite scales its embeddings, which a later stage would do once more
-@pytest.mark.parametrize("family,num_layers,schedule,num_parts", [("gemma2", 2, "1f1b", 1), ("cohere", 4, "interleaved", 2)])
-def test_stages_match(ranks, family: str, num_layers: int, schedule: str, num_parts: int) -> None:
-    plan = pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, schedule, num_layers, num_parts=num_parts)
+@pytest.mark.parametrize("family,num_layers,schedule,num_ranges", [("gemma2", 2, "1f1b", 1), ("cohere", 4, "interleaved", 2)])
+def test_stages_match(ranks, family: str, num_layers: int, schedule: str, num_ranges: int) -> None:
+    plan = pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, schedule, num_layers, num_ranges=num_ranges)
     policies = [ActivationPolicy(0, 0, (replayed(0.5),), tile_tokens=5)] * num_policies(plan)
     check_pipeline(ranks(2), case(family, num_layers=num_layers), with_policies(plan, policies))
 

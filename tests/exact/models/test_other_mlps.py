@@ -66,7 +66,7 @@ def under(plan: StepPlan, name: str, policies: tuple[LayerPolicy, ...]) -> StepP
     num_layers = len(layer_modules(build_any(name, is_random=False)))
     layers = tuple(itertools.islice(itertools.cycle(policies), num_layers))
     activations = tuple(ActivationPolicy(chunk.index, 0, layers, TILE_TOKENS) for chunk in group.chunks)
-    stage = replace(group.stages[0], parts=(LayerRange(0, num_layers),), activations=activations)
+    stage = replace(group.stages[0], layer_ranges=(LayerRange(0, num_layers),), activations=activations)
     return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
 
 

@@ -244,7 +244,7 @@ def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -
 def test_stages_match(ranks, case: ModelCase) -> None:
     plans = [
         pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=4),
-        pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, "interleaved", num_layers=4, num_parts=2),
+        pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, "interleaved", num_layers=4, num_ranges=2),
     ]
     rows = random_rows(LENGTHS)
     with wide_floats():

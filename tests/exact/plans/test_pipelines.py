@@ -32,9 +32,9 @@ def test_stages_of_other_windows_and_rotary_embeddings_match(ranks, family) -> N
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
-def test_interleaved_parts_match(ranks, num_stages, chunks) -> None:
+def test_interleaved_layer_ranges_match(ranks, num_stages, chunks) -> None:
     case = ModelCase(num_layers=8)
-    check_pipeline(ranks(num_stages), case, pipeline_plan(LENGTHS, [[(1, chunks)]], num_stages, "interleaved", 8, num_parts=2))
+    check_pipeline(ranks(num_stages), case, pipeline_plan(LENGTHS, [[(1, chunks)]], num_stages, "interleaved", 8, num_ranges=2))
 
 
 def test_stages_times_sequence_groups_match(ranks) -> None:
@@ -72,12 +72,12 @@ def test_adapters_match(ranks) -> None:
 def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
     """Random chunks, schedules, layer ranges, micro-batches and policies on stages of one rank."""
     lengths = [draw(st.integers(8, 24)), *draw(st.lists(st.integers(1, 24), max_size=5))]
-    num_parts = draw(st.integers(1, 2))
-    schedule = "interleaved" if num_parts > 1 else draw(st.sampled_from(["1f1b", "elastic", "gpipe"]))
+    num_ranges = draw(st.integers(1, 2))
+    schedule = "interleaved" if num_ranges > 1 else draw(st.sampled_from(["1f1b", "elastic", "gpipe"]))
     place = draw(st.integers(1, len(lengths)))
     rounds = [range(place), range(place, len(lengths))] if place < len(lengths) else [range(place)]
     micro_batches = [[(1, draw(random_chunks(sequences, lengths)))] for sequences in rounds]
-    plan = pipeline_plan(lengths, micro_batches, num_stages, schedule, 2 * num_stages, num_parts)
+    plan = pipeline_plan(lengths, micro_batches, num_stages, schedule, 2 * num_stages, num_ranges)
     layers = st.lists(layer_policies(), max_size=2).map(tuple)
     policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
     count = num_policies(plan)

@@ -117,7 +117,7 @@ def _prepared(
         mesh = shard_mesh("cuda", pool.num_ranks, 60.0)
         shard_model(model, model._no_split_modules, mesh, case.fp32_gradients, layers_on_host)
     if plan.num_stages > 1:
-        ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+        ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
         cut_model(model, ranges, pool.stage)
         stage = stage_model(model, ranges, pool.stage)
     else:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import random_rows, reference_step
-from helpers.models.staged_models import even_parts
+from helpers.models.staged_models import even_ranges
 from helpers.models.tiny_models import adapted
 from helpers.models.versions import completed
 from helpers.plans.layouts import plan_of
@@ -189,7 +189,7 @@ def recomputing_plan(modules: Sequence[LayerModules]) -> StepPlan:
     )
     num_layers = len(layers)
     policies = tuple(ActivationPolicy(chunk.index, 0, layers, TILE_TOKENS) for chunk in group.chunks)
-    stage = replace(group.stages[0], parts=(LayerRange(0, num_layers),), activations=policies)
+    stage = replace(group.stages[0], layer_ranges=(LayerRange(0, num_layers),), activations=policies)
     return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
 
 
@@ -220,7 +220,7 @@ def staged_step(whole_model: Any) -> Step:
     if problems := stage_problems(whole_model):
         raise Refused(problems[0])
     num_layers = whole_model.config.get_text_config().num_hidden_layers
-    parts = even_parts(2, 1, num_layers)
+    ranges = even_ranges(2, 1, num_layers)
     plan = sliced_plan(LENGTHS, WHOLE)
     (group,) = plan.micro_batches[0].groups
     (inputs,) = rank_inputs(plan, rows(), 0)["chunks"][0]
@@ -228,10 +228,10 @@ def staged_step(whole_model: Any) -> Step:
     models = []
     for stage in range(2):
         own = copy.deepcopy(whole_model)
-        cut_model(own, parts, stage)
+        cut_model(own, ranges, stage)
         models.append(own)
         context = pool.context(group, group.chunks[0])
-        hidden = stage_model(own, parts, stage).forward(0, inputs, hidden, torch.ones(1, 1, 1, 1, dtype=torch.bool), context)
+        hidden = stage_model(own, ranges, stage).forward(0, inputs, hidden, torch.ones(1, 1, 1, 1, dtype=torch.bool), context)
     loss = step_loss(summed_cross_entropy(hidden, inputs.shift_labels), num_labels())
     loss.backward()
     for own in models:

@@ -45,7 +45,7 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     plan = plan_from_json(plan_json)
     pool = stage_pool(plan.num_stages)
     model = build_llama(spec)
-    ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+    ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
     cut_model(model, ranges, pool.stage)
     stage = stage_model(model, ranges, pool.stage)
     if plan.parameters != "replicated":
@@ -69,9 +69,9 @@ def most_waiting(words: list[str]) -> int:
     most = 0
     for action in map(Action.parse, words):
         if action.kind == "F":
-            waiting.add((action.part, action.chunk))
+            waiting.add((action.layer_range, action.chunk))
         elif action.kind == "B":
-            waiting.remove((action.part, action.chunk))
+            waiting.remove((action.layer_range, action.chunk))
         most = max(most, len(waiting))
     return most
 

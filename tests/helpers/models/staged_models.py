@@ -53,22 +53,22 @@ def family_model(family: str, tied: bool = False, dtype: torch.dtype = torch.flo
     return model.train()
 
 
-def even_parts(num_stages: int, num_parts: int = 1, num_layers: int = NUM_LAYERS) -> tuple[tuple[LayerRange, ...], ...]:
+def even_ranges(num_stages: int, num_ranges: int = 1, num_layers: int = NUM_LAYERS) -> tuple[tuple[LayerRange, ...], ...]:
     """Divides the layers into ranges as equal as possible, one for each part of each stage, part 0 of every stage first."""
-    count = num_stages * num_parts
+    count = num_stages * num_ranges
     cuts = [number * num_layers // count for number in range(count + 1)]
     ranges = [LayerRange(start, stop - start) for start, stop in itertools.pairwise(cuts)]
-    return tuple(tuple(ranges[part * num_stages + stage] for part in range(num_parts)) for stage in range(num_stages))
+    return tuple(tuple(ranges[place * num_stages + stage] for place in range(num_ranges)) for stage in range(num_stages))
 
 
-def cut_into_stages(model: Any, num_stages: int, num_parts: int = 1) -> list[StageModel]:
+def cut_into_stages(model: Any, num_stages: int, num_ranges: int = 1) -> list[StageModel]:
     """One stage after the other, each cut from its own copy of `model`."""
-    parts = even_parts(num_stages, num_parts, model.config.num_hidden_layers)
+    ranges = even_ranges(num_stages, num_ranges, model.config.num_hidden_layers)
     stages = []
     for stage in range(num_stages):
         own = copy.deepcopy(model)
-        cut_model(own, parts, stage)
-        stages.append(stage_model(own, parts, stage))
+        cut_model(own, ranges, stage)
+        stages.append(stage_model(own, ranges, stage))
     return stages
 
 
@@ -83,9 +83,9 @@ def run_pipeline(stages: list[StageModel], inputs: ChunkInputs) -> tuple[Tensor,
     """Runs all parts one after the other, with one graph through all; returns the logits and the hidden states in between."""
     hidden: Tensor | None = None
     between = []
-    for part in range(stages[0].num_parts):
+    for place in range(stages[0].num_ranges):
         for stage in stages:
-            hidden = stage.forward(part, inputs, hidden, None, None)
+            hidden = stage.forward(place, inputs, hidden, None, None)
             between.append(hidden)
     assert hidden is not None
     return hidden, between[:-1]

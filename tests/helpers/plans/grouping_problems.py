@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from helpers.plans.cost_models import COST_KINDS, cost_model
-from helpers.plans.pipeline_plans import stage_parts
+from helpers.plans.pipeline_plans import stage_ranges
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.settings import PlannerConfig
@@ -69,7 +69,7 @@ def flexsp_problems() -> Iterator[tuple[str, GroupingProblem, float, float]]:
 
 def plan_stages(step: int, lengths: Sequence[int], costs: CostModel, num_stages: int, config: PlannerConfig) -> StepPlan:
     """`plan_step` on `num_stages` pipeline stages; layers are balanced over them unless the configuration says otherwise."""
-    return plan_step(step, lengths, costs, replace(config, stages=config.stages or stage_parts(costs.model, num_stages)))
+    return plan_step(step, lengths, costs, replace(config, stages=config.stages or stage_ranges(costs.model, num_stages)))
 
 
 def lognormal_lengths(seed: int, count: int, longest: int, median: float = 300.0, sigma: float = 1.2) -> tuple[int, ...]:

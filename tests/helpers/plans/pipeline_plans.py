@@ -19,10 +19,10 @@ from hf_longctx.plan.predict.pipeline_run import run_pipeline
 from hf_longctx.plan.room.room import PipelineRoom
 
 
-def stage_parts(model: ModelSpec, num_stages: int, num_parts: int = 1) -> Ranges:
+def stage_ranges(model: ModelSpec, num_stages: int, num_ranges: int = 1) -> Ranges:
     """Layers of every stage, balanced by products of matrices alone."""
     head_layers = model.num_layers * model.head_share / (1 - model.head_share)
-    return layer_ranges(model.num_layers, num_stages, num_parts, head_layers)
+    return layer_ranges(model.num_layers, num_stages, num_ranges, head_layers)
 
 
 def pipeline_plan(
@@ -31,7 +31,7 @@ def pipeline_plan(
     num_stages: int,
     schedule: Schedule = "elastic",
     num_layers: int = 4,
-    num_parts: int = 1,
+    num_ranges: int = 1,
     parameters: Parameters = "replicated",
     method: Method = "ulysses",
 ) -> StepPlan:
@@ -39,7 +39,7 @@ def pipeline_plan(
 
     method: how groups of several ranks share attention.
     """
-    parts = layer_ranges(num_layers, num_stages, num_parts)
+    ranges = layer_ranges(num_layers, num_stages, num_ranges)
     rounds = []
     for groups in micro_batches:
         first, found = 0, []
@@ -50,7 +50,7 @@ def pipeline_plan(
                 chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
                 stages=(),
             )
-            found.append(pipelined(bare, parts, schedule))
+            found.append(pipelined(bare, ranges, schedule))
             first += degree
         rounds.append(MicroBatch(tuple(found)))
     plan = StepPlan(0, tuple(lengths), num_stages, sum(degree for degree, _ in micro_batches[0]), parameters, tuple(rounds))

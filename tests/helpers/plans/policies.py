@@ -93,9 +93,11 @@ def with_policies(plan: StepPlan, policies: Sequence[ActivationPolicy], validate
             replace(
                 stage,
                 activations=tuple(
-                    replace(policy, chunk=chunk.index, part=part, layers=policy.layers[: stage.parts[part].num_layers])
+                    replace(
+                        policy, chunk=chunk.index, layer_range=place, layers=policy.layers[: stage.layer_ranges[place].num_layers]
+                    )
                     for chunk in group.chunks
-                    for part in range(len(stage.parts))
+                    for place in range(len(stage.layer_ranges))
                     if (policy := next(given))
                 ),
             )
@@ -111,7 +113,10 @@ def with_policies(plan: StepPlan, policies: Sequence[ActivationPolicy], validate
 def num_policies(plan: StepPlan) -> int:
     """Number of policies that `with_policies` takes."""
     return sum(
-        len(group.chunks) * len(stage.parts) for each in plan.micro_batches for group in each.groups for stage in group.stages
+        len(group.chunks) * len(stage.layer_ranges)
+        for each in plan.micro_batches
+        for group in each.groups
+        for stage in group.stages
     )
 
 

@@ -29,15 +29,15 @@ def chunks_of(shapes: Sequence[FamilyShape]) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_parts: int = 1) -> StepPlan:
+def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_ranges: int = 1) -> StepPlan:
     """Plan of a step with one pipelined group, one rank per stage and one layer per layer range."""
     group = SequenceGroup((0,), "local", tuple(chunks), ())
-    group = pipelined(group, layer_ranges(num_stages * num_parts, num_stages, num_parts), schedule)
+    group = pipelined(group, layer_ranges(num_stages * num_ranges, num_stages, num_ranges), schedule)
     stops: dict[int, int] = {}
     for chunk in chunks:
         stops.update({span.sequence: span.stop for span in chunk.spans})
     lengths = tuple(stops[sequence] for sequence in sorted(stops))
-    parameters: Parameters = "replicated" if num_parts > 1 else "gathered_per_round"
+    parameters: Parameters = "replicated" if num_ranges > 1 else "gathered_per_round"
     return StepPlan(0, lengths, num_stages, 1, parameters, (MicroBatch((group,)),))
 
 
@@ -51,10 +51,10 @@ def random_shapes(draw: random.Random, most_slices: int = 6, most_families: int 
     return [(draw.randint(0, most_slices), draw.randint(0, 2)) for _ in range(draw.randint(1, most_families))]
 
 
-def makespan(stages: Sequence[Sequence[Action]], seconds: Callable[[Action], float], num_parts: int = 1) -> float:
+def makespan(stages: Sequence[Sequence[Action]], seconds: Callable[[Action], float], num_ranges: int = 1) -> float:
     """Seconds until all stages ran their F and B in order, each as soon as its source is done; messages take no time."""
     num_stages = len(stages)
-    last = num_stages * num_parts - 1
+    last = num_stages * num_ranges - 1
     done: dict[tuple[str, int, int], float] = {}
     clocks, places = [0.0] * num_stages, [0] * num_stages
     order = [[action for action in actions if action.kind in "FB"] for actions in stages]
@@ -63,7 +63,7 @@ def makespan(stages: Sequence[Sequence[Action]], seconds: Callable[[Action], flo
         for stage, actions in enumerate(order):
             while places[stage] < len(actions):
                 action = actions[places[stage]]
-                virtual = action.part * num_stages + stage
+                virtual = action.layer_range * num_stages + stage
                 needs: list[Any] = [("F", virtual - 1)] if virtual else []
                 if action.kind == "B":
                     needs = [("F", virtual)] + ([("B", virtual + 1)] if virtual < last else [])
@@ -98,17 +98,17 @@ def one_forward_one_backward(num_stages: int, num_chunks: int, num_slices: int =
     return tuple(stages)
 
 
-def interleaved(num_stages: int, num_chunks: int, num_parts: int, num_slices: int = 1) -> Stages:
+def interleaved(num_stages: int, num_chunks: int, num_ranges: int, num_slices: int = 1) -> Stages:
     """Interleaved orders: rounds of as many chunks as there are stages, with Megatron's warm-up plus that of the slices."""
     order = backward_order(num_chunks, num_slices)
     rounds = range(0, num_chunks, num_stages)
-    parts = range(num_parts)
-    forwards = [(i, v) for r in rounds for v in parts for i in range(r, r + num_stages)]
-    backwards = [(i, v) for r in rounds for v in reversed(parts) for i in order[r : r + num_stages]]
+    ranges = range(num_ranges)
+    forwards = [(i, v) for r in rounds for v in ranges for i in range(r, r + num_stages)]
+    backwards = [(i, v) for r in rounds for v in reversed(ranges) for i in order[r : r + num_stages]]
     total = len(forwards)
     stages = []
     for p in range(num_stages):
-        ahead = min((num_parts - 1) * num_stages + 2 * (num_stages - 1 - p) + num_slices - 1, total)
+        ahead = min((num_ranges - 1) * num_stages + 2 * (num_stages - 1 - p) + num_slices - 1, total)
         units = [("F", *unit) for unit in forwards[:ahead]]
         for i in range(total - ahead):
             units += [("F", *forwards[ahead + i]), ("B", *backwards[i])]
@@ -117,19 +117,19 @@ def interleaved(num_stages: int, num_chunks: int, num_parts: int, num_slices: in
     return tuple(stages)
 
 
-def with_messages(stages: Stages, num_parts: int = 1) -> Stages:
+def with_messages(stages: Stages, num_ranges: int = 1) -> Stages:
     """Adds a receive right before, and a send right after, each action that needs one."""
-    last = (len(stages) - 1, num_parts - 1)
+    last = (len(stages) - 1, num_ranges - 1)
     result = []
     for actions in stages:
         full = []
         for a in actions:
-            place = (a.stage, a.part)
+            place = (a.stage, a.layer_range)
             receives = place != (0, 0) if a.kind == "F" else place != last
             sends = place != last if a.kind == "F" else place != (0, 0)
             kind = "F" if a.kind == "F" else "B"
-            full += [Action(f"R{kind}", a.stage, a.chunk, a.part)] if receives else []  # type: ignore[arg-type]
+            full += [Action(f"R{kind}", a.stage, a.chunk, a.layer_range)] if receives else []  # type: ignore[arg-type]
             full += [a]
-            full += [Action(f"S{kind}", a.stage, a.chunk, a.part)] if sends else []  # type: ignore[arg-type]
+            full += [Action(f"S{kind}", a.stage, a.chunk, a.layer_range)] if sends else []  # type: ignore[arg-type]
         result.append(tuple(full))
     return tuple(result)

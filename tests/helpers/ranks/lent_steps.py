@@ -95,7 +95,7 @@ def _steps(
     pool = lending_pool(plan.num_stages)
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
-    stages = stages_that_lend(model, [stage.parts for stage in plan.micro_batches[0].groups[0].stages])
+    stages = stages_that_lend(model, [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages])
     token_loss = TOKEN_LOSSES[case.loss]
     executor = StepExecutor(stages[pool.stage], pool, CPU, case.fp32_gradients, all_stages=stages, token_loss=token_loss)
     chunks = rank_inputs(plan, rows, pool.rank)["chunks"]

@@ -57,7 +57,7 @@ def stage_step_on_rank(
     pool = stage_pool(plan.num_stages)
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
-    ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+    ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
     cut_model(model, ranges, pool.stage)
     stage = stage_model(model, ranges, pool.stage)
     if plan.parameters != "replicated":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.models.staged_models import even_parts, family_model
+from helpers.models.staged_models import even_ranges, family_model
 from helpers.ranks.pipeline_steps import stage_mesh, stage_pool
 from helpers.ranks.rank_steps import whole
 from torch import Tensor
@@ -42,15 +42,15 @@ class RankStage:
         return {name: whole(p.detach()).clone() for name, p in self.stage.model.named_parameters()}
 
 
-def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = family_model, num_parts: int = 1) -> RankStage:
+def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = family_model, num_ranges: int = 1) -> RankStage:
     """This rank's stage of a tiny model (default: a Llama); its process groups last as long as the process."""
     pool = stage_pool(num_stages)
     if not _CONTROL:
         _CONTROL.append(control_group(60.0))
     model = build("llama", is_tied)
-    parts = even_parts(num_stages, num_parts)
-    cut_model(model, parts, pool.stage)
-    stage = stage_model(model, parts, pool.stage)
+    ranges = even_ranges(num_stages, num_ranges)
+    cut_model(model, ranges, pool.stage)
+    stage = stage_model(model, ranges, pool.stage)
     if is_sharded:
         shard_model(model, tuple(model._no_split_modules), stage_mesh(num_stages, pool.ranks_per_stage))
     tied = TiedWeight(model.get_parameter(stage.tied), pool.links.ends) if stage.tied else None

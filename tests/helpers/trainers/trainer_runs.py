@@ -43,7 +43,7 @@ class RecordedStep:
 
     loss: float
     gradients: dict[str, torch.Tensor]
-    parts: set[int]
+    layer_ranges: set[int]
     num_lent: int
     num_policies: int
 
@@ -61,9 +61,9 @@ class StepRecorder:
             groups = [group for each in plan.micro_batches for group in each.groups]
             actions = [action for group in groups for stage in group.stages for action in stage.actions]
             gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-            parts, num_lent = {action.part for action in actions}, sum(bool(action.lenders) for action in actions)
+            layer_ranges, num_lent = {action.layer_range for action in actions}, sum(bool(action.lenders) for action in actions)
             num_policies = sum(bool(policy.layers) for group in groups for stage in group.stages for policy in stage.activations)
-            self.steps.append(RecordedStep(float(result.loss), gradients, parts, num_lent, num_policies))
+            self.steps.append(RecordedStep(float(result.loss), gradients, layer_ranges, num_lent, num_policies))
             original(plan, result)
 
         trainer.longctx_run.report.step_done = step_done

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers.models.reference import relative_error
-from helpers.models.staged_models import even_parts, family_model
+from helpers.models.staged_models import even_ranges, family_model
 from helpers.ranks.pipeline_steps import stage_mesh
 from helpers.ranks.rank_pool import RankFailure
 from helpers.trainers.stage_training import RankStage, new_optimizer, rank_stage, set_whole_gradients, train_stage, whole_training
@@ -264,8 +264,8 @@ def test_a_rank_that_fails_to_write_is_named_everywhere_and_leaves_the_old_check
 def write_stages(folder: Path, model: Any) -> None:
     """Writes the files of two stages of `model` to a folder, where they are not joined yet."""
     for stage in range(2):
-        own, parts = copy.deepcopy(model), even_parts(2)
-        cut_model(own, parts, stage)
+        own, ranges = copy.deepcopy(model), even_ranges(2)
+        cut_model(own, ranges, stage)
         partial = folder / f"stage-{stage}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         weights_module._save_own(own, partial, own.state_dict(), "5GB")

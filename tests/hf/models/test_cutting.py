@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers.models.reference import relative_error
-from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_parts, family_model, random_inputs, run_pipeline
+from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_ranges, family_model, random_inputs, run_pipeline
 from torch import Tensor
 
 from hf_longctx.hf.models.cutting import check_ranges, cut_model, stage_model, stage_problems, stages_that_lend
@@ -39,11 +39,11 @@ def gradients(stages: list[StageModel]) -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
-@pytest.mark.parametrize(("num_stages", "num_parts"), SPLITS)
-def test_stages_one_after_the_other_are_the_whole_model(family: str, num_stages: int, num_parts: int) -> None:
+@pytest.mark.parametrize(("num_stages", "num_ranges"), SPLITS)
+def test_stages_one_after_the_other_are_the_whole_model(family: str, num_stages: int, num_ranges: int) -> None:
     model, inputs = family_model(family), random_inputs()
     expected_logits, expected = reference(model)
-    stages = cut_into_stages(model, num_stages, num_parts)
+    stages = cut_into_stages(model, num_stages, num_ranges)
     logits, between = run_pipeline(stages, inputs)
     backward_of(logits, inputs.shift_labels)
     assert relative_error(logits.detach(), expected_logits) <= TOLERANCE
@@ -60,7 +60,7 @@ def test_stages_of_one_whole_model_are_the_model_too(family: str, num_stages: in
     model, inputs = family_model(family, tied=True), random_inputs()
     expected_logits, expected = reference(model)
     whole = copy.deepcopy(model)
-    stages = list(stages_that_lend(whole, even_parts(num_stages)))
+    stages = list(stages_that_lend(whole, even_ranges(num_stages)))
     logits, _ = run_pipeline(stages, inputs)
     backward_of(logits, inputs.shift_labels)
     assert relative_error(logits.detach(), expected_logits) <= TOLERANCE
@@ -73,11 +73,11 @@ def test_stages_of_one_whole_model_are_the_model_too(family: str, num_stages: in
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize(("num_stages", "num_parts"), SPLITS)
-def test_tied_embeddings_get_their_gradient_in_two_addends(family: str, num_stages: int, num_parts: int) -> None:
+@pytest.mark.parametrize(("num_stages", "num_ranges"), SPLITS)
+def test_tied_embeddings_get_their_gradient_in_two_addends(family: str, num_stages: int, num_ranges: int) -> None:
     model, inputs = family_model(family, tied=True), random_inputs()
     _, expected = reference(model)
-    stages = cut_into_stages(model, num_stages, num_parts)
+    stages = cut_into_stages(model, num_stages, num_ranges)
     backward_of(run_pipeline(stages, inputs)[0], inputs.shift_labels)
     found = dict(gradients(stages))
     head = found.pop("lm_head.weight")
@@ -86,10 +86,10 @@ def test_tied_embeddings_get_their_gradient_in_two_addends(family: str, num_stag
     assert max(relative_error(found[name], expected[name]) for name in expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("num_stages", "num_parts"), SPLITS)
-def test_every_weight_lies_on_one_stage_under_its_name(num_stages: int, num_parts: int) -> None:
+@pytest.mark.parametrize(("num_stages", "num_ranges"), SPLITS)
+def test_every_weight_lies_on_one_stage_under_its_name(num_stages: int, num_ranges: int) -> None:
     model = family_model("llama")
-    stages = cut_into_stages(model, num_stages, num_parts)
+    stages = cut_into_stages(model, num_stages, num_ranges)
     names = [name for stage in stages for name in stage.model.state_dict()]
     assert sorted(names) == sorted(model.state_dict())
     whole = model.state_dict()
@@ -141,24 +141,24 @@ def test_a_stage_alone_refuses_to_be_run_as_a_model() -> None:
 
 
 def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
-    parts = tuple((LayerRange(min(stage, 6), 1),) for stage in range(8))
-    with pytest.raises(ValueError, match=r"8 stages of 1 parts need 8 layers, but the model has 7"):
-        cut_model(family_model("llama"), parts, 0)
+    ranges = tuple((LayerRange(min(stage, 6), 1),) for stage in range(8))
+    with pytest.raises(ValueError, match=r"8 stages of 1 layer ranges need 8 layers, but the model has 7"):
+        cut_model(family_model("llama"), ranges, 0)
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "ranges",
     [
         ((LayerRange(0, 3),), (LayerRange(4, 3),)),
         ((LayerRange(0, 3),), (LayerRange(3, 3),)),
         ((LayerRange(0, 7),), (LayerRange(7, 0),)),
-        # stage by stage instead of part by part
+        # stage by stage instead of range by range
         ((LayerRange(0, 2), LayerRange(2, 2)), (LayerRange(4, 2), LayerRange(6, 1))),
     ],
 )
-def test_ranges_that_are_not_the_layers_in_order_are_refused(parts: Any) -> None:
+def test_ranges_that_are_not_the_layers_in_order_are_refused(ranges: Any) -> None:
     with pytest.raises(ValueError, match="do not cover the 7 layers in order"):
-        check_ranges(parts, 7)
+        check_ranges(ranges, 7)
 
 
 def tiny(config_class: Any, model_class: Any, **settings: Any) -> Any:
@@ -212,7 +212,7 @@ def shared_layer() -> Any:
 )
 def test_models_that_cannot_be_cut_are_refused_by_name(build: Any, message: str) -> None:
     model = build()
-    layers = even_parts(2, num_layers=model.config.num_hidden_layers)
+    layers = even_ranges(2, num_layers=model.config.num_hidden_layers)
     with pytest.raises(ValueError, match=message):
         cut_model(model, layers, 1)
         stage_model(model, layers, 1)

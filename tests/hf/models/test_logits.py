@@ -371,11 +371,11 @@ def test_a_wrong_probe_is_caught_by_its_numbers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_stage_of_a_cut_model_knows_the_change() -> None:
-    parts = tuple((LayerRange(stage, 1),) for stage in range(2))
+    ranges = tuple((LayerRange(stage, 1),) for stage in range(2))
     for name in ("Gemma2ForCausalLM", "xLSTMForCausalLM", "FalconH1ForCausalLM"):
         for stage in range(2):
             model = build_any(name)
-            cut_model(model, parts, stage)
+            cut_model(model, ranges, stage)
             assert str(logit_change(model)) == CHANGES[name]
 
 

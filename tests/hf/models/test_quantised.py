@@ -254,10 +254,10 @@ def test_weights_in_full_are_those_of_the_products(kind: str) -> None:
 def test_a_stage_has_the_hidden_states_of_the_model_and_not_of_adapters() -> None:
     model = build_model(ModelCase(dtype=torch.bfloat16, four_bit="nf4"))
     model = adapted(model, autocast=True, **dict(LORA))
-    parts = ((LayerRange(0, 1),), (LayerRange(1, 1),))
+    ranges = ((LayerRange(0, 1),), (LayerRange(1, 1),))
     # its first weight that is no integer is one of the adapters, in fp32
-    cut_model(model, parts, 1)
-    assert stage_model(model, parts, 1).hidden_dtype == torch.bfloat16
+    cut_model(model, ranges, 1)
+    assert stage_model(model, ranges, 1).hidden_dtype == torch.bfloat16
     assert model_spec(model).bytes_per_element == 2
 
 
@@ -290,10 +290,10 @@ def test_a_stage_is_read_or_made_of_its_own_tensors(tmp_path: Path) -> None:
     whole = in_four_bits(plain, "nf4")
     whole.save_pretrained(tmp_path / "packed")
     expected = whole.state_dict()
-    parts = ((LayerRange(0, 1),), (LayerRange(1, 1),))
+    ranges = ((LayerRange(0, 1),), (LayerRange(1, 1),))
     for folder, settings in ((tmp_path, {"quantization_config": whole.config.quantization_config}), (tmp_path / "packed", {})):
         for stage in (0, 1):
-            found = load_stage(str(folder), parts, stage, torch.float32, device_map={"": "cpu"}, **settings)
+            found = load_stage(str(folder), ranges, stage, torch.float32, device_map={"": "cpu"}, **settings)
             assert len(four_bit_layers(found)) == 7
             weights = found.state_dict()
             assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())

@@ -68,11 +68,11 @@ def check_pass(found: PassCoefficients, truth: PassCoefficients) -> None:
     assert found.head_factor == pytest.approx(truth.head_factor, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_stages,num_parts", [(2, 1), (4, 1), (2, 2)])
-def test_samples_of_a_known_cost_model_give_back_that_model(num_stages: int, num_parts: int) -> None:
+@pytest.mark.parametrize("num_stages,num_ranges", [(2, 1), (4, 1), (2, 2)])
+def test_samples_of_a_known_cost_model_give_back_that_model(num_stages: int, num_ranges: int) -> None:
     truth = costs_of(num_stages, TRUTH)
-    schedule = "interleaved" if num_parts > 1 else "elastic"
-    plan = pipeline_plan(LENGTHS, [[(1, LONG)]], num_stages, schedule, 8, num_parts)
+    schedule = "interleaved" if num_ranges > 1 else "elastic"
+    plan = pipeline_plan(LENGTHS, [[(1, LONG)]], num_stages, schedule, 8, num_ranges)
     prior = costs_of(num_stages).coefficients
     fit = fit_coefficients(all_samples([plan], truth), 0.05, "run", prior)
     check_pass(fit.coefficients.forward, TRUTH.forward)
@@ -87,7 +87,7 @@ def test_samples_of_a_known_cost_model_give_back_that_model(num_stages: int, num
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_sample_is_predicted_as_part_s_says(data: st.DataObject) -> None:
-    num_stages, num_parts = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.integers(1, 2))
+    num_stages, num_ranges = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.integers(1, 2))
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=5))
     chunks = data.draw(random_chunks(range(len(lengths)), lengths))
     factors = data.draw(st.tuples(*[st.floats(0, 3.4)] * 2))
@@ -96,8 +96,8 @@ def test_every_sample_is_predicted_as_part_s_says(data: st.DataObject) -> None:
         forward=replace(TRUTH.forward, head_factor=factors[0]),
         backward=replace(TRUTH.backward, head_factor=factors[1]),
     )
-    schedule = "interleaved" if num_parts > 1 else data.draw(st.sampled_from(["1f1b", "gpipe"]))
-    plan = pipeline_plan(lengths, [[(1, chunks)]], num_stages, schedule, 8, num_parts)
+    schedule = "interleaved" if num_ranges > 1 else data.draw(st.sampled_from(["1f1b", "gpipe"]))
+    plan = pipeline_plan(lengths, [[(1, chunks)]], num_stages, schedule, 8, num_ranges)
     costs = costs_of(num_stages, coefficients)
     seen = 0
     for rank in range(num_stages):
@@ -105,17 +105,17 @@ def test_every_sample_is_predicted_as_part_s_says(data: st.DataObject) -> None:
         samples = pass_samples(plan, rank, intervals_of(plan, costs, rank), costs)
         for (_, _, name), sample in samples.items():
             action = Action.parse(name)
-            has_head = (rank, action.part) == (num_stages - 1, num_parts - 1)
+            has_head = (rank, action.layer_range) == (num_stages - 1, num_ranges - 1)
             for is_backward, one_pass in ((False, sample.forward), (True, sample.backward)):
                 one = coefficients.backward if is_backward else coefficients.forward
-                layers = stage.parts[action.part].num_layers
-                pairs = costs.attention_pairs(stage.parts[action.part : action.part + 1])
+                layers = stage.layer_ranges[action.layer_range].num_layers
+                pairs = costs.attention_pairs(stage.layer_ranges[action.layer_range : action.layer_range + 1])
                 chunk = group.chunks[action.chunk]
                 expected_s = costs.part_s(chunk, GroupShape(1), is_backward, layers, has_head, pairs=pairs)
                 assert one_pass.seconds == pytest.approx(expected_s, rel=1e-9)
                 assert one_pass.predicted_s(one) == pytest.approx(expected_s, rel=1e-9)
                 seen += 1
-    assert seen == 2 * num_stages * num_parts * len(chunks)
+    assert seen == 2 * num_stages * num_ranges * len(chunks)
 
 
 def test_ranks_of_one_stage_share_a_chunk_and_stages_do_not() -> None:
@@ -157,7 +157,7 @@ def test_what_policies_add_is_taken_off_on_every_stage() -> None:
         for (_, _, name), sample in pass_samples(plan, rank, slower, truth).items():
             chunk = group.chunks[Action.parse(name).chunk]
             for is_backward, one_pass in ((False, sample.forward), (True, sample.backward)):
-                pairs = truth.attention_pairs(stage.parts)
+                pairs = truth.attention_pairs(stage.layer_ranges)
                 expected_s = truth.part_s(chunk, GroupShape(1), is_backward, stage.num_layers, rank == 1, pairs=pairs)
                 assert one_pass.seconds == pytest.approx(3 * expected_s, rel=1e-9)
             added += raw[name.replace("F", "B")] > 1.001 * sample.backward.seconds

@@ -169,7 +169,7 @@ def test_predicted_idle_is_the_judges_and_asks_for_measured_costs() -> None:
     assert predicted_idle(plan, 1, truth) is None and predicted_idle(plan, 0, costs) is None
 
 
-def test_predicted_memory_of_stages_counts_parts_and_leaves_messages_out() -> None:
+def test_predicted_memory_of_stages_counts_layer_ranges_and_leaves_messages_out() -> None:
     spec = replace(tiny_costs(2).model, num_layers=8)
     plan = pipeline_plan([30, 8], [[(1, [*([span] for span in cut(0, [20, 10])), [(1, 0, 8)]])]], 2, "interleaved", 8, 2)
     keep = LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in ("attention_output", "qkv", "mlp")))
@@ -180,9 +180,9 @@ def test_predicted_memory_of_stages_counts_parts_and_leaves_messages_out() -> No
         waiting, most = [], 0
         for action in stage.actions:
             if action.kind == "F":
-                waiting.append((action.part, action.chunk))
+                waiting.append((action.layer_range, action.chunk))
             elif action.kind == "B":
-                waiting.remove((action.part, action.chunk))
+                waiting.remove((action.layer_range, action.chunk))
             most = max(most, sum(group.chunks[chunk].num_tokens for _, chunk in waiting))
         found = predicted_memory(plan, rank, spec)
         assert found.saved == most * 32 * 4

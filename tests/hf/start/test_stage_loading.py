@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models.staged_models import even_parts, family_model, random_inputs, run_pipeline
+from helpers.models.staged_models import even_ranges, family_model, random_inputs, run_pipeline
 from helpers.ranks.forked import FORKED
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,16 +25,16 @@ def saved(model: Any, folder: Path, shard_size: str = "20KB") -> str:
     return str(folder)
 
 
-def stages_of(folder: str, num_stages: int, num_parts: int = 1, **settings: Any) -> list[Any]:
-    parts = even_parts(num_stages, num_parts)
-    return [load_stage(folder, parts, stage, **settings) for stage in range(num_stages)]
+def stages_of(folder: str, num_stages: int, num_ranges: int = 1, **settings: Any) -> list[Any]:
+    ranges = even_ranges(num_stages, num_ranges)
+    return [load_stage(folder, ranges, stage, **settings) for stage in range(num_stages)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loaded_stages_are_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:
     model = family_model(family, tied)
-    parts = even_parts(3)
+    ranges = even_ranges(3)
     folder = saved(model, tmp_path)
     models = stages_of(folder, 3)
     weights = {name: value for stage in models for name, value in stage.state_dict().items()}
@@ -45,7 +45,7 @@ def test_loaded_stages_are_the_whole_model(family: str, tied: bool, tmp_path: Pa
     assert not any(tensor.is_meta for stage in models for tensor in (*stage.parameters(), *stage.buffers()))
     assert {type(stage) for stage in models} == {type(model)}
     inputs = random_inputs()
-    logits, _ = run_pipeline([stage_model(stage, parts, number) for number, stage in enumerate(models)], inputs)
+    logits, _ = run_pipeline([stage_model(stage, ranges, number) for number, stage in enumerate(models)], inputs)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(logits, whole(input_ids=inputs.input_ids, use_cache=False).logits)
 
@@ -74,7 +74,7 @@ def test_a_stage_reads_its_own_tensors_and_no_other(tied: bool, tmp_path: Path, 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", counted)
     for stage in range(3):
         num_read["elements"] = 0
-        own = load_stage(folder, even_parts(3), stage)
+        own = load_stage(folder, even_ranges(3), stage)
         assert num_read["elements"] == sum(parameter.numel() for parameter in own.parameters())
 
 
@@ -100,7 +100,7 @@ def test_fused_experts_are_loaded_by_stage(tmp_path: Path) -> None:
     expected = model.state_dict()
     found = {}
     for stage in range(2):
-        found.update(load_stage(folder, even_parts(2, num_layers=4), stage).state_dict())
+        found.update(load_stage(folder, even_ranges(2, num_layers=4), stage).state_dict())
     assert sorted(found) == sorted(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -108,12 +108,12 @@ def test_fused_experts_are_loaded_by_stage(tmp_path: Path) -> None:
 def _peak_growth(folder: str, stage: int, num_stages: int, pipe: Any) -> None:
     """Sends the most bytes that this process had more than before, as the kernel counts them."""
     torch.set_num_threads(1)
-    parts = even_parts(num_stages, num_layers=8)
+    ranges = even_ranges(num_stages, num_layers=8)
     # whatever the first load of a process takes for itself
-    load_stage(f"{folder}/tiny", even_parts(num_stages), stage)
+    load_stage(f"{folder}/tiny", even_ranges(num_stages), stage)
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
-    model = load_stage(f"{folder}/large", parts, stage)
+    model = load_stage(f"{folder}/large", ranges, stage)
     pipe.send((_resident("VmHWM") - before, sum(p.numel() * 4 for p in model.parameters())))
 
 
@@ -139,11 +139,11 @@ def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path: Path) -> None:
-    parts = even_parts(2)
+    ranges = even_ranges(2)
     with pytest.raises(ValueError, match="is not a folder; download"):
-        load_stage("someone/model", parts, 0)
+        load_stage("someone/model", ranges, 0)
     with pytest.raises(ValueError, match=r"has no model.safetensors"):
-        load_stage(str(tmp_path), parts, 0)
+        load_stage(str(tmp_path), ranges, 0)
     saved(family_model("llama"), tmp_path)
     file = sorted(tmp_path.glob("model-*.safetensors"))[1]
     with safe_open(file, framework="pt") as reader:
@@ -152,16 +152,16 @@ def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path: Path) -> Non
     save_file({name: value for name, value in tensors.items() if name != first}, file, metadata={"format": "pt"})
     stage = next(number for number in range(2) if first in load_names(number))
     with pytest.raises(ValueError, match=rf"lacks 1 weights of stage {stage} \(the first is {re.escape(first)}\)"):
-        load_stage(str(tmp_path), parts, stage)
-    load_stage(str(tmp_path), parts, 1 - stage)
+        load_stage(str(tmp_path), ranges, stage)
+    load_stage(str(tmp_path), ranges, 1 - stage)
     file.unlink()
     with pytest.raises(ValueError, match=rf"has no {file.name}"):
-        load_stage(str(tmp_path), parts, 1 - stage)
+        load_stage(str(tmp_path), ranges, 1 - stage)
 
 
 def load_names(stage: int) -> set[str]:
     model = family_model("llama")
-    cut_model(model, even_parts(2), stage)
+    cut_model(model, even_ranges(2), stage)
     return set(model.state_dict())
 
 
@@ -170,4 +170,4 @@ def test_a_checkpoint_with_two_weights_where_the_config_ties_them_is_refused(tmp
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(ValueError, match="ties the head to the embedding, but their weights differ"):
-        load_stage(str(tmp_path), even_parts(2), 1)
+        load_stage(str(tmp_path), even_ranges(2), 1)

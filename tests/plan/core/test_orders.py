@@ -68,8 +68,8 @@ def test_packs_around_a_sequence_of_three_slices_with_the_elastic_window() -> No
     ]
 
 
-def test_four_packs_with_two_parts_on_two_stages() -> None:
-    # warm-up (V - 1) P + 2 (P - 1 - p) + k - 1 = 4 on stage 0 and 2 on stage 1, parts change every two chunks
+def test_four_packs_with_two_layer_ranges_on_two_stages() -> None:
+    # warm-up (V - 1) P + 2 (P - 1 - p) + k - 1 = 4 on stage 0 and 2 on stage 1, ranges change every two chunks
     chunks = chunks_of([(0, 1)] * 4)
     assert list(map(words, compute_actions(chunks, 2, "interleaved", 2))) == [
         "F0 F1 .1F0 .1F1 F2 .1B0 F3 .1B1 .1F2 B0 .1F3 B1 .1B2 .1B3 B2 B3",
@@ -79,13 +79,13 @@ def test_four_packs_with_two_parts_on_two_stages() -> None:
 
 def test_the_messages_of_a_pipelined_group() -> None:
     group = SequenceGroup((0,), "local", chunks_of([(2, 0), (0, 1)]), ())
-    parts = ((LayerRange(0, 3),), (LayerRange(3, 2),))
-    done = pipelined(group, parts, "1f1b")
+    ranges = ((LayerRange(0, 3),), (LayerRange(3, 2),))
+    done = pipelined(group, ranges, "1f1b")
     assert schedule_grid(done) == (
         "  stage 0: 0F0 0SF0 0F1 0SF1 0F2 0SF2 0RB1 0B1 0RB0 0B0 0RB2 0B2\n"
         "  stage 1: 1RF0 1F0 1RF1 1F1 1B1 1SB1 1RF2 1F2 1B0 1SB0 1B2 1SB2"
     )
-    assert tuple(stage.parts for stage in done.stages) == parts
+    assert tuple(stage.layer_ranges for stage in done.stages) == ranges
     assert group.stages == ()
 
 
@@ -100,8 +100,8 @@ def test_every_schedule_of_any_families_is_valid(shapes: list[tuple[int, int]], 
 
 @settings(max_examples=150, deadline=None)
 @given(family_shapes(), st.integers(1, 6), st.integers(2, 4))
-def test_every_interleaving_of_any_families_is_valid(shapes: list[tuple[int, int]], num_stages: int, num_parts: int) -> None:
-    validate_plan(plan_of(chunks_of(shapes), num_stages, "interleaved", num_parts))
+def test_every_interleaving_of_any_families_is_valid(shapes: list[tuple[int, int]], num_stages: int, num_ranges: int) -> None:
+    validate_plan(plan_of(chunks_of(shapes), num_stages, "interleaved", num_ranges))
 
 
 @settings(max_examples=150, deadline=None)
@@ -173,14 +173,14 @@ def test_gpipe_runs_all_forwards_first_and_takes_the_closed_form(shapes: list[tu
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize("num_ranges", [2, 3])
 @pytest.mark.parametrize("num_rounds", [1, 2, 3])
-def test_interleaving_families_that_fill_a_round_has_seq1f1bs_warm_up(num_stages: int, num_parts: int, num_rounds: int) -> None:
+def test_interleaving_families_that_fill_a_round_has_seq1f1bs_warm_up(num_stages: int, num_ranges: int, num_rounds: int) -> None:
     for num_slices in (d for d in range(1, num_stages + 1) if num_stages % d == 0):
         shapes = [(num_slices, 0)] * (num_rounds * num_stages // num_slices)
-        num_units = num_rounds * num_stages * num_parts
-        for stage, actions in enumerate(compute_actions(chunks_of(shapes), num_stages, "interleaved", num_parts)):
-            warm_up = min((num_parts - 1) * num_stages + 2 * (num_stages - 1 - stage) + num_slices - 1, num_units)
+        num_units = num_rounds * num_stages * num_ranges
+        for stage, actions in enumerate(compute_actions(chunks_of(shapes), num_stages, "interleaved", num_ranges)):
+            warm_up = min((num_ranges - 1) * num_stages + 2 * (num_stages - 1 - stage) + num_slices - 1, num_units)
             kinds = "".join(action.kind for action in actions)
             assert kinds == "F" * warm_up + "FB" * (num_units - warm_up) + "B" * warm_up
 
@@ -188,38 +188,38 @@ def test_interleaving_families_that_fill_a_round_has_seq1f1bs_warm_up(num_stages
 @settings(max_examples=200, deadline=None)
 @given(family_shapes(), st.integers(1, 5), st.integers(2, 4))
 def test_interleaving_at_least_as_many_chunks_as_stages_leaves_only_the_ramps_idle(
-    shapes: list[tuple[int, int]], num_stages: int, num_parts: int
+    shapes: list[tuple[int, int]], num_stages: int, num_ranges: int
 ) -> None:
     chunks = chunks_of(shapes)
-    stages = compute_actions(chunks, num_stages, "interleaved", num_parts)
-    taken_s = makespan(stages, seconds, num_parts)
+    stages = compute_actions(chunks, num_stages, "interleaved", num_ranges)
+    taken_s = makespan(stages, seconds, num_ranges)
     if len(chunks) >= num_stages:
-        assert taken_s == (len(chunks) * num_parts + num_stages - 1) * (FORWARD_S + BACKWARD_S)
+        assert taken_s == (len(chunks) * num_ranges + num_stages - 1) * (FORWARD_S + BACKWARD_S)
 
 
 # refused
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "schedule", "num_parts", "message"),
+    ("num_stages", "schedule", "num_ranges", "message"),
     [
         (2, "2f2b", 1, "schedule '2f2b' is not one of 1f1b, elastic, gpipe, interleaved"),
         (0, "1f1b", 1, "at least one chunk and one stage, not 2 and 0"),
-        (2, "interleaved", 1, r"'interleaved' cannot run 1 part\(s\) per stage; 'interleaved' needs at least 2"),
-        (2, "elastic", 2, r"'elastic' cannot run 2 part\(s\) per stage"),
-        (2, "elastic", 0, r"'elastic' cannot run 0 part\(s\) per stage"),
+        (2, "interleaved", 1, r"'interleaved' cannot run 1 layer range\(s\) per stage; 'interleaved' needs at least 2"),
+        (2, "elastic", 2, r"'elastic' cannot run 2 layer range\(s\) per stage"),
+        (2, "elastic", 0, r"'elastic' cannot run 0 layer range\(s\) per stage"),
     ],
 )
-def test_a_schedule_that_does_not_exist_is_refused(num_stages: int, schedule: Schedule, num_parts: int, message: str) -> None:
+def test_a_schedule_that_does_not_exist_is_refused(num_stages: int, schedule: Schedule, num_ranges: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compute_actions(chunks_of([(2, 0)]), num_stages, schedule, num_parts)
+        compute_actions(chunks_of([(2, 0)]), num_stages, schedule, num_ranges)
 
 
-def test_a_group_without_chunks_or_with_uneven_parts_is_refused() -> None:
+def test_a_group_without_chunks_or_with_uneven_layer_ranges_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one chunk and one stage, not 0 and 2"):
         compute_actions((), 2)
     group = SequenceGroup((0,), "local", chunks_of([(2, 0)]), ())
-    with pytest.raises(ValueError, match=r"same number of parts, at least one stage; found \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"same number of layer ranges, at least one stage; found \[1, 2\]"):
         pipelined(group, ((LayerRange(0, 1),), (LayerRange(1, 1), LayerRange(2, 1))))
     with pytest.raises(ValueError, match=r"at least one stage; found \[\]"):
         pipelined(group, ())

@@ -30,7 +30,7 @@ actions = st.builds(
     kind=st.sampled_from(ACTION_KINDS),
     stage=numbers,
     chunk=numbers,
-    part=numbers,
+    layer_range=numbers,
     lenders=st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
 )
 
@@ -42,9 +42,9 @@ actions = st.builds(
         ("2SB0", Action("SB", 2, 0)),
         ("12RF34", Action("RF", 12, 34)),
         ("3RB1", Action("RB", 3, 1)),
-        ("2.1F0", Action("F", 2, 0, part=1)),
+        ("2.1F0", Action("F", 2, 0, layer_range=1)),
         ("2F0@3:0,3:1", Action("F", 2, 0, lenders=((3, 0), (3, 1)))),
-        ("2.3B10@0:1", Action("B", 2, 10, part=3, lenders=((0, 1),))),
+        ("2.3B10@0:1", Action("B", 2, 10, layer_range=3, lenders=((0, 1),))),
     ],
 )
 def test_an_action_reads_and_writes_as_the_design_spells_it(text: str, action: Action) -> None:
@@ -78,7 +78,7 @@ def test_the_dummy_chunk_is_empty() -> None:
     assert (dummy.num_tokens, dummy.prefix_tokens) == (0, 0)
 
 
-def test_a_stage_counts_the_layers_of_all_parts() -> None:
+def test_a_stage_counts_the_layers_of_all_ranges() -> None:
     assert StagePlan(0, (LayerRange(0, 2), LayerRange(8, 3)), ()).num_layers == 5
 
 

@@ -213,11 +213,11 @@ def test_slices_of_a_sequence_stay_in_one_group() -> None:
     refused(edited("seq1f1b", **data), r"group \(1,\): chunk 2 starts sequence 0 at token 48000, .* end at 0")
 
 
-# parts
+# layer ranges
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "ranges",
     [
         [{"first_layer": 0, "num_layers": 0}, {"first_layer": 4, "num_layers": 2}],
         [{"first_layer": 0, "num_layers": 5}, {"first_layer": 4, "num_layers": 2}],
@@ -225,13 +225,14 @@ def test_slices_of_a_sequence_stay_in_one_group() -> None:
         [{"first_layer": -1, "num_layers": 2}, {"first_layer": 4, "num_layers": 2}],
     ],
 )
-def test_parts_are_ascending_and_do_not_overlap(parts: list[dict[str, int]]) -> None:
-    refused(edited("interleaved", **{f"{_GROUP}__stages__0__parts": parts}), "expected at least one layer from")
+def test_layer_ranges_are_ascending_and_do_not_overlap(ranges: list[dict[str, int]]) -> None:
+    refused(edited("interleaved", **{f"{_GROUP}__stages__0__parts": ranges}), "expected at least one layer from")
 
 
 def test_a_stage_without_layers_is_refused() -> None:
     refused(
-        edited("flexsp", **{f"{_GROUP}__stages__0__parts": []}), "every stage needs the same number of parts, at least one; found"
+        edited("flexsp", **{f"{_GROUP}__stages__0__parts": []}),
+        "every stage needs the same number of layer ranges, at least one; found",
     )
 
 
@@ -240,11 +241,11 @@ def test_interleaved_ranges_need_whole_weights(parameters: str) -> None:
     refused(edited("interleaved", parameters=parameters), "interleav|same order")
 
 
-def test_all_stages_have_the_same_number_of_parts() -> None:
+def test_all_stages_have_the_same_number_of_layer_ranges() -> None:
     plan = fixture("interleaved")
-    one_part = with_stage(plan, 1, parts=plan.micro_batches[0].groups[0].stages[1].parts[:1], activations=())
-    words = [action for action in one_part.micro_batches[0].groups[0].stages[1].actions if action.part == 0]
-    refused(with_stage(one_part, 1, actions=tuple(words)), r"same number of parts, at least one; found \[1, 2\]")
+    one_range = with_stage(plan, 1, layer_ranges=plan.micro_batches[0].groups[0].stages[1].layer_ranges[:1], activations=())
+    words = [action for action in one_range.micro_batches[0].groups[0].stages[1].actions if action.layer_range == 0]
+    refused(with_stage(one_range, 1, actions=tuple(words)), r"same number of layer ranges, at least one; found \[1, 2\]")
 
 
 # compute
@@ -271,15 +272,15 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["0F1", "0.1F0"])
-def test_an_action_of_an_unknown_chunk_or_part_is_refused(text: str) -> None:
-    message = refused(with_actions(fixture("flexsp"), 0, f"0F0 {text} 0B0"), "names a chunk or part that does not exist")
+def test_an_action_of_an_unknown_chunk_or_layer_range_is_refused(text: str) -> None:
+    message = refused(with_actions(fixture("flexsp"), 0, f"0F0 {text} 0B0"), "names a chunk or layer range that does not exist")
     assert f">{text}<" in message
 
 
 def test_an_action_of_a_negative_chunk_is_refused() -> None:
     plan = fixture("flexsp")
     actions = (*plan.micro_batches[0].groups[0].stages[0].actions, Action("SF", 0, -1))
-    refused(with_stage(plan, 0, actions=actions), "names a chunk or part that does not exist")
+    refused(with_stage(plan, 0, actions=actions), "names a chunk or layer range that does not exist")
 
 
 @pytest.mark.parametrize("text", ["0F0 0F0 0B0", "0F0 0B0 0B0"])
@@ -293,7 +294,7 @@ def test_every_chunk_runs_forward_and_backward(text: str, missing: str) -> None:
     refused(with_actions(fixture("flexsp"), 0, text), f"{missing} is missing")
 
 
-def test_every_part_runs_forward_and_backward() -> None:
+def test_every_layer_range_runs_forward_and_backward() -> None:
     words = [action for action in fixture("interleaved").micro_batches[0].groups[0].stages[0].actions if str(action) != "0.1B1"]
     refused(with_stage(fixture("interleaved"), 0, actions=tuple(words)), r"0\.1B1 is missing")
 
@@ -346,11 +347,11 @@ def test_lenders_are_ranks_of_other_stages_and_take_part_only_in_compute(old: st
 # policies
 
 
-@pytest.mark.parametrize("changes", [{"chunk": 1}, {"part": 1}, {"chunk": -1}, {"part": -1}])
-def test_a_policy_of_an_unknown_chunk_or_part_is_refused(changes: dict[str, int]) -> None:
+@pytest.mark.parametrize("changes", [{"chunk": 1}, {"layer_range": 1}, {"chunk": -1}, {"layer_range": -1}])
+def test_a_policy_of_an_unknown_chunk_or_layer_range_is_refused(changes: dict[str, int]) -> None:
     policy = fixture("layer_first").micro_batches[0].groups[0].stages[0].activations[0]
     plan = with_stage(fixture("layer_first"), 0, activations=(dataclasses.replace(policy, **changes),))
-    refused(plan, "names an unknown chunk or part")
+    refused(plan, "names an unknown chunk or layer range")
 
 
 def test_two_policies_of_one_chunk_are_refused() -> None:
@@ -358,12 +359,12 @@ def test_two_policies_of_one_chunk_are_refused() -> None:
     refused(with_stage(fixture("layer_first"), 0, activations=(policy, policy)), "is given twice")
 
 
-def test_a_policy_fits_the_layers_of_its_part() -> None:
+def test_a_policy_fits_the_layers_of_its_layer_range() -> None:
     policy = ActivationPolicy(chunk=0, layers=(LayerPolicy(),) * 5)
-    refused(with_stage(fixture("layer_first"), 0, activations=(policy,)), "has 5 layers, but the part has 4")
-    # part 1 has two layers although the stage has four
-    policy = ActivationPolicy(chunk=0, part=1, layers=(LayerPolicy(),) * 3)
-    refused(with_stage(fixture("interleaved"), 0, activations=(policy,)), "has 3 layers, but the part has 2")
+    refused(with_stage(fixture("layer_first"), 0, activations=(policy,)), "has 5 layers, but the range has 4")
+    # layer range 1 has two layers although the stage has four
+    policy = ActivationPolicy(chunk=0, layer_range=1, layers=(LayerPolicy(),) * 3)
+    refused(with_stage(fixture("interleaved"), 0, activations=(policy,)), "has 3 layers, but the range has 2")
 
 
 def test_a_negative_tile_is_refused() -> None:
@@ -404,7 +405,8 @@ def test_gradients_are_received_in_the_order_they_are_sent() -> None:
     path = "micro_batches__0__groups__1__stages__0__actions"
     plan = edited("pp_sp_replicas", **{path: "0F0 0SF0 0F1 0SF1 0RB1 0B1 0RB0 0B0"})
     message = refused(
-        plan, r"stage 1 sends SB of \(part, chunk\) \[\(0, 0\), \(0, 1\)\] to stage 0, which receives \[\(0, 1\), \(0, 0\)\]"
+        plan,
+        r"stage 1 sends SB of \(layer range, chunk\) \[\(0, 0\), \(0, 1\)\] to stage 0, which receives \[\(0, 1\), \(0, 0\)\]",
     )
     assert "stage 0: 0F0 0SF0" in message
 
@@ -412,7 +414,10 @@ def test_gradients_are_received_in_the_order_they_are_sent() -> None:
 def test_activations_are_received_in_the_order_they_are_sent() -> None:
     path = "micro_batches__0__groups__1__stages__0__actions"
     plan = edited("pp_sp_replicas", **{path: "0F1 0SF1 0F0 0SF0 0RB0 0B0 0RB1 0B1"})
-    refused(plan, r"stage 0 sends SF of \(part, chunk\) \[\(0, 1\), \(0, 0\)\] to stage 1, which receives \[\(0, 0\), \(0, 1\)\]")
+    refused(
+        plan,
+        r"stage 0 sends SF of \(layer range, chunk\) \[\(0, 1\), \(0, 0\)\] to stage 1, which receives \[\(0, 0\), \(0, 1\)\]",
+    )
 
 
 def test_a_send_without_its_receive_is_refused() -> None:
@@ -426,7 +431,7 @@ def test_every_chunk_crosses_every_link_once() -> None:
     for stage, lost in ((0, "0SF3"), (1, "1RF3")):
         words = [action for action in plan.micro_batches[0].groups[0].stages[stage].actions if str(action) != lost]
         plan = with_stage(plan, stage, actions=tuple(words))
-    refused(plan, "SF of stage 0 part 0 must move every chunk once")
+    refused(plan, "SF of stage 0 layer range 0 must move every chunk once")
 
 
 @pytest.mark.parametrize(
@@ -449,13 +454,13 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     assert ">0RB1<" in message
 
 
-def test_a_deadlock_between_parts_is_found() -> None:
-    # stage 0 can receive chunk 0 for its part 1 only after stage 1 has run part 0 of that chunk
+def test_a_deadlock_between_layer_ranges_is_found() -> None:
+    # stage 0 can receive chunk 0 for its layer range 1 only after stage 1 has run range 0 of that chunk
     words = "0.1RF0 0F0 0SF0 0F1 0SF1 0.1F0 0.1SF0 0.1RF1 0.1F1 0.1SF1 0.1RB0 0.1B0 0.1SB0 0.1RB1 0.1B1 0.1SB1 0RB0 0B0 0RB1 0B1"
     assert ">0.1RF0<" in refused(with_actions(fixture("interleaved"), 0, words), "waits for ever: deadlock")
 
 
-def test_the_first_part_receives_no_activations_and_the_last_no_gradients() -> None:
+def test_the_first_layer_range_receives_no_activations_and_the_last_no_gradients() -> None:
     text = "0RF0 0F0 0SF0 0F1 0SF1 0RB1 0B1 0RB0 0B0"
     assert ">0RF0<" in refused(with_actions(fixture("pp_sp_replicas"), 0, text), "has no partner on another stage")
     text = "1RF0 1F0 1RF1 1F1 1RB1 1B1 1SB1 1B0 1SB0"
@@ -475,16 +480,16 @@ def test_a_plan_of_one_stage_neither_sends_nor_receives(text: str) -> None:
     refused(with_actions(fixture("flexsp"), 0, text), "[RS][FB]0")
 
 
-def test_messages_of_two_parts_keep_one_order_on_their_link() -> None:
-    # stage 0 sends part 0 of chunks 0 and 1, then part 1 of chunk 0; stage 1 receives part 1 of chunk 0 in between
+def test_messages_of_two_layer_ranges_keep_one_order_on_their_link() -> None:
+    # stage 0 sends range 0 of chunks 0 and 1, then range 1 of chunk 0; stage 1 receives range 1 of chunk 0 in between
     words = "1RF0 1F0 1SF0 1.1RF0 1.1F0 1RF1 1F1 1SF1 1.1RF1 1.1F1 1.1B0 1.1SB0 1.1B1 1.1SB1 1RB0 1B0 1SB0 1RB1 1B1 1SB1"
     sends = "0F0 0SF0 0F1 0SF1 0.1RF0 0.1F0 0.1SF0 0.1RF1 0.1F1 0.1SF1 0.1RB0 0.1B0 0.1SB0 0.1RB1 0.1B1 0.1SB1 0RB0 0B0 0RB1 0B1"
     refused(with_actions(with_actions(fixture("interleaved"), 0, sends), 1, words), "receives")
 
 
-def test_parts_of_one_stage_run_in_the_order_of_their_layers() -> None:
-    parts = [{"first_layer": 0, "num_layers": 2}, {"first_layer": 2, "num_layers": 2}]
-    paths = {f"{_GROUP}__stages__0__parts": parts, f"{_GROUP}__stages__0__activations": []}
+def test_layer_ranges_of_one_stage_run_in_the_order_of_their_layers() -> None:
+    ranges = [{"first_layer": 0, "num_layers": 2}, {"first_layer": 2, "num_layers": 2}]
+    paths = {f"{_GROUP}__stages__0__parts": ranges, f"{_GROUP}__stages__0__activations": []}
     good = "0F0 0.1F0 0.1B0 0B0"
     validate_plan(edited("layer_first", **paths, **{f"{_GROUP}__stages__0__actions": good}))
     for bad in ("0.1F0 0F0 0.1B0 0B0", "0F0 0.1F0 0B0 0.1B0"):

@@ -32,14 +32,19 @@ MOVED = LayerPolicy((TensorShare("layer_input", host=0.5, device=0.5), TensorSha
 def random_group(seed: int) -> SequenceGroup:
     """Slices, packs and hybrids on one to four stages, some in two parts, under policies of all kinds or none."""
     draw = random.Random(seed)
-    num_parts = draw.choice([1, 1, 2])
-    num_stages = draw.choice([2, 4]) if num_parts > 1 else draw.choice([1, 2, 3, 4])
-    shapes = [(2, 0)] * num_stages if num_parts > 1 else random_shapes(draw)
-    plan = plan_of(chunks_of(shapes), num_stages, "interleaved" if num_parts > 1 else "elastic", num_parts)
+    num_ranges = draw.choice([1, 1, 2])
+    num_stages = draw.choice([2, 4]) if num_ranges > 1 else draw.choice([1, 2, 3, 4])
+    shapes = [(2, 0)] * num_stages if num_ranges > 1 else random_shapes(draw)
+    plan = plan_of(chunks_of(shapes), num_stages, "interleaved" if num_ranges > 1 else "elastic", num_ranges)
     (group,) = plan.micro_batches[0].groups
     if draw.random() < 0.3:
         return group
-    places = [(stage.stage, chunk.index, part) for stage in group.stages for chunk in group.chunks for part in range(num_parts)]
+    places = [
+        (stage.stage, chunk.index, layer_range)
+        for stage in group.stages
+        for chunk in group.chunks
+        for layer_range in range(num_ranges)
+    ]
     layers = {place: draw.choice([(), (MOVED,), (recomputed_layer(True),)]) for place in places}
     return with_layers(group, layers, draw.choice([0, 4]))
 
@@ -53,32 +58,36 @@ def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
     book: dict[tuple[int, int], int] = {}
     found = []
     for place, action in enumerate(passes):
-        key, chunk, num_layers = (action.chunk, action.part), group.chunks[action.chunk], stage.parts[action.part].num_layers
+        key, chunk, num_layers = (
+            (action.chunk, action.layer_range),
+            group.chunks[action.chunk],
+            stage.layer_ranges[action.layer_range].num_layers,
+        )
         slices = [span for span in chunk.spans if span.start or span.stop < ends[span.sequence]]
-        entries = [(action.part, span.sequence) for span in slices]
+        entries = [(action.layer_range, span.sequence) for span in slices]
         if action.kind == "F":
-            policy = next((p for p in stage.activations if (p.chunk, p.part) == key), None)
+            policy = next((p for p in stage.activations if (p.chunk, p.layer_range) == key), None)
             load = replace(
                 chunk_load(group, chunk, 0, common),
                 num_layers=num_layers,
-                has_head=(stage.stage, action.part) == (len(group.stages) - 1, len(stage.parts) - 1),
-                keeps_gradients=(passes[place + 1].chunk, passes[place + 1].part, passes[place + 1].kind) == (*key, "B"),
-                receives=bool(policy and policy.layers) and (stage.stage, action.part) != (0, 0),
+                has_head=(stage.stage, action.layer_range) == (len(group.stages) - 1, len(stage.layer_ranges) - 1),
+                keeps_gradients=(passes[place + 1].chunk, passes[place + 1].layer_range, passes[place + 1].kind) == (*key, "B"),
+                receives=bool(policy and policy.layers) and (stage.stage, action.layer_range) != (0, 0),
             )
             held[key] = ByteModel(MODEL).chunk(load, policy)
             for entry, span in zip(entries, slices, strict=True):
                 book.setdefault(entry, kv_bytes * num_layers * ends[span.sequence])
-            first, last = sum(size for (part, _), size in book.items() if part == action.part), 0
+            first, last = sum(size for (layer_range, _), size in book.items() if layer_range == action.layer_range), 0
             work, others = held[key].forward_workspace, sum(book.values()) - first
         else:
-            before = sum(size for (part, _), size in book.items() if part == action.part)
+            before = sum(size for (layer_range, _), size in book.items() if layer_range == action.layer_range)
             others = sum(book.values()) - before
             for entry, span in zip(entries, slices, strict=True):
                 if span.stop == ends[span.sequence]:
                     book[entry] += grad_bytes * num_layers * span.start
                 if not span.start:
                     del book[entry]
-            after = sum(size for (part, _), size in book.items() if part == action.part)
+            after = sum(size for (layer_range, _), size in book.items() if layer_range == action.layer_range)
             a_layer = (after - before) // num_layers
             first, last = (before + a_layer, after) if after > before else (before, after - a_layer)
             work = held[key].backward_workspace
@@ -139,7 +148,7 @@ def test_chunks_in_flight_are_those_of_a_walk(seed: int) -> None:
     number = 0
     for stage in group.stages:
         passes = [action for action in stage.actions if action.kind in "FB"]
-        places = [cells.place(stage.stage, action.chunk, action.part) for action in passes]
+        places = [cells.place(stage.stage, action.chunk, action.layer_range) for action in passes]
         waiting: list[int] = []
         for place, action in zip(places, passes, strict=True):
             if action.kind == "F":

@@ -101,8 +101,8 @@ def test_layers_are_priced_by_their_own_windows() -> None:
     # seconds of one layer, at 1e-6 s for a pair in all four layers
     banded_s, full_s = 1e-6 * 100 * 20 / 4, 1e-6 * 100 * 80 / 4
     base_s = cost_model("linear", 1).part_s(chunk, ONE, False, 2, has_head=True) + 2 * 1e-3 / 4
-    for parts, layer_s in ((front, banded_s), (back, full_s), ((), (banded_s + full_s) / 2)):
-        pairs = costs.model.attention_pairs(parts)
+    for layer_ranges, layer_s in ((front, banded_s), (back, full_s), ((), (banded_s + full_s) / 2)):
+        pairs = costs.model.attention_pairs(layer_ranges)
         assert costs.part_s(chunk, ONE, False, 2, True, pairs=pairs) == pytest.approx(base_s + 2 * layer_s)
     slots = layer_slots(costs, chunk, ONE)
     again_s = [next(item for item in slot.saved if item.tensor_class == "attention_output").recompute_s for slot in slots]

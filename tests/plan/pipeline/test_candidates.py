@@ -17,8 +17,8 @@ LENGTHS = lognormal_lengths(2, 30, 4000)
 
 
 def test_candidates_come_in_the_order_of_the_judges_seconds_and_fit() -> None:
-    costs, parts = cost_model("attention", 8), layer_ranges(MODEL.num_layers, 2)
-    staged = StagedStep(LENGTHS, costs, PlannerConfig(1200, (1, 2, 4), stages=parts))
+    costs, ranges = cost_model("attention", 8), layer_ranges(MODEL.num_layers, 2)
+    staged = StagedStep(LENGTHS, costs, PlannerConfig(1200, (1, 2, 4), stages=ranges))
     candidates = Candidates(staged).fastest(tuple(range(len(LENGTHS))))
     assert len(candidates) > 1
     assert [each.seconds for each in candidates] == sorted(each.seconds for each in candidates)

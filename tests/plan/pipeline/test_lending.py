@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers.plans.cost_models import COST_KINDS, cost_model
-from helpers.plans.pipeline_plans import stage_parts
+from helpers.plans.pipeline_plans import stage_ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,19 +31,19 @@ from hf_longctx.plan.predict.lending import lent_group
 
 
 def plan_of(
-    sequences: list[list[int]], num_stages: int, pack: int = 0, schedule: Schedule = "elastic", num_parts: int = 1
+    sequences: list[list[int]], num_stages: int, pack: int = 0, schedule: Schedule = "elastic", num_ranges: int = 1
 ) -> StepPlan:
     """A micro-batch for each sequence, given as the tokens of its slices, and one for a pack of two."""
-    parts = layer_ranges(4, num_stages, num_parts)
+    ranges = layer_ranges(4, num_stages, num_ranges)
     batches = []
     for place, sizes in enumerate(sequences):
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         chunks = tuple(Chunk(index, (Span(place, start, stop),)) for index, (start, stop) in enumerate(bounds))
-        batches.append(MicroBatch((pipelined(SequenceGroup((0,), "local", chunks, ()), parts, schedule),)))
+        batches.append(MicroBatch((pipelined(SequenceGroup((0,), "local", chunks, ()), ranges, schedule),)))
     lengths = [sum(sizes) for sizes in sequences]
     if pack:
         spans = tuple(Span(len(sequences) + place, 0, pack) for place in range(2))
-        batches.append(MicroBatch((pipelined(SequenceGroup((0,), "local", (Chunk(0, spans),), ()), parts, schedule),)))
+        batches.append(MicroBatch((pipelined(SequenceGroup((0,), "local", (Chunk(0, spans),), ()), ranges, schedule),)))
         lengths += [pack, pack]
     return validate_plan(StepPlan(0, tuple(lengths), num_stages, 1, "replicated", tuple(batches)))
 
@@ -104,7 +104,7 @@ def test_a_limit_of_memory_keeps_the_plan() -> None:
 def test_what_the_runtime_does_not_share_is_left_alone() -> None:
     model = costs("linear", 2)
     left = [
-        plan_of([[200, 100, 90]], 2, schedule="interleaved", num_parts=2),
+        plan_of([[200, 100, 90]], 2, schedule="interleaved", num_ranges=2),
         plan_of([], 2, pack=40),
         # fewer tokens than ranks in the first and in the last slice
         plan_of([[1, 100, 1]], 2),
@@ -133,7 +133,7 @@ def test_a_step_with_lent_stages_is_never_predicted_slower(lengths, ranks: tuple
     num_ranks, num_stages = ranks
     model = dataclasses.replace(costs(kind, num_ranks), parameters="replicated")
     model = dataclasses.replace(model, model=dataclasses.replace(model.model, keeps_all_stages=True))
-    stages = stage_parts(model.model, num_stages)
+    stages = stage_ranges(model.model, num_stages)
     # room for some of the tokens, or for all
     device_bytes = int((room or 0) * sum(lengths) / num_ranks * saved_token_bytes(model.model))
     budget = ActivationBudget(0, device_bytes + 400_000) if room else None
@@ -168,7 +168,7 @@ def test_one_byte_model_counts_all_plans_of_a_step(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(byte_model_module._Counted, "__init__", counting)
     model = lendable()
-    config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
+    config = PlannerConfig(4000, (1,), stages=stage_ranges(model.model, 4), lend_stages=True)
     plan = plan_step(0, [3000, 10, 12], model, config)
     assert any(is_lent(group) for batch in plan.micro_batches for group in batch.groups) and len(made) == 1
 
@@ -176,7 +176,7 @@ def test_one_byte_model_counts_all_plans_of_a_step(monkeypatch: pytest.MonkeyPat
 def test_lending_is_refused_where_ranks_are_counted_with_one_stage_alone() -> None:
     model = lendable()
     alone = dataclasses.replace(model, model=dataclasses.replace(model.model, keeps_all_stages=False))
-    config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
+    config = PlannerConfig(4000, (1,), stages=stage_ranges(model.model, 4), lend_stages=True)
     with pytest.raises(ValueError, match=r"set ModelSpec\.keeps_all_stages or leave lend_stages out"):
         plan_step(0, [3000, 10, 12], alone, config)
     assert plan_step(0, [3000], alone, dataclasses.replace(config, lend_stages=False)).num_stages == 4
@@ -184,7 +184,7 @@ def test_lending_is_refused_where_ranks_are_counted_with_one_stage_alone() -> No
 
 def test_a_long_sequence_gets_a_micro_batch_of_its_own_to_be_lent_ranks() -> None:
     model = lendable()
-    config = PlannerConfig(4000, (1,), stages=stage_parts(model.model, 4), lend_stages=True)
+    config = PlannerConfig(4000, (1,), stages=stage_ranges(model.model, 4), lend_stages=True)
     lent = plan_step(0, [3000, 10, 12], model, config)
     plain = plan_step(0, [3000, 10, 12], model, dataclasses.replace(config, lend_stages=False))
     first, *others = [group for batch in lent.micro_batches for group in batch.groups]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.cost_models import COST_KINDS, MODEL, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths, plan_stages
-from helpers.plans.pipeline_plans import run_trial, stage_parts
+from helpers.plans.pipeline_plans import run_trial, stage_ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +100,7 @@ def pipeline_plan(
     made = [
         SequenceGroup.of(shape, range(place * degree, (place + 1) * degree), tuple(chunks)) for place, chunks in enumerate(groups)
     ]
-    micro_batch = MicroBatch(tuple(pipelined(group, stage_parts(costs.model, num_stages), schedule) for group in made))
+    micro_batch = MicroBatch(tuple(pipelined(group, stage_ranges(costs.model, num_stages), schedule) for group in made))
     return StepPlan(0, tuple(lengths), num_stages, per_stage, costs.parameters, (micro_batch,))
 
 
@@ -185,10 +185,10 @@ def test_equal_arguments_give_equal_plans_and_the_order_of_sequences_does_not_ma
 
 def test_layers_of_stages_can_be_given_and_plan_step_plans_stages() -> None:
     costs = cost_model("linear", 4)
-    parts = ((LayerRange(0, 1),), (LayerRange(1, 3),))
-    plan = plan_stages(0, [50, 60], costs, 2, config(stages=parts))
-    assert tuple(stage.parts for stage in plan.micro_batches[0].groups[0].stages) == parts
-    assert plan_digest(plan_step(0, [50, 60], costs, config(stages=parts))) == plan_digest(plan)
+    ranges = ((LayerRange(0, 1),), (LayerRange(1, 3),))
+    plan = plan_stages(0, [50, 60], costs, 2, config(stages=ranges))
+    assert tuple(stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages) == ranges
+    assert plan_digest(plan_step(0, [50, 60], costs, config(stages=ranges))) == plan_digest(plan)
     # one stage is no pipeline
     whole = config(stages=((LayerRange(0, 4),),))
     assert plan_digest(plan_step(0, [50, 60], costs, whole)) == plan_digest(plan_step(0, [50, 60], costs, config()))
@@ -196,9 +196,11 @@ def test_layers_of_stages_can_be_given_and_plan_step_plans_stages() -> None:
 
 def test_layers_depend_on_the_model_alone_and_the_head_counts() -> None:
     # a head of 100 x 64 numbers beside layers of 26,624: a quarter of a layer
-    assert stage_parts(MODEL, 2) == layer_ranges(4, 2, head_layers=0.24)
+    assert stage_ranges(MODEL, 2) == layer_ranges(4, 2, head_layers=0.24)
     wide = replace(MODEL, vocab_size=2000)
-    assert [part.num_layers for (part,) in stage_parts(wide, 2)] == [4 - 1, 1] or stage_parts(wide, 2)[0][0].num_layers > 2
+    assert [layer_range.num_layers for (layer_range,) in stage_ranges(wide, 2)] == [4 - 1, 1] or stage_ranges(wide, 2)[0][
+        0
+    ].num_layers > 2
 
 
 def budgeted(device_bytes: int) -> PlannerConfig:
@@ -237,7 +239,7 @@ def test_room_is_asked_for_and_several_pipelines_come_in_a_row_where_none_is_mad
     monkeypatch.setattr("hf_longctx.plan.pipeline.search.make_room", refuse)
     for share in (0.9, 0.8, 0.7, 0.6, 0.5):
         try:
-            limits = replace(budgeted(int(share * needed)), stages=stage_parts(costs.model, 2))
+            limits = replace(budgeted(int(share * needed)), stages=stage_ranges(costs.model, 2))
             plan = PipelineSearch(0, lengths, Planning(costs, limits)).plan()
         except ValueError:
             break

@@ -52,17 +52,17 @@ def with_measured_head(costs: CostModel, factor: float) -> CostModel:
 def test_seconds_and_tokens_are_the_judges(
     lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int, head_factor: float, is_ring: bool
 ) -> None:
-    num_stages, degree, num_parts, schedule = what
+    num_stages, degree, num_ranges, schedule = what
     costs = with_measured_head(cost_model(kind, num_stages * degree), head_factor)
-    parts = layer_ranges(costs.model.num_layers, num_stages, num_parts, head_layers=0.5)
+    ranges = layer_ranges(costs.model.num_layers, num_stages, num_ranges, head_layers=0.5)
     shape = GroupShape(degree, 1 if is_ring else degree)
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
     group = SequenceGroup.of(shape, range(degree), chunks)
-    plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, parts, schedule),)),))
+    plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, ranges, schedule),)),))
     run = evaluate_plan(plan, costs)
     nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
     leaves = [node != nodes[(stage + 1) % num_stages] for stage, node in enumerate(nodes)]
-    seconds, held = pipeline_s(chunks, shape, costs, parts, schedule, leaves)
+    seconds, held = pipeline_s(chunks, shape, costs, ranges, schedule, leaves)
     assert seconds == pytest.approx(run.step_s - run.once_s, rel=1e-9)
     assert held == tuple(run.ranks[stage * degree].peak_tokens for stage in range(num_stages))
 
@@ -73,10 +73,10 @@ def test_seconds_and_tokens_are_the_judges(
 def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers: float, head_factor: float) -> None:
     costs = with_measured_head(cost_model(kind, 2), head_factor)
     # the last stage has fewer layers, or hardly any, beside the head
-    parts = layer_ranges(costs.model.num_layers, 2, head_layers=head_layers)
+    ranges = layer_ranges(costs.model.num_layers, 2, head_layers=head_layers)
     shape = GroupShape(2, 2)
     lengths = [300, 40, 7]
-    rates = busiest_rates(costs, shape, parts, np.array(lengths, dtype=float))
+    rates = busiest_rates(costs, shape, ranges, np.array(lengths, dtype=float))
     expected = [
         [
             sum(
@@ -84,27 +84,27 @@ def test_rates_are_those_of_the_stage_with_the_most_work(kind: str, head_layers:
                     Chunk(0, (Span(0, 0, n),)),
                     shape,
                     backward,
-                    ranges[0].num_layers,
+                    own[0].num_layers,
                     stage == 1,
-                    pairs=costs.model.attention_pairs(ranges),
+                    pairs=costs.model.attention_pairs(own),
                 )
                 for backward in (False, True)
             )
             for n in lengths
         ]
-        for stage, ranges in enumerate(parts)
+        for stage, own in enumerate(ranges)
     ]
     found = rates.sequences_s(np.array(lengths, dtype=float)) + rates.chunk_s
     assert found.tolist() == pytest.approx(max(expected, key=sum), rel=1e-9)
 
 
 def test_room_is_counted_in_tokens_or_in_bytes_of_layers() -> None:
-    costs, parts = cost_model("linear", 4), layer_ranges(4, 2)
-    kept = StageRoom(costs, parts, PlannerConfig(100, (1,)))
+    costs, ranges = cost_model("linear", 4), layer_ranges(4, 2)
+    kept = StageRoom(costs, ranges, PlannerConfig(100, (1,)))
     assert kept.longest_tokens == 200
     assert kept.added_s([200, 200], 9.0) == 0.0 and math.isinf(kept.added_s([201, 0], 9.0))
     budget = ActivationBudget(0, 1 << 20)
-    budgeted = StageRoom(costs, parts, PlannerConfig(100, (1,), activations=budget))
+    budgeted = StageRoom(costs, ranges, PlannerConfig(100, (1,), activations=budget))
     most = budgeted.room / 2
     assert budgeted.added_s([most, most], 9.0) == 0.0
     # half has to be recomputed, and forward is a third of forward and backward

@@ -21,15 +21,15 @@ from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges
 
 def stage_work(stages: Ranges, layer_work: Sequence[float], head: float) -> list[float]:
     """Work of every stage, the head with the last."""
-    work = [sum(sum(layer_work[part.first_layer : part.first_layer + part.num_layers]) for part in parts) for parts in stages]
+    work = [sum(sum(layer_work[each.first_layer : each.first_layer + each.num_layers]) for each in ranges) for ranges in stages]
     return [*work[:-1], work[-1] + head]
 
 
-def least_work(layer_work: Sequence[float], num_stages: int, num_parts: int, head: float) -> float:
+def least_work(layer_work: Sequence[float], num_stages: int, num_ranges: int, head: float) -> float:
     """The least work of the most loaded stage, over all cuts."""
-    num_layers, num_ranges = len(layer_work), num_stages * num_parts
+    num_layers, num_virtual = len(layer_work), num_stages * num_ranges
     found = []
-    for cut in itertools.combinations(range(1, num_layers), num_ranges - 1):
+    for cut in itertools.combinations(range(1, num_layers), num_virtual - 1):
         ranges = [LayerRange(a, b - a) for a, b in itertools.pairwise((0, *cut, num_layers))]
         found.append(max(stage_work(tuple(tuple(ranges[s::num_stages]) for s in range(num_stages)), layer_work, head)))
     return min(found)
@@ -40,7 +40,7 @@ def least_work(layer_work: Sequence[float], num_stages: int, num_parts: int, hea
 def test_no_contiguous_cut_has_a_smaller_largest_stage(num_stages: int, head_layers: float) -> None:
     for num_layers in range(num_stages, 12):
         stages = layer_ranges(num_layers, num_stages, head_layers=head_layers)
-        counts = [sum(part.num_layers for part in parts) for parts in stages]
+        counts = [sum(each.num_layers for each in ranges) for ranges in stages]
         cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
         least = min(
             max(b - a + (head_layers if b == num_layers else 0.0) for a, b in itertools.pairwise((0, *cut, num_layers)))
@@ -51,18 +51,22 @@ def test_no_contiguous_cut_has_a_smaller_largest_stage(num_stages: int, head_lay
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 20), st.sampled_from([0.0, 0.7, 3.0]))
-def test_parts_are_contiguous_in_virtual_order_and_even(num_stages: int, num_parts: int, more: int, head: float) -> None:
-    num_layers = num_stages * num_parts + more
-    stages = layer_ranges(num_layers, num_stages, num_parts, head)
-    in_order = [stages[stage][part] for part in range(num_parts) for stage in range(num_stages)]
-    covered = [layer for part in in_order for layer in range(part.first_layer, part.first_layer + part.num_layers)]
+def test_layer_ranges_are_contiguous_in_virtual_order_and_even(num_stages: int, num_ranges: int, more: int, head: float) -> None:
+    num_layers = num_stages * num_ranges + more
+    stages = layer_ranges(num_layers, num_stages, num_ranges, head)
+    in_order = [stages[stage][layer_range] for layer_range in range(num_ranges) for stage in range(num_stages)]
+    covered = [
+        layer
+        for layer_range in in_order
+        for layer in range(layer_range.first_layer, layer_range.first_layer + layer_range.num_layers)
+    ]
     assert covered == list(range(num_layers))
-    counts = [[part.num_layers for part in parts] for parts in stages]
+    counts = [[each.num_layers for each in ranges] for ranges in stages]
     assert all(min(count) >= 1 and max(count) - min(count) <= 1 for count in counts)
     work = [sum(count) for count in counts]
     work[-1] += head
     # nobody could hand a layer to another stage and make the largest smaller
-    assert all(max(work) <= other + 1 for other in work) or work[-1] == max(work) == num_parts + head
+    assert all(max(work) <= other + 1 for other in work) or work[-1] == max(work) == num_ranges + head
 
 
 def test_the_layers_of_a_small_model_with_a_large_head() -> None:
@@ -82,34 +86,44 @@ def test_layers_of_unequal_work_are_cut_where_the_most_loaded_stage_has_least(da
     head = data.draw(st.sampled_from([0.0, 0.4, 3.0]))
     stages = layer_ranges(len(layer_work), num_stages, head_layers=head, layer_work=layer_work)
     assert max(stage_work(stages, layer_work, head)) <= least_work(layer_work, num_stages, 1, head) + 1e-6
-    covered = [layer for (part,) in stages for layer in range(part.first_layer, part.first_layer + part.num_layers)]
+    covered = [
+        layer
+        for (layer_range,) in stages
+        for layer in range(layer_range.first_layer, layer_range.first_layer + layer_range.num_layers)
+    ]
     assert covered == list(range(len(layer_work)))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_several_parts_of_unequal_layers_cover_all_and_are_no_worse_than_by_number(data: st.DataObject) -> None:
-    num_stages, num_parts = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 3))
-    least = num_stages * num_parts
+def test_several_ranges_of_unequal_layers_cover_all_and_are_no_worse_than_by_number(data: st.DataObject) -> None:
+    num_stages, num_ranges = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 3))
+    least = num_stages * num_ranges
     layer_work = data.draw(st.lists(st.sampled_from([0.3, 1.0, 2.5]), min_size=least, max_size=least + 9))
-    stages = layer_ranges(len(layer_work), num_stages, num_parts, 0.5, layer_work)
-    in_order = [stages[stage][part] for part in range(num_parts) for stage in range(num_stages)]
-    covered = [layer for part in in_order for layer in range(part.first_layer, part.first_layer + part.num_layers)]
+    stages = layer_ranges(len(layer_work), num_stages, num_ranges, 0.5, layer_work)
+    in_order = [stages[stage][layer_range] for layer_range in range(num_ranges) for stage in range(num_stages)]
+    covered = [
+        layer
+        for layer_range in in_order
+        for layer in range(layer_range.first_layer, layer_range.first_layer + layer_range.num_layers)
+    ]
     assert covered == list(range(len(layer_work)))
-    assert min(part.num_layers for part in in_order) >= 1
-    by_number = layer_ranges(len(layer_work), num_stages, num_parts, 0.5)
+    assert min(layer_range.num_layers for layer_range in in_order) >= 1
+    by_number = layer_ranges(len(layer_work), num_stages, num_ranges, 0.5)
     assert max(stage_work(stages, layer_work, 0.5)) <= max(stage_work(by_number, layer_work, 0.5)) + 1e-6
 
 
 def test_equal_work_written_out_gives_the_same_layers_as_none() -> None:
-    for num_stages, num_parts in ((2, 1), (4, 1), (3, 2)):
-        assert layer_ranges(10, num_stages, num_parts, 0.7, [1.0] * 10) == layer_ranges(10, num_stages, num_parts, 0.7)
+    for num_stages, num_ranges in ((2, 1), (4, 1), (3, 2)):
+        assert layer_ranges(10, num_stages, num_ranges, 0.7, [1.0] * 10) == layer_ranges(10, num_stages, num_ranges, 0.7)
 
 
-@pytest.mark.parametrize(("num_layers", "num_stages", "num_parts"), [(3, 4, 1), (7, 4, 2), (4, 0, 1), (4, 2, 0)])
-def test_more_parts_than_layers_are_refused(num_layers: int, num_stages: int, num_parts: int) -> None:
-    with pytest.raises(ValueError, match=rf"{num_layers} layers cannot be cut into {num_stages} stage\(s\) of {num_parts} part"):
-        layer_ranges(num_layers, num_stages, num_parts)
+@pytest.mark.parametrize(("num_layers", "num_stages", "num_ranges"), [(3, 4, 1), (7, 4, 2), (4, 0, 1), (4, 2, 0)])
+def test_more_layer_ranges_than_layers_are_refused(num_layers: int, num_stages: int, num_ranges: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{num_layers} layers cannot be cut into {num_stages} stage\(s\) of {num_ranges} layer range"
+    ):
+        layer_ranges(num_layers, num_stages, num_ranges)
 
 
 def test_a_dear_head_takes_layers_from_the_last_stage() -> None:
@@ -141,9 +155,9 @@ def test_stages_of_a_model_with_windows_wait_less_for_the_one_with_most_full_lay
 
     def slowest_s(ranges: Ranges, length: int) -> float:
         chunk, found = Chunk(0, (Span(0, 0, length),)), []
-        for parts in ranges:
-            count, pairs = sum(part.num_layers for part in parts), model.attention_pairs(parts)
-            passes = (costs.part_s(chunk, GroupShape(1), back, count, parts is ranges[-1], pairs=pairs) for back in (False, True))
+        for own in ranges:
+            count, pairs = sum(each.num_layers for each in own), model.attention_pairs(own)
+            passes = (costs.part_s(chunk, GroupShape(1), back, count, own is ranges[-1], pairs=pairs) for back in (False, True))
             found.append(sum(passes))
         return max(found)
 

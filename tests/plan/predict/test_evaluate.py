@@ -131,7 +131,7 @@ def test_fewer_layers_cost_their_share_beside_the_head() -> None:
     lengths = (50,)
     base = plan(lengths, 1, [[group((0,), [(0,)], lengths)]], "replicated")
     first = base.micro_batches[0].groups[0]
-    half = dataclasses.replace(first.stages[0], parts=(LayerRange(0, MODEL.num_layers // 2),))
+    half = dataclasses.replace(first.stages[0], layer_ranges=(LayerRange(0, MODEL.num_layers // 2),))
     shorter = dataclasses.replace(base, micro_batches=(MicroBatch((dataclasses.replace(first, stages=(half,)),)),))
     # a token's 3 seconds are partly those of the head
     head_s = 3 * 50 * MODEL.head_share
@@ -152,7 +152,7 @@ def test_every_action_of_every_rank_is_an_event() -> None:
     ("actions", "found"),
     [("0F0@1:0 0B0", "0F0@1:0"), ("0F0 0.1B0", "0.1B0")],
 )
-def test_lenders_and_parts_that_do_not_exist_are_refused_by_name(actions: str, found: str) -> None:
+def test_lenders_and_layer_ranges_that_do_not_exist_are_refused_by_name(actions: str, found: str) -> None:
     with pytest.raises(ValueError, match=f"action {found} cannot be evaluated yet"):
         evaluate_plan(edited("flexsp", micro_batches__1__groups__0__stages__0__actions=actions), counted_costs(4))
 

@@ -31,16 +31,24 @@ def no_hop_s(action: Action) -> float:
     return 0.0
 
 
-def makespan(stages: Stages, num_parts: int = 1) -> float:
-    return max(times[-1][1] for times in run_actions(stages, unit_s, no_hop_s, num_parts))
+def makespan(stages: Stages, num_ranges: int = 1) -> float:
+    return max(times[-1][1] for times in run_actions(stages, unit_s, no_hop_s, num_ranges))
 
 
 def brute_force(
-    stages: Stages, seconds: Callable[[Action], float], hop_s: Callable[[Action], float], num_parts: int, start_s: Sequence[float]
+    stages: Stages,
+    seconds: Callable[[Action], float],
+    hop_s: Callable[[Action], float],
+    num_ranges: int,
+    start_s: Sequence[float],
 ) -> list[list[tuple[float, float]]]:
     """The longest path to every action, by recursion over what it waits for."""
     num_stages = len(stages)
-    where = {(str(a.kind), a.part * num_stages + a.stage, a.chunk): (p, i) for p, s in enumerate(stages) for i, a in enumerate(s)}
+    where = {
+        (str(a.kind), a.layer_range * num_stages + a.stage, a.chunk): (p, i)
+        for p, s in enumerate(stages)
+        for i, a in enumerate(s)
+    }
 
     @functools.cache
     def stop(p: int, i: int) -> float:
@@ -50,10 +58,10 @@ def brute_force(
     @functools.cache
     def start(p: int, i: int) -> float:
         action = stages[p][i]
-        place = action.part * num_stages + action.stage
+        place = action.layer_range * num_stages + action.stage
         found = [start_s[p] if i == 0 else stop(p, i - 1)]
         step = {"F": -1, "RF": -1, "B": 1, "RB": 1}.get(action.kind, 0)
-        if step and 0 <= place + step < num_parts * num_stages:
+        if step and 0 <= place + step < num_ranges * num_stages:
             kind = action.kind[-1]
             source = where.get((f"S{kind}", place + step, action.chunk)) or where[kind, place + step, action.chunk]
             found.append(stop(*source) + (hop_s(stages[source[0]][source[1]]) if num_stages > 1 else 0.0))
@@ -85,13 +93,13 @@ def test_slices_divide_the_bubble(num_stages: int, num_sequences: int, num_slice
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 4), (4, 8), (4, 16), (8, 8)])
-@pytest.mark.parametrize("num_parts", [2, 4])
-def test_interleaving_divides_the_bubble_by_the_parts(num_stages: int, num_chunks: int, num_parts: int) -> None:
-    # (V M + P - 1) (F + B) / V, in units of one part
-    assert makespan(interleaved(num_stages, num_chunks, num_parts), num_parts) == (num_parts * num_chunks + num_stages - 1) * 3
+@pytest.mark.parametrize("num_ranges", [2, 4])
+def test_interleaving_divides_the_bubble_by_the_layer_ranges(num_stages: int, num_chunks: int, num_ranges: int) -> None:
+    # (V M + P - 1) (F + B) / V, in units of one layer range
+    assert makespan(interleaved(num_stages, num_chunks, num_ranges), num_ranges) == (num_ranges * num_chunks + num_stages - 1) * 3
     if num_stages == 4:
-        sliced = interleaved(num_stages, num_chunks, num_parts, 4)
-        assert makespan(sliced, num_parts) == (num_parts * num_chunks + num_stages - 1) * 3
+        sliced = interleaved(num_stages, num_chunks, num_ranges, 4)
+        assert makespan(sliced, num_ranges) == (num_ranges * num_chunks + num_stages - 1) * 3
 
 
 @settings(max_examples=80, deadline=None)
@@ -99,43 +107,43 @@ def test_interleaving_divides_the_bubble_by_the_parts(num_stages: int, num_chunk
 def test_times_are_the_longest_paths(data: st.DataObject) -> None:
     num_stages, num_slices = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     num_chunks = num_slices * data.draw(st.integers(1, 4))
-    num_parts = data.draw(st.sampled_from([1, 2])) if num_slices == 1 and num_stages > 1 else 1
-    if num_parts > 1:
+    num_ranges = data.draw(st.sampled_from([1, 2])) if num_slices == 1 and num_stages > 1 else 1
+    if num_ranges > 1:
         num_chunks = num_stages * data.draw(st.integers(1, 2))
-        stages = interleaved(num_stages, num_chunks, num_parts)
+        stages = interleaved(num_stages, num_chunks, num_ranges)
     else:
         stages = one_forward_one_backward(num_stages, num_chunks, num_slices)
     if data.draw(st.booleans()) and num_stages > 1:
-        stages = with_messages(stages, num_parts)
+        stages = with_messages(stages, num_ranges)
     # whole numbers, so that sums are exact
     drawn = data.draw(st.lists(st.integers(0, 9), min_size=101, max_size=101))
     start_s = [float(second) for second in data.draw(st.lists(st.integers(0, 9), min_size=num_stages, max_size=num_stages))]
 
     def seconds(action: Action) -> float:
-        return float(drawn[(7 * action.stage + 13 * action.part + 31 * action.chunk + 50 * (action.kind == "B")) % 101])
+        return float(drawn[(7 * action.stage + 13 * action.layer_range + 31 * action.chunk + 50 * (action.kind == "B")) % 101])
 
     def hop_s(action: Action) -> float:
         return float(drawn[(5 * action.stage + 11 * action.chunk + ("B" in action.kind)) % 101])
 
-    found = run_actions(stages, seconds, hop_s, num_parts, start_s)
-    assert [list(times) for times in found] == brute_force(stages, seconds, hop_s, num_parts, start_s)
+    found = run_actions(stages, seconds, hop_s, num_ranges, start_s)
+    assert [list(times) for times in found] == brute_force(stages, seconds, hop_s, num_ranges, start_s)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_passes_run_at_the_same_times_without_the_messages_beside_them(data: st.DataObject) -> None:
-    num_stages, num_parts = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2]))
+    num_stages, num_ranges = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2]))
     num_chunks = num_stages * data.draw(st.integers(1, 3))
     bare = (
-        interleaved(num_stages, num_chunks, num_parts)
-        if num_parts > 1 and num_stages > 1
+        interleaved(num_stages, num_chunks, num_ranges)
+        if num_ranges > 1 and num_stages > 1
         else one_forward_one_backward(num_stages, num_chunks)
     )
-    num_parts = num_parts if num_stages > 1 else 1
-    stages = with_messages(bare, num_parts) if num_stages > 1 else bare
-    every, passes = Wiring.of_actions(stages, num_parts), Wiring.of_passes(stages, num_parts)
+    num_ranges = num_ranges if num_stages > 1 else 1
+    stages = with_messages(bare, num_ranges) if num_stages > 1 else bare
+    every, passes = Wiring.of_actions(stages, num_ranges), Wiring.of_passes(stages, num_ranges)
     assert passes is not None
-    shape = num_parts, num_stages, num_chunks, 2
+    shape = num_ranges, num_stages, num_chunks, 2
     drawn = data.draw(st.lists(st.integers(0, 9), min_size=50, max_size=50))
     seconds, hop_s = np.resize(np.array(drawn, dtype=float), shape), np.resize(np.array(drawn[::-1], dtype=float), shape[1:])
     found, _ = every.run(every.seconds(seconds), every.hops(hop_s))
@@ -170,7 +178,9 @@ def test_a_result_takes_a_hop_and_a_send_does_not_block() -> None:
 
 
 def test_no_hop_where_a_chunk_stays_on_its_stage() -> None:
-    actions = tuple(Action("F" if kind == "F" else "B", 0, 0, part) for kind, part in (("F", 0), ("F", 1), ("B", 1), ("B", 0)))
+    actions = tuple(
+        Action("F" if kind == "F" else "B", 0, 0, layer_range) for kind, layer_range in (("F", 0), ("F", 1), ("B", 1), ("B", 0))
+    )
     assert run_actions((actions,), unit_s, lambda action: 10.0, 2)[0][-1] == (4, 6)
 
 

@@ -108,7 +108,7 @@ def test_only_one_sequence_in_enough_slices_is_lent_ranks(shapes: list[tuple[int
         lent_group(group)
 
 
-def test_parts_are_not_lent() -> None:
+def test_several_layer_ranges_are_not_lent() -> None:
     (group,) = plan_of(chunks_of([(4, 0)]), 2, "interleaved", 2).micro_batches[0].groups
-    with pytest.raises(ValueError, match="several parts cannot lend ranks; use a schedule other than 'interleaved'"):
+    with pytest.raises(ValueError, match="several layer ranges cannot lend ranks; use a schedule other than 'interleaved'"):
         lent_group(group)

@@ -1,4 +1,4 @@
-"""Promises of the predicted run of several stages and parts, against plans worked out by hand."""
+"""Promises of the predicted run of several stages and layer ranges, against plans worked out by hand."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def chunks_of(lengths: tuple[int, ...], num_slices: int = 1) -> tuple[Chunk, ...
 def group_of(
     chunks: tuple[Chunk, ...],
     actions: Stages,
-    parts: tuple[tuple[LayerRange, ...], ...],
+    ranges: tuple[tuple[LayerRange, ...], ...],
     positions: tuple[int, ...] = (0,),
     activations: tuple[tuple[ActivationPolicy, ...], ...] = (),
 ) -> SequenceGroup:
-    policies = activations or ((),) * len(parts)
-    stages = tuple(StagePlan(p, parts[p], actions[p], policies[p]) for p in range(len(parts)))
+    policies = activations or ((),) * len(ranges)
+    stages = tuple(StagePlan(p, ranges[p], actions[p], policies[p]) for p in range(len(ranges)))
     return SequenceGroup(positions, "local" if len(positions) == 1 else "ulysses", chunks, stages)
 
 
-def even_parts(num_layers: int, num_stages: int, num_parts: int = 1) -> tuple[tuple[LayerRange, ...], ...]:
-    """Layer ranges along the chain: part 0 of every stage, then part 1 of every stage."""
-    size = num_layers // (num_stages * num_parts)
-    return tuple(tuple(LayerRange((v * num_stages + p) * size, size) for v in range(num_parts)) for p in range(num_stages))
+def even_ranges(num_layers: int, num_stages: int, num_ranges: int = 1) -> tuple[tuple[LayerRange, ...], ...]:
+    """Layer ranges along the chain: range 0 of every stage, then range 1 of every stage."""
+    size = num_layers // (num_stages * num_ranges)
+    return tuple(tuple(LayerRange((v * num_stages + p) * size, size) for v in range(num_ranges)) for p in range(num_stages))
 
 
 def plan_of(
@@ -90,7 +90,7 @@ def costs_of(model: ModelSpec, num_ranks: int, coefficients: CostCoefficients = 
 def test_idle_seconds_are_a_pipeline_filling_of_slices(num_stages: int, num_slices: int) -> None:
     lengths = (40,) * 8
     actions = with_messages(one_forward_one_backward(num_stages, 8 * num_slices, num_slices))
-    group = group_of(chunks_of(lengths, num_slices), actions, even_parts(4, num_stages))
+    group = group_of(chunks_of(lengths, num_slices), actions, even_ranges(4, num_stages))
     run = evaluate_plan(plan_of(lengths, [[group]]), costs_of(HEADLESS, num_stages))
     # a slice takes (1 + 2) * 40 / k / P seconds on a stage
     slice_s = 3 * 40 / num_slices / num_stages
@@ -99,11 +99,11 @@ def test_idle_seconds_are_a_pipeline_filling_of_slices(num_stages: int, num_slic
     assert run.in_flight == tuple(min(num_stages - p - 1 + num_slices, 8 * num_slices) for p in range(num_stages))
 
 
-def test_parts_run_in_rounds() -> None:
+def test_layer_ranges_run_in_rounds() -> None:
     lengths = (40,) * 4
     actions = with_messages(interleaved(2, 4, 2), 2)
-    run = evaluate_plan(plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2, 2))]]), costs_of(HEADLESS, 2))
-    # a part is a quarter of the model: (V M + P - 1) * 3 * 40 / 4
+    run = evaluate_plan(plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_ranges(4, 2, 2))]]), costs_of(HEADLESS, 2))
+    # a range is a quarter of the model: (V M + P - 1) * 3 * 40 / 4
     assert run.step_s == pytest.approx((8 + 1) * 30)
     # (V - 1) P + 2 (P - 1 - p) + 1 units, and never more tokens than four sequences
     assert run.in_flight == (5, 3)
@@ -113,8 +113,8 @@ def test_parts_run_in_rounds() -> None:
 def test_one_chunk_passes_two_stages_with_the_head_on_the_last_and_a_hop_between() -> None:
     forward = PassCoefficients(0.0, 1.0, 10.0, 12.5, 1e-3, 1e-1)
     backward = PassCoefficients(0.0, 2.0, 20.0, 25.0, 2e-3, 2e-1)
-    parts = ((LayerRange(0, 1),), (LayerRange(1, 3),))
-    group = group_of(chunks_of((50,)), with_messages(one_forward_one_backward(2, 1)), parts)
+    ranges = ((LayerRange(0, 1),), (LayerRange(1, 3),))
+    group = group_of(chunks_of((50,)), with_messages(one_forward_one_backward(2, 1)), ranges)
     head = MODEL.head_share
     for per_node, byte_s in ((2, 1e-3), (1, 1e-1)):
         costs = costs_of(MODEL, 2, CostCoefficients(forward, backward, 1000.0, "test"), per_node)
@@ -129,8 +129,8 @@ def test_one_chunk_passes_two_stages_with_the_head_on_the_last_and_a_hop_between
 
 def test_only_hops_between_nodes_take_the_network() -> None:
     forward = PassCoefficients(0.0, 1.0, 0.0, 0.0, 0.0, 1.0 / 256)
-    parts = tuple((LayerRange(layer, 1),) for layer in range(3))
-    group = group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), parts)
+    ranges = tuple((LayerRange(layer, 1),) for layer in range(3))
+    group = group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), ranges)
     run = evaluate_plan(plan_of((40,), [[group]]), costs_of(HEADLESS, 3, dataclasses.replace(UNIT, forward=forward), 2))
     # a layer takes 10 and 20 seconds; ranks 0 and 1 share a node, a token between 1 and 2 takes one second each way
     starts = {event.name: event.start_s for event in run.events}
@@ -140,10 +140,10 @@ def test_only_hops_between_nodes_take_the_network() -> None:
 def side_by_side(parameters: Parameters) -> tuple[StepPlan, CostModel]:
     """Two stages of three ranks: a micro-batch of groups of degree 2 and 1, then one of three groups of degree 1."""
     lengths = (60, 40, 80, 20, 10)
-    actions, parts = with_messages(one_forward_one_backward(2, 1)), even_parts(4, 2)
+    actions, ranges = with_messages(one_forward_one_backward(2, 1)), even_ranges(4, 2)
 
     def alone(sequence: int, positions: tuple[int, ...]) -> SequenceGroup:
-        return group_of((Chunk(0, (Span(sequence, 0, lengths[sequence]),)),), actions, parts, positions)
+        return group_of((Chunk(0, (Span(sequence, 0, lengths[sequence]),)),), actions, ranges, positions)
 
     rounds = [[alone(0, (0, 1)), alone(1, (2,))], [alone(2, (0,)), alone(3, (1,)), alone(4, (2,))]]
     return plan_of(lengths, rounds, 3, parameters), costs_of(HEADLESS, 6)
@@ -176,8 +176,8 @@ def test_ranks_of_a_stage_that_share_parameters_leave_together(parameters: Param
 def two_stages(lengths: tuple[int, ...], num_slices: int = 1, parameters: Parameters = "replicated") -> StepPlan:
     """A plan on two stages, of three layers and of one."""
     actions = with_messages(one_forward_one_backward(2, len(lengths) * num_slices, num_slices))
-    parts = ((LayerRange(0, 3),), (LayerRange(3, 1),))
-    return plan_of(lengths, [[group_of(chunks_of(lengths, num_slices), actions, parts)]], 1, parameters)
+    ranges = ((LayerRange(0, 3),), (LayerRange(3, 1),))
+    return plan_of(lengths, [[group_of(chunks_of(lengths, num_slices), actions, ranges)]], 1, parameters)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -194,8 +194,8 @@ def test_states_of_all_stages_are_those_of_the_model(is_tied: bool) -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages_in_the_middle_have_no_table(is_tied: bool) -> None:
     model = dataclasses.replace(MODEL, tied_embeddings=is_tied)
-    parts = tuple((LayerRange(layer, 1),) for layer in range(3))
-    plan = plan_of((40,), [[group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), parts)]])
+    ranges = tuple((LayerRange(layer, 1),) for layer in range(3))
+    plan = plan_of((40,), [[group_of(chunks_of((40,)), with_messages(one_forward_one_backward(3, 1)), ranges)]])
     states = [ByteModel(model).stage_states(stage, plan) for stage in plan.micro_batches[0].groups[0].stages]
     table = MODEL.vocab_size * MODEL.hidden_size * 16
     assert states == [layers * 16 * model.layer_parameters + table * tables for layers, tables in ((1, 1), (1, 0), (1, 1))]
@@ -205,7 +205,7 @@ def test_stages_in_the_middle_have_no_table(is_tied: bool) -> None:
 def test_a_single_stage_has_the_states_of_the_model(parameters: Parameters) -> None:
     for name, shard_ranks in (("flexsp", 4), ("nested", 4)):
         plan = dataclasses.replace(fixture(name), parameters=parameters)
-        stage = dataclasses.replace(plan.micro_batches[0].groups[0].stages[0], parts=(LayerRange(0, MODEL.num_layers),))
+        stage = dataclasses.replace(plan.micro_batches[0].groups[0].stages[0], layer_ranges=(LayerRange(0, MODEL.num_layers),))
         assert ByteModel(MODEL).stage_states(stage, plan) == ByteModel(MODEL).states(parameters, shard_ranks)
 
 
@@ -264,23 +264,23 @@ def test_keys_and_values_of_slices_wait_for_the_first_slice_and_gradients_come_w
         assert ByteModel(MODEL).moments(group, stage).most.book == token_bytes * (64 + 48)
 
 
-def test_parts_hold_their_own_chunks_and_books() -> None:
+def test_layer_ranges_hold_their_own_chunks_and_books() -> None:
     lengths = (64,)
     actions = with_messages(interleaved(2, 2, 2, 2), 2)
-    group = group_of(chunks_of(lengths, 2), actions, even_parts(4, 2, 2))
+    group = group_of(chunks_of(lengths, 2), actions, even_ranges(4, 2, 2))
     for stage in group.stages:
-        # both parts are in flight at once: keys and values of two layers, and gradients of one layer at a time at least
+        # both ranges are in flight at once: keys and values of two layers, and gradients of one layer at a time at least
         found = ByteModel(MODEL).moments(group, stage).most
         token_bytes = 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
         assert token_bytes * (2 * 64 + 32) <= found.book <= token_bytes * 2 * (64 + 32)
 
 
-def test_only_the_last_part_holds_logits() -> None:
+def test_only_the_last_layer_range_holds_logits() -> None:
     lengths = (64, 64)
     actions = with_messages(interleaved(2, 2, 2), 2)
-    first, last = group_of(chunks_of(lengths), actions, even_parts(4, 2, 2)).stages
-    group = group_of(chunks_of(lengths), actions, even_parts(4, 2, 2))
-    # both stages hold two chunks on two parts, of one layer each; logits of one chunk after the other
+    first, last = group_of(chunks_of(lengths), actions, even_ranges(4, 2, 2)).stages
+    group = group_of(chunks_of(lengths), actions, even_ranges(4, 2, 2))
+    # both stages hold two chunks on two ranges, of one layer each; logits of one chunk after the other
     load = Load(64, (64,), 1, has_head=False, keeps_gradients=False)
     without, logits = (ByteModel(MODEL).chunk(dataclasses.replace(load, has_head=has)).device for has in (False, True))
     assert ByteModel(MODEL).moments(group, first).most.saved == 4 * without
@@ -295,7 +295,7 @@ HOST = LayerPolicy((TensorShare("mlp", host=0.5, device=0.5), TensorShare("layer
 def offloading(link_bytes_per_s: float, lengths: tuple[int, ...] = (64, 64, 64)) -> tuple[StepPlan, CostModel]:
     actions = with_messages(one_forward_one_backward(2, len(lengths)))
     policies = tuple(ActivationPolicy(chunk, 0, (HOST, HOST)) for chunk in range(len(lengths)))
-    plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2), activations=(policies, ()))]])
+    plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_ranges(4, 2), activations=(policies, ()))]])
     return plan, costs_with_link(costs_of(HEADLESS, 2), link_bytes_per_s)
 
 
@@ -324,7 +324,7 @@ def test_on_one_stage_the_layer_above_hides_the_copies_of_a_layer() -> None:
 
     def pass_seconds(costs: CostModel, *layers: LayerPolicy) -> list[float]:
         policies = tuple(ActivationPolicy(chunk, 0, layers) for chunk in (0, 1))
-        run = run_alone(group_of(chunks_of((192,), 3), (order,), even_parts(4, 1), activations=(policies,)), costs)
+        run = run_alone(group_of(chunks_of((192,), 3), (order,), even_ranges(4, 1), activations=(policies,)), costs)
         assert run.host_bytes == 2 * num_bytes * layers.count(HOST)
         return [stop_s - start_s for start_s, stop_s in run.times]
 
@@ -347,7 +347,7 @@ def test_copies_hide_behind_layers_of_their_own_kind() -> None:
     costs = costs_of(windowed, 1, coefficients)
     order = (Action("F", 0, 0), Action("B", 0, 0))
     policies = ((ActivationPolicy(0, 0, (HOST,) * 3),),)
-    plan = plan_of((64,), [[group_of(chunks_of((64,)), (order,), even_parts(4, 1), activations=policies)]])
+    plan = plan_of((64,), [[group_of(chunks_of((64,)), (order,), even_ranges(4, 1), activations=policies)]])
     seconds = StageSeconds(plan, plan.micro_batches[0].groups[0], costs)
     # seconds of a fourth of the model for 64 tokens and all pairs, or those of a window of 4 tokens
     window_s, full_s = (64 + 4 * 64 - 4**2 / 2) / 4, (64 + 64**2 / 2) / 4
@@ -374,7 +374,7 @@ def test_layers_that_run_again_take_their_seconds_and_no_part_of_the_head() -> N
     again = LayerPolicy((TensorShare("mlp", recompute=1.0), TensorShare("qkv", recompute=1.0)))
     actions = with_messages(one_forward_one_backward(2, 2))
     policies = ((ActivationPolicy(0, 0, (again, again)),), (ActivationPolicy(1, 0, (again,)),))
-    plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_parts(4, 2), activations=policies)]])
+    plan = plan_of(lengths, [[group_of(chunks_of(lengths), actions, even_ranges(4, 2), activations=policies)]])
     run = evaluate_plan(plan, costs_of(MODEL, 2))
     layer_s = 64 * (1 - MODEL.head_share) / 4
     found = {e.name: e.stop_s - e.start_s for e in run.events}
@@ -398,7 +398,7 @@ def test_hand_written_plans_run(name: str) -> None:
 
 def test_five_hundred_sequences_on_four_stages_are_judged_in_half_a_second() -> None:
     lengths = tuple(range(500, 1012))
-    group = group_of(chunks_of(lengths), with_messages(one_forward_one_backward(4, len(lengths))), even_parts(4, 4))
+    group = group_of(chunks_of(lengths), with_messages(one_forward_one_backward(4, len(lengths))), even_ranges(4, 4))
     plan, costs = plan_of(lengths, [[group]]), costs_of(MODEL, 4)
     start_s = time.process_time()
     evaluate_plan(plan, costs, with_events=False)

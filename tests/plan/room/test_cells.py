@@ -24,13 +24,13 @@ def moving(cells: GroupCells) -> SequenceGroup:
 
 
 @pytest.mark.parametrize(("copy_bytes_per_s", "vocab_size"), [(1e11, 32_000), (2e10, 32_000), (1e9, 32_000), (2e10, 128_256)])
-@pytest.mark.parametrize(("num_stages", "schedule", "num_parts"), [(4, "elastic", 1), (2, "1f1b", 1), (2, "interleaved", 2)])
+@pytest.mark.parametrize(("num_stages", "schedule", "num_ranges"), [(4, "elastic", 1), (2, "1f1b", 1), (2, "interleaved", 2)])
 def test_copies_that_hide_cost_no_seconds_and_the_bytes_that_were_counted(
-    num_stages: int, schedule: Schedule, num_parts: int, copy_bytes_per_s: float, vocab_size: int
+    num_stages: int, schedule: Schedule, num_ranges: int, copy_bytes_per_s: float, vocab_size: int
 ) -> None:
     model = replace(LARGE, vocab_size=vocab_size)
     costs = costs_of(model, num_stages, 2, copy_bytes_per_s)
-    plan = plan_of(costs, LENGTHS, 4 if num_parts == 1 else 1, num_stages, schedule, num_parts)
+    plan = plan_of(costs, LENGTHS, 4 if num_ranges == 1 else 1, num_stages, schedule, num_ranges)
     group, byte_model = with_layers(plan.micro_batches[0].groups[0], {}, 1024), ByteModel(model)
     cells = GroupCells(group, costs, 1024, True, PredictionCache())
     under = moving(cells)

@@ -35,18 +35,18 @@ GIB = 1 << 30
 SHAPES = [(2, 1, "elastic", 1), (2, 2, "1f1b", 1), (4, 1, "elastic", 1), (3, 1, "gpipe", 1), (2, 1, "interleaved", 2)]
 
 
-def costs_of(model: ModelSpec, num_stages: int, degree: int, copy_bytes_per_s: float = 2e10, num_parts: int = 1) -> CostModel:
+def costs_of(model: ModelSpec, num_stages: int, degree: int, copy_bytes_per_s: float = 2e10, num_ranges: int = 1) -> CostModel:
     hardware = replace(GENERIC_GPU, copy_bytes_per_s=copy_bytes_per_s)
     cluster = ClusterSpec(num_stages * degree, degree, hardware)
     coefficients = default_coefficients(model, cluster)
-    if num_parts > 1:
+    if num_ranges > 1:
         # shards are gathered for whole stages
         return CostModel(model, cluster, coefficients, parameters="replicated")
     return CostModel(model, cluster, coefficients, parameters="sharded", shard_ranks=degree)
 
 
 def plan_of(
-    costs: CostModel, lengths: list[int], num_slices: int, num_stages: int, schedule: Schedule = "elastic", num_parts: int = 1
+    costs: CostModel, lengths: list[int], num_slices: int, num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1
 ) -> StepPlan:
     """All sequences in one pipeline over all ranks."""
     coefficients = costs.coefficients
@@ -55,7 +55,7 @@ def plan_of(
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(pair_s, token_s), max(lengths))
     degree = costs.cluster.num_ranks // num_stages
     group = SequenceGroup(tuple(range(degree)), "local" if degree == 1 else "ulysses", chunks, ())
-    group = pipelined(group, layer_ranges(costs.model.num_layers, num_stages, num_parts), schedule)
+    group = pipelined(group, layer_ranges(costs.model.num_layers, num_stages, num_ranges), schedule)
     shard_ranks = 0 if costs.parameters == "replicated" else degree
     return StepPlan(0, tuple(lengths), num_stages, degree, costs.parameters, (MicroBatch((group,)),), shard_ranks=shard_ranks)
 
@@ -109,9 +109,9 @@ def test_plans_fit_by_the_judge_or_raise(
     can_keep_qkv: bool,
     tiles_mlps: bool,
 ) -> None:
-    num_stages, degree, schedule, num_parts = shape
-    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv, tiles_mlps=tiles_mlps), num_stages, degree, num_parts=num_parts)
-    plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
+    num_stages, degree, schedule, num_ranges = shape
+    costs = costs_of(replace(MODEL, can_keep_qkv=can_keep_qkv, tiles_mlps=tiles_mlps), num_stages, degree, num_ranges=num_ranges)
+    plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_ranges)
     budget = ActivationBudget(0, device_bytes, host_bytes, tile_tokens)
     limit, before = limit_of(plan, costs, budget), judged(plan, costs)
     try:
@@ -200,7 +200,7 @@ def test_backwards_of_one_diagonal_run_at_one_time() -> None:
     for event in evaluate_plan(plan, costs).events:
         action = Action.parse(event.name)
         if action.kind == "B":
-            place = cells.place(action.stage, action.chunk, action.part)
+            place = cells.place(action.stage, action.chunk, action.layer_range)
             starts.setdefault(int(cells.cells.diagonal[place]), []).append(event.start_s)
     assert sum(len(times) == 3 for times in starts.values()) == 10
     chunk_s = sum(costs.part_s(group.chunks[0], group.shape, is_backward, 3, True) for is_backward in (False, True))
@@ -290,9 +290,9 @@ def test_a_last_stage_that_fits_only_as_it_is_stays_so_while_others_recompute() 
 def test_no_policy_fits_a_group_that_is_called_hopeless(
     lengths: list[int], num_slices: int, shape: tuple[int, int, Schedule, int], host_bytes: int, share: float
 ) -> None:
-    num_stages, degree, schedule, num_parts = shape
-    costs = costs_of(LARGE, num_stages, degree, num_parts=num_parts)
-    plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_parts)
+    num_stages, degree, schedule, num_ranges = shape
+    costs = costs_of(LARGE, num_stages, degree, num_ranges=num_ranges)
+    plan = plan_of(costs, lengths, num_slices, num_stages, schedule, num_ranges)
     (group,) = plan.micro_batches[0].groups
     # the budget at which every layer recomputed just fits, or does not
     needed = max(PipelineRoom(plan, costs, ActivationBudget(0, 0, host_bytes, 1024)).least_over_bytes(group))

@@ -154,10 +154,10 @@ def test_nothing_runs_before_the_refusal(method: str) -> None:
     ],
 )
 def test_a_plan_of_other_stages_than_the_model_s_is_refused(planned: tuple[int, int, int], message: str) -> None:
-    num_stages, num_parts, num_layers = planned
+    num_stages, num_ranges, num_layers = planned
     chunks = [[(0, 0, 8)], [(1, 0, 8)], [(2, 0, 8)], [(3, 0, 8)]]
-    schedule = "interleaved" if num_parts > 1 else "1f1b"
-    plan = pipeline_plan([8] * 4, [[(1, chunks)]], num_stages, schedule, num_layers, num_parts)
+    schedule = "interleaved" if num_ranges > 1 else "1f1b"
+    plan = pipeline_plan([8] * 4, [[(1, chunks)]], num_stages, schedule, num_layers, num_ranges)
     model = torch.nn.Linear(1, 1)
     stage = whole_model(model, 4) if "into 1" in message else StageModel(model, 0, 2, (2,), 8, torch.float32)
     executor = StepExecutor(stage, GroupPool((1,), timeout_s=1.0), CPU)

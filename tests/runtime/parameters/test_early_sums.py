@@ -67,7 +67,7 @@ def prepared(case: ModelCase, plan: StepPlan, pool: GroupPool, change: str) -> t
     patch_model(model)
     has_policies = any(stage.activations for batch in plan.micro_batches for group in batch.groups for stage in group.stages)
     if plan.num_stages > 1:
-        ranges = [stage.parts for stage in plan.micro_batches[0].groups[0].stages]
+        ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
         cut_model(model, ranges, pool.stage)
         stage = stage_model(model, ranges, pool.stage)
     else:
@@ -134,7 +134,7 @@ PLANS: dict[str, StepPlan] = {
         [19, 11], [[(2, [[each] for each in cut(0, [8, 6, 5])])], [(2, [[(1, 0, 11)]])]], 2, num_layers=LAYERS
     ),
     "layer ranges": pipeline_plan(
-        [9, 7, 8, 6], [[(2, [[(i, 0, n)] for i, n in enumerate([9, 7, 8, 6])])]], 2, "interleaved", LAYERS, num_parts=2
+        [9, 7, 8, 6], [[(2, [[(i, 0, n)] for i, n in enumerate([9, 7, 8, 6])])]], 2, "interleaved", LAYERS, num_ranges=2
     ),
 }
 

@@ -64,7 +64,7 @@ def test_losses_and_gradients_are_those_of_one_plain_process(ranks, rows, tmp_pa
     results = ranks(num_ranks).run(train, rows, str(tmp_path), {**STAGES, **config}, {})
     for steps in results:
         assert_same_steps(steps, expected)
-        assert all(step.parts == {0, 1} for step in steps)
+        assert all(step.layer_ranges == {0, 1} for step in steps)
     # together the ranks have the gradients of all weights
     assert {name for steps in results for name in steps[0].gradients} == {*weights, "lm_head.weight"}
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).state_dict()
@@ -78,10 +78,10 @@ def test_a_run_resumes_with_and_without_interleaving(ranks, rows, tmp_path: Path
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     ranks(2).run(train, rows, str(tmp_path / "first"), STAGES, saving)
     checkpoint = str(tmp_path / "first" / "checkpoint-2")
-    for name, config, parts in (("again", STAGES, {0, 1}), ("plain", {**STAGES, "interleave": 1}, {0})):
+    for name, config, layer_ranges in (("again", STAGES, {0, 1}), ("plain", {**STAGES, "interleave": 1}, {0})):
         for steps in ranks(2).run(train, rows, str(tmp_path / name), config, saving, checkpoint):
             assert_same_steps(steps, expected[2:])
-            assert all(step.parts == parts for step in steps)
+            assert all(step.layer_ranges == layer_ranges for step in steps)
 
 
 def evaluated(rows: Rows, checkpoint: str, folder: str, stages: int, interleave: int) -> tuple[float, list[int]]:
@@ -113,7 +113,7 @@ def self_tested(rows: Rows, folder: str) -> set[int]:
     recorder = StepRecorder()
     recorder.attach(trainer)
     trainer.train()
-    return recorder.steps[0].parts
+    return recorder.steps[0].layer_ranges
 
 
 def test_the_self_test_runs_interleaved_plans(ranks, rows, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_other_values_run_and_a_method_that_cannot_says_so(result_of: Callable[.
     result = result_of("--model", "gpt-30b", "--stages", 16, "--slices", 3, "--micro-batches", 2, "--seq-len", 5000, "--parts", 8)
     rows = result["rows"]
     assert rows["1F1B"]["tokens_per_s"] > 0 and "error" not in rows["1F1B"]
-    assert "64 layers cannot be cut into 16 stage(s) of 8 part(s)" in rows["1F1B-I"]["detail"]
+    assert "64 layers cannot be cut into 16 stage(s) of 8 layer range(s)" in rows["1F1B-I"]["detail"]
     assert main(["--json", str(tmp_path / "rows.json")]) == 0
     assert json.loads((tmp_path / "rows.json").read_text())["slice_tokens"] == [11032, 8416, 7088, 6232]
 
