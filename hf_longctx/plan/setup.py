@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hf_longctx.plan.core.settings import (
@@ -32,7 +32,7 @@ from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import longest_alone
-from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
+from hf_longctx.plan.stage_count import StageOptions, StageSetup, stage_counts, stage_options
 
 Place = Literal["device", "host", "auto"]
 
@@ -328,6 +328,8 @@ class Setup:
     notes: tuple[str, ...] = ()
     # token ids that stand for padding, images, sound or video, which no row may have
     placeholders: tuple[int, ...] = ()
+    # numbers of stages that were tried; none if the user gave one
+    stage_options: StageOptions = field(default_factory=StageOptions, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -444,9 +446,11 @@ class _Choices:
             counts = stage_counts(costs.cluster.num_ranks, costs.model.num_layers, wishes.planner.degrees)
         else:
             counts = [wishes.stages]
-        best = stage_options(self.lengths.step(lengths), counts, setup_of, interleave=wishes.interleave)[0]
+        options = stage_options(self.lengths.step(lengths), counts, setup_of, interleave=wishes.interleave)
+        best = options.fitting[0]
         # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
-        return setups[self.gather((best.num_stages, best.num_ranges))[0]]
+        chosen = setups[self.gather((best.num_stages, best.num_ranges))[0]]
+        return replace(chosen, stage_options=options)
 
     def _on_stages(self, ranges: Ranges) -> Setup:
         """The setup with these layer ranges on the stages."""

@@ -28,10 +28,21 @@ class StageOption:
     num_stages: int
     num_ranges: int
     plan: StepPlan
+    setup: StageSetup
 
     @property
     def step_s(self) -> float:
         return self.plan.estimate.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """The numbers of stages that were planned for a step."""
+
+    # fastest first
+    fitting: tuple[StageOption, ...] = ()
+    # a number of stages that does not fit, and why
+    unfit: tuple[tuple[int, str], ...] = ()
 
 
 def stage_options(
@@ -40,15 +51,16 @@ def stage_options(
     setup_of: Callable[[int, int], StageSetup],
     most_slower: int = 0,
     interleave: int = 1,
-) -> list[StageOption]:
-    """Plans `lengths` for each number of stages in `counts`; returns those that fit, fastest first, ties by fewest stages.
+) -> StageOptions:
+    """Plans `lengths` for each number of stages in `counts`; those that fit come fastest first, ties by fewest stages.
 
     setup_of: makes the setup for (stages, layer ranges per stage), or raises ValueError. most_slower: end the search after this
     many counts in a row that are no faster than the best (0: try all). interleave: layer ranges per stage to try besides a single
     one, unless sequences would have to be shorter for them. Deterministic. If nothing fits, raises the first count's ValueError.
     """
     found: list[StageOption] = []
-    unfit, num_slower = ValueError("no number of stages to choose from"), 0
+    unfit: dict[int, ValueError] = {}
+    num_slower = 0
     for count in counts:
         options: list[StageOption] = []
         needed = 0
@@ -58,20 +70,22 @@ def stage_options(
                 if num_ranges > 1 and setup.longest_tokens < needed:
                     continue
                 fitting = [min(length, setup.longest_tokens) for length in lengths]
-                options.append(StageOption(count, num_ranges, plan_step(0, fitting, setup.costs, setup.config)))
+                options.append(StageOption(count, num_ranges, plan_step(0, fitting, setup.costs, setup.config), setup))
                 needed = max(fitting)
             except ValueError as error:
-                unfit = error if count == counts[0] and num_ranges == 1 else unfit
+                unfit.setdefault(count, error)
         if not options:
             continue
+        unfit.pop(count, None)
         best_s = min(option.step_s for option in options)
         num_slower = num_slower + 1 if found and best_s >= min(one.step_s for one in found) else 0
         found += options
         if most_slower and num_slower == most_slower:
             break
     if not found:
-        raise unfit
-    return sorted(found, key=lambda option: (option.step_s, option.num_stages, option.num_ranges))
+        raise next(iter(unfit.values()), ValueError("no number of stages to choose from"))
+    ordered = sorted(found, key=lambda option: (option.step_s, option.num_stages, option.num_ranges))
+    return StageOptions(tuple(ordered), tuple((count, str(error)) for count, error in unfit.items()))
 
 
 def stage_counts(num_ranks: int, num_layers: int, degrees: Sequence[int]) -> list[int]:

@@ -191,7 +191,7 @@ def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSe
 def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup]) -> AblationRow:
     """Returns the planner's plan at the best of these numbers of stages."""
     try:
-        best = stage_options(lengths, counts, setup_of, _GIVEN_UP, interleave=_INTERLEAVE)[0]
+        best = stage_options(lengths, counts, setup_of, _GIVEN_UP, interleave=_INTERLEAVE).fitting[0]
     except ValueError as error:
         return AblationRow(name, 0.0, str(error))
     return AblationRow(name, best.step_s, describe(best.plan))

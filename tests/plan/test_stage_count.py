@@ -107,10 +107,10 @@ def test_the_choice_is_within_3_percent_of_everything(num_ranks: int, kind: str,
     best = exhaustive_s(lengths, costs)
     counts = stage_counts(num_ranks, costs.model.num_layers, DEGREES)
     options = stage_options(lengths, counts, lambda *numbers: setup(*numbers, costs, PLENTY))
-    assert {option.num_stages for option in options} == set(best)
-    for option in options:
+    assert {option.num_stages for option in options.fitting} == set(best)
+    for option in options.fitting:
         assert option.step_s <= 1.03 * best[option.num_stages]
-    assert best[options[0].num_stages] <= 1.03 * min(best.values())
+    assert best[options.fitting[0].num_stages] <= 1.03 * min(best.values())
 
 
 def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
@@ -125,7 +125,7 @@ def test_a_model_that_one_rank_cannot_hold_gets_stages() -> None:
     with pytest.raises(ValueError, match="do not fit beside the model"):
         stage_options([300, 200, 100], [1], within)
     options = stage_options([300, 200, 100], [1, 2, 4], within)
-    assert options and 1 not in {option.num_stages for option in options}
+    assert options.fitting and 1 not in {option.num_stages for option in options.fitting}
 
 
 def test_longer_sequences_than_there_is_room_for_count_as_that_long() -> None:
@@ -133,7 +133,7 @@ def test_longer_sequences_than_there_is_room_for_count_as_that_long() -> None:
     with pytest.raises(ValueError, match="sequence 0 has 5000 tokens"):
         stage_options([5000], [1, 2], lambda *numbers: setup(*numbers, costs, PlannerConfig(10, DEGREES)))
     options = stage_options([5000], [1, 2], lambda *numbers: replace(setup(*numbers, costs, PLENTY), longest_tokens=12))
-    assert {option.plan.lengths for option in options} == {(12,)}
+    assert {option.plan.lengths for option in options.fitting} == {(12,)}
 
 
 def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_named() -> None:
@@ -146,7 +146,8 @@ def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_
         return replace(setup(2, num_ranges, costs, PLENTY), longest_tokens=100 * count)
 
     found = stage_options([5000], [1, 2, 4, 3, 5, 6], slower, most_slower=2)
-    assert asked == [1, 2, 4, 3] and [option.num_stages for option in found] == [2, 3, 4]
+    assert asked == [1, 2, 4, 3] and [option.num_stages for option in found.fitting] == [2, 3, 4]
+    assert found.unfit == ((1, "not 1 stages"),)
     with pytest.raises(ValueError, match="not 1 stages"):
         stage_options([5000], [1, 7], slower)
 
@@ -157,14 +158,14 @@ def test_interleaving_is_chosen_only_where_it_is_predicted_faster(lengths: list[
     costs = deeper(cost_model(kind, 4))
     plain = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY))
     found = stage_options(lengths, [2, 4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=interleave)
-    assert found[0].step_s <= plain[0].step_s
-    assert {option.num_ranges for option in plain} == {1}
+    assert found.fitting[0].step_s <= plain.fitting[0].step_s
+    assert {option.num_ranges for option in plain.fitting} == {1}
     # options without interleaving equal those of a search without it
-    assert [option.step_s for option in found if option.num_ranges == 1] == [option.step_s for option in plain]
-    if found[0].num_ranges > 1:
-        assert found[0].step_s < plain[0].step_s
+    assert [option.step_s for option in found.fitting if option.num_ranges == 1] == [option.step_s for option in plain.fitting]
+    if found.fitting[0].num_ranges > 1:
+        assert found.fitting[0].step_s < plain.fitting[0].step_s
         assert {
-            action.layer_range for stage in found[0].plan.micro_batches[0].groups[0].stages for action in stage.actions
+            action.layer_range for stage in found.fitting[0].plan.micro_batches[0].groups[0].stages for action in stage.actions
         } == set(range(interleave))
 
 
@@ -172,7 +173,8 @@ def test_interleaving_divides_the_idle_time_of_few_whole_sequences() -> None:
     costs = deeper(cost_model("fixed", 4))
     costs = replace(costs, coefficients=replace(costs.coefficients, step_s=0.0))
     plain, found = (
-        stage_options([400] * 4, [4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=count)[0] for count in (1, 2)
+        stage_options([400] * 4, [4], lambda *numbers: setup(*numbers, costs, PLENTY), interleave=count).fitting[0]
+        for count in (1, 2)
     )
     assert found.num_ranges == 2 and found.step_s < 0.97 * plain.step_s
 
@@ -183,8 +185,8 @@ def test_interleaving_does_not_count_where_sequences_would_have_to_be_shorter_fo
     def short(count: int, num_ranges: int) -> StageSetup:
         return replace(setup(count, num_ranges, costs, PLENTY), longest_tokens=5000 // num_ranges)
 
-    assert {option.num_ranges for option in stage_options([4000], [2], short, interleave=2)} == {1}
-    assert {option.num_ranges for option in stage_options([2500], [2], short, interleave=2)} == {1, 2}
+    assert {option.num_ranges for option in stage_options([4000], [2], short, interleave=2).fitting} == {1}
+    assert {option.num_ranges for option in stage_options([2500], [2], short, interleave=2).fitting} == {1, 2}
 
 
 def deeper(costs: CostModel) -> CostModel:
