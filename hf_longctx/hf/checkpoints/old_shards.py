@@ -1,15 +1,17 @@
-"""Reads optimizer states as releases before 0.2.0 wrote them, as states of `optimizer_states.py`, without running code in them.
+"""Reads states of optimizers and of data streams as releases before 0.2.0 wrote them, without running code in them.
 
 Shards of torch.distributed.checkpoint (`optimizer_shards`) have a table that plain pickle would read, calling any function that
 the file names. So its names are checked first, also in `choice.py`, so that all ranks refuse a checkpoint together. The shards
-themselves, which may have the size of the model, and states of whole weights (`optimizer_whole`) go through torch's restricted
-reader, which refuses objects that could run code.
+themselves, which may have the size of the model, states of whole weights (`optimizer_whole`) and states of streams go through
+torch's restricted reader, which refuses objects that could run code.
 
-Nothing else of this package unpickles. The next checkpoint of a run has the new files.
+Nothing else unpickles, beside the readers of files that `Trainer` writes with torch (`optimizer.pt`, `scheduler.pt`). The next
+checkpoint of a run has the new files.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 import pickle
@@ -35,6 +37,8 @@ logger.addFilter(on_first_rank)
 SHARDS_FOLDER = "optimizer_shards"
 WHOLE_FOLDER = "optimizer_whole"
 METADATA_FILE = ".metadata"
+# beginning of a stream's state that is no JSON
+OLD_STREAM_MARK = "torch:"
 # beginnings of the flat names of states and of settings
 _STATES, _GROUPS = "state.", "param_groups."
 # module -> names that torch writes into the table of shards, beside the data types (`torch.float32` and so on)
@@ -236,6 +240,11 @@ def old_states(folder: str | Path) -> SavedStates:
         "%s was written by an earlier release: it is converted while it is read; new checkpoints have safetensors", place
     )
     return _whole_states(place) if is_whole else _shards(place)
+
+
+def old_stream_state(text: str) -> Any:
+    """The state of a data stream in a text that begins with `OLD_STREAM_MARK`; raises an error if it could run code."""
+    return _loaded(io.BytesIO(base64.b64decode(text.removeprefix(OLD_STREAM_MARK))))
 
 
 def _shards(place: Path) -> SavedStates:

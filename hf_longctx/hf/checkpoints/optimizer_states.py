@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from hf_longctx.hf.checkpoints.manifest import dealt, read_json
 from hf_longctx.hf.checkpoints.trained_weights import check_sizes
+from hf_longctx.hf.checkpoints.values import from_json, tensor_json, to_json
 from hf_longctx.hf.checkpoints.weights import sharded_like
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.runtime.parameters.gradients import first_row, local_shard
@@ -72,14 +73,6 @@ _DTYPES = {
     torch.complex64: "C64",
     torch.bool: "BOOL",
 }
-# values of the index that JSON lacks: name -> their class, what stands for one, and how it is made of that
-_OBJECTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "torch.dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _dtype(name)),
-    "torch.device": (torch.device, str, torch.device),
-    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    "bytes": (bytes, bytes.hex, bytes.fromhex),
-}
-
 # a tensor's rows in one file: the file's name, the first row, the last one + 1, and their bits if they are few, else 0
 Piece = tuple[str, int, int, int]
 
@@ -202,26 +195,14 @@ class _OwnStates:
 
     def described(self, value: Any, name: str) -> Any:
         """The value as the index holds it; keeps a tensor that goes to a file of this name, which settings have not."""
-        if isinstance(value, Tensor):
-            return self._tensor(value, name)
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, dict):
-            return {"dict": [[self.described(key, ""), self.described(each, f"{name}/{key}")] for key, each in value.items()]}
-        if isinstance(value, list | tuple | set):
-            listed = [self.described(each, f"{name}/{place}") for place, each in enumerate(value)]
-            return listed if isinstance(value, list) else {"tuple" if isinstance(value, tuple) else "set": listed}
-        for kind, (its_class, write, _) in _OBJECTS.items():
-            if isinstance(value, its_class):
-                return {kind: write(value)}
-        return {"unknown": f"{type(value).__module__}.{type(value).__qualname__}"}
+        return to_json(value, name, lambda tensor, inner: self._tensor(tensor, inner if name else ""), _unknown)
 
     def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
         own: Any = local_shard(value.detach())
         shape, is_packed = list(value.shape), is_low_bit(own)
         found = {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape, "on_device": own.device.type != "cpu"}
         if not name or (value.numel() <= 1 and not isinstance(value, DTensor) and not found["on_device"]):
-            return {**found, "values": [self.described(each, "") for each in own.flatten().tolist()]}
+            return {**found, "values": tensor_json(own)["values"]}
         if own.numel():
             first, packed = first_row(value), PackedMoment.of(own) if is_packed else None
             num_bytes = own.nbytes if packed is None else packed.codes.nbytes
@@ -338,36 +319,23 @@ def saved_states(folder: str | Path) -> SavedStates:
     return SavedStates(place, kind, optimizer, weights, settings_of, groups, read)
 
 
+def _unknown(value: Any, name: str) -> dict[str, str]:
+    return {"unknown": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
 def _value(found: Any, name: str) -> Any:
     """A value of the index; raises ValueError for one of a class that it does not hold, or for pieces outside its folder."""
-    if isinstance(found, list):
-        return [_value(each, name) for each in found]
-    if not isinstance(found, dict):
-        return found
-    if "tuple" in found:
-        return tuple(_value(each, name) for each in found["tuple"])
-    if "set" in found:
-        return {_value(each, name) for each in found["set"]}
-    if "dict" in found:
-        return {_value(key, name): _value(each, name) for key, each in found["dict"]}
-    if "values" in found:
-        return torch.tensor(_value(found["values"], name), dtype=_dtype(found["dtype"])).reshape(found["shape"])
-    for kind, (_, _, read) in _OBJECTS.items():
-        if kind in found:
-            return read(found[kind])
+    return from_json(found, lambda other: _stored(other, name))
+
+
+def _stored(found: Mapping[str, Any], name: str) -> Stored:
+    """A tensor in files."""
     if "pieces" not in found:
         raise ValueError(f"the optimizer's setting {name} is not read, since it is an object of {found['unknown']}")
     pieces = tuple((str(file), int(first), int(stop), int(bits)) for file, first, stop, bits in found["pieces"])
     if foreign := [file for file, *_ in pieces if Path(file).name != file]:
         raise ValueError(f"{STATES_INDEX} sends the reader to {foreign[0]!r}, which is no file of its folder")
     return Stored(tuple(found["shape"]), pieces, bool(found["on_device"]))
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return found
 
 
 def load_states(

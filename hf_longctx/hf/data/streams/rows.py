@@ -146,9 +146,7 @@ class SequenceReader:
         digest = self._hashed.hexdigest()
         if self._has_states and is_item and self.num_rows >= self._state_row:
             self._state_row = self.num_rows + ROWS_PER_STATE
-            state = take_state(stream)
-            self._has_states = state is not None
-            self._pending = None if state is None else Anchor(self.epoch, self.num_rows + 1, digest, state)
+            self._pending = Anchor(self.epoch, self.num_rows + 1, digest, self._state_of(stream))
         cuts = self._cuts(np.array([len(tokens.input_ids)]), tokens.documents)
         if len(cuts) > 1 and self.rules.num_rows is not None:
             raise ValueError(
@@ -165,6 +163,12 @@ class SequenceReader:
                     torch.tensor(tokens.input_ids[cut]), shift(torch.tensor(tokens.labels[cut])), loss_weights=weights
                 )
                 yield ReadSequence(sequence, after, None if piece else row_hash, self._kinds)
+
+    def _state_of(self, stream: Any) -> str:
+        try:
+            return take_state(stream)
+        except ValueError as error:
+            raise ValueError(f"{self.rules.name}, row {self.num_rows} of epoch {self.epoch}{self._by()}: {error}") from error
 
     @property
     def _kinds(self) -> str:

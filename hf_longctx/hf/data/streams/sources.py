@@ -10,10 +10,8 @@ before the cursor are dropped.
 
 from __future__ import annotations
 
-import base64
 import copy
 import inspect
-import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +24,8 @@ import torch
 import xxhash
 from transformers import TrainingArguments
 
+from hf_longctx.hf.checkpoints.old_shards import OLD_STREAM_MARK, old_stream_state
+from hf_longctx.hf.checkpoints.values import Unwritable, class_name, first_difference, from_json, to_json
 from hf_longctx.hf.config import LongContextConfig
 
 # steps of a dataset of `datasets` with exact states; a shuffle buffer, for example, loses its rows
@@ -59,22 +59,32 @@ def counts_samples(stream: Any) -> bool:
     return callable(found) and "num_samples" in inspect.signature(found).parameters
 
 
-def take_state(stream: Any) -> str | None:
-    """Returns the dataset's state after its last row, as text; None if it contains other things than plain values."""
+def take_state(stream: Any) -> str:
+    """Returns the dataset's state after its last row as text, from which `load_state` makes an equal one.
+
+    Raises ValueError with the name of a value for which that is not so, such as an object of a user's class.
+    """
     state = stream.state_dict()
     try:
         text = json.dumps(state)
-        if _is_same(json.loads(text), state):
+        if not first_difference(json.loads(text), state, ""):
             return text
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         pass
     try:
-        file = io.BytesIO()
-        torch.save(state, file)
-        text = _MARK + base64.b64encode(file.getvalue()).decode()
-        _loaded(text)
-    except Exception:
-        return None
+        text = _MARK + json.dumps(to_json(state, "state_dict()"))
+        lost = first_difference(_loaded(text), state, "state_dict()")
+        problem = f"{lost} would not be read back as it is" if lost else ""
+    except Unwritable as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"state_dict() cannot be written ({type(error).__name__}: {error})"
+    if problem:
+        raise ValueError(
+            f"the state of {class_name(stream)} cannot be saved, since {problem}; let state_dict return numbers, texts, lists, "
+            f"tuples, dictionaries, and tensors or arrays in host memory, or remove state_dict, so that a resumed run reads the "
+            f"rows before its place again"
+        )
     return text
 
 
@@ -96,25 +106,14 @@ def steps_of(stream: datasets.IterableDataset) -> Iterator[Any]:
         waiting += getattr(step, "ex_iterables", None) or [each for each in (getattr(step, "ex_iterable", None),) if each]
 
 
-_MARK = "torch:"
+# begins a state with values that JSON lacks
+_MARK = "values:"
 
 
 def _loaded(text: str) -> Any:
-    if not text.startswith(_MARK):
-        return json.loads(text)
-    # weights only, so that a file cannot run code
-    return torch.load(io.BytesIO(base64.b64decode(text[len(_MARK) :])), weights_only=True)
-
-
-def _is_same(found: Any, expected: Any) -> bool:
-    """Whether two values are equal and have equal types at all levels."""
-    if type(found) is not type(expected):
-        return False
-    if isinstance(found, dict):
-        return found.keys() == expected.keys() and all(_is_same(found[name], expected[name]) for name in found)
-    if isinstance(found, list):
-        return len(found) == len(expected) and all(map(_is_same, found, expected))
-    return bool(found == expected)
+    if text.startswith(OLD_STREAM_MARK):
+        return old_stream_state(text)
+    return from_json(json.loads(text.removeprefix(_MARK))) if text.startswith(_MARK) else json.loads(text)
 
 
 logger = logging.getLogger(__name__)

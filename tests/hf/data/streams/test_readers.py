@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
+import json
+import math
 import random
+import threading
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -168,19 +174,101 @@ def test_states_of_datasets_are_used_where_they_are_exact() -> None:
 
     assert not keeps_state(Counted([]))
 
-    class Strange(StatefulPart):
-        def state_dict(self) -> dict[str, Any]:
-            return {"lock": Part([])}
 
-    assert take_state(Strange([])) is None
-    for state in ({"a": [1, {"b": None}]}, {"a": (1, 2)}, {1: 2.5}, {"a": torch.arange(3)}):
-        text = take_state(Holder(state))
-        assert text is not None
-        holder = Holder({})
-        load_state(holder, text)
-        assert repr(holder.state) == repr(state)
-    with pytest.raises(ValueError, match="the stream cannot take its state in the checkpoint"):
-        load_state(Holder({}), "torch:abc")
+STATES: dict[str, Any] = {
+    "plain": {"a": [1, {"b": None}], "c": "text", "d": 2.5, "e": True},
+    "tuples": {"a": (1, (2, []))},
+    "keys": {1: 2.5, (1, "b"): {None: b"\x00\xff"}},
+    "random states": (random.Random(3).getstate(), np.random.RandomState(3).get_state(), torch.get_rng_state()),
+    "numpy": {
+        "generator": np.random.default_rng(5).bit_generator.state,
+        "scalar": np.float32(0.1),
+        "array": np.arange(6).reshape(2, 3),
+    },
+    "tensors": [torch.arange(3), torch.tensor(0.1, dtype=torch.bfloat16), torch.zeros(0, 2), torch.tensor([1j, math.nan])],
+    "collections": [OrderedDict(b=1, a=2), Counter("aab"), {1, 2}, frozenset({3}), bytearray(b"x"), torch.Size([2]), torch.int8],
+    "floats": [math.nan, -math.inf, -0.0, 1e-320, 0.1, 10**40],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_is_read_back_as_it_was_without_pickle(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(torch, "save", None)
+    monkeypatch.setattr(torch, "load", None)
+    text = take_state(Holder(STATES[name]))
+    json.loads(text[text.find(":") + 1 :] if text.startswith("values:") else text)
+    holder = Holder({})
+    load_state(holder, text)
+    assert repr(holder.state) == repr(STATES[name])
+
+
+def test_a_state_of_plain_values_is_plain_json() -> None:
+    assert json.loads(take_state(Holder(STATES["plain"]))) == STATES["plain"]
+
+
+class Number(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"a": {"lock": threading.Lock()}}, r"since state_dict\(\)/a/lock is a _thread.lock; let state_dict return numbers"),
+        ({"a": [1, Number(2)]}, r"since state_dict\(\)/a/1 would not be read back as it is"),
+        ({"a": defaultdict(int)}, r"since state_dict\(\)/a would not be read back as it is"),
+        ({"a": torch.zeros(2, requires_grad=True)}, r"since state_dict\(\)/a would not be read back as it is"),
+        ({"a": np.array([object()])}, r"since state_dict\(\)/a is a object"),
+        ({"a": np.zeros(2, "i4,i4")}, r"since state_dict\(\)"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_refused_at_the_first_row_with_its_name(state: Any, problem: str) -> None:
+    class Strange(StatefulPart):
+        def state_dict(self) -> Any:
+            return state
+
+    with pytest.raises(ValueError, match=problem):
+        some(parts([random_rows([3] * 8)], Strange)[0], 1, Place.begin(1))
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: dict[str, Any] = {}
+    state["a"] = state
+    with pytest.raises(ValueError, match=r"state_dict\(\) cannot be written \(RecursionError"):
+        take_state(Holder(state))
+
+
+def as_before(text: str) -> str:
+    """A state as releases before 0.2.0 wrote it."""
+    holder, file = Holder({}), io.BytesIO()
+    load_state(holder, text)
+    torch.save(holder.state, file)
+    return "torch:" + base64.b64encode(file.getvalue()).decode()
+
+
+def test_a_place_of_an_earlier_release_goes_on_with_exactly_the_next_sequence(monkeypatch) -> None:
+    monkeypatch.setattr(stream_rows, "ROWS_PER_STATE", 2)
+    straight = some(parts(UNEVEN, StatefulPart)[0], 12, Place.begin(3))
+    for number in range(1, 11):
+        record = straight[number].after.to_json()
+        for cursor in record["readers"]:
+            if cursor["anchor"] is not None:
+                cursor["anchor"] = {**cursor["anchor"], "state": as_before(cursor["anchor"]["state"])}
+        resumed = some(parts(UNEVEN, StatefulPart)[0], 11 - number, Place.from_json(record))
+        assert ids(resumed) == ids(straight[number + 1 :])
+
+
+def test_a_state_of_an_earlier_release_runs_no_code(tmp_path: Path) -> None:
+    class Bad:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    file = io.BytesIO()
+    torch.save({"a": Bad()}, file)
+    text = "torch:" + base64.b64encode(file.getvalue()).decode()
+    for bad in (text, "torch:abc", "values:{", 'values:{"pieces": []}', 'values:{"dtype": "load", "shape": [], "values": []}'):
+        with pytest.raises(ValueError, match="the stream cannot take its state in the checkpoint"):
+            load_state(Holder({}), bad)
+    assert not (tmp_path / "ran").exists()
 
 
 class Holder:
