@@ -285,8 +285,8 @@ class LongContextConfig:
         metadata={
             "help": "Number of layer ranges per pipeline stage. With 2 or more, stages take turns along the layers, which "
             "shortens idle times at the ends of a step but needs more messages. Used if a sample of the training set is "
-            "predicted to be faster with it, and always by `load_pipeline_stage`. 1: one range per stage. Needs stages and "
-            "replicated parameters."
+            "predicted to be faster with it, and always by `load_pipeline_stage`. 1: one range per stage. Needs stages; not "
+            "with `gathered_per_round` parameters."
         },
     )
     lend_stages: bool = field(
@@ -311,12 +311,14 @@ class LongContextConfig:
             "CUDA, unless Liger makes them.",
         },
     )
-    parameters: Literal["replicated", "sharded", "gathered_per_round"] = field(
+    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step"] = field(
         default="replicated",
         metadata={
             "help": "How weights, gradients and optimizer states are distributed: `replicated` (whole on every rank), "
-            "`sharded` (FSDP2: sharded over ranks, gathered layer by layer in every forward and backward) or "
-            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights)."
+            "`sharded` (FSDP2: sharded over ranks, gathered layer by layer in every forward and backward), "
+            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights) or "
+            "`gathered_per_step` (gathered once per optimizer step, while every backward sums gradients into shards, as ZeRO-2 "
+            "does)."
         },
     )
     shard_ranks: int | None = field(
@@ -514,10 +516,7 @@ class LongContextConfig:
                 f"one of them out"
             )
         if self.shard_ranks is not None and self.parameters == "replicated":
-            raise ValueError(
-                f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; it has an effect with parameters 'sharded' "
-                f"or 'gathered_per_round' only"
-            )
+            raise ValueError(f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; only sharded ones have copies")
         if self.expert_ranks is not None:
             self._check_expert_ranks(self.expert_ranks)
         if self.static_degree and self.solver != "static":

@@ -760,12 +760,6 @@ STAGES = {
         ),
         "config = LongContextConfig(stages=2, solver='lp')",
     ),
-    "sharded-stages": Rule(
-        "parameters='sharded' gathers every layer for every slice of a pipeline",
-        "use 'gathered_per_round', or 'replicated'",
-        lambda run: run.config.stages != 1 and run.config.parameters == "sharded",
-        "config = LongContextConfig(stages=2, parameters='sharded')",
-    ),
     "stages-and-ranks": Rule(
         "stages={config.stages} does not divide the {num_ranks} ranks of the run",
         "choose a divisor",
@@ -773,9 +767,9 @@ STAGES = {
         "num_ranks = 3; config = LongContextConfig(stages=2)",
     ),
     "interleave-of-gathered-weights": Rule(
-        "interleave={config.interleave} needs parameters='replicated', not {config.parameters!r}, whose shards are freed with "
-        "the last backward of a whole stage",
-        "leave one of them out",
+        "interleave={config.interleave} does not go with parameters={config.parameters!r}, whose weights are freed with the last "
+        "backward of a whole stage",
+        "use 'sharded', 'gathered_per_step' or 'replicated', or leave interleave out",
         lambda run: run.config.stages != 1 and run.config.interleave > 1 and run.config.parameters == "gathered_per_round",
         "config = LongContextConfig(stages=2, interleave=2, parameters='gathered_per_round'); "
         "model = tiny_llama(num_hidden_layers=4)",

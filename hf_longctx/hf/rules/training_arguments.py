@@ -517,9 +517,6 @@ def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironm
     parameters, by_node = _STRATEGIES[asked.strategy]
     if config.parameters != "replicated":
         return config, f"{asked.origin} is replaced by LongContextConfig(parameters={config.parameters!r}), which shards instead"
-    if config.stages != 1 and parameters == "sharded":
-        # the other kind gathers every layer for every slice
-        parameters = "gathered_per_round"
     changes: dict[str, Any] = {"parameters": parameters}
     if by_node and launch.ranks_per_node < launch.num_ranks and config.stages == 1 and config.expert_ranks is None:
         changes["shard_ranks"] = launch.ranks_per_node

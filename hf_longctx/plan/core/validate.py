@@ -262,13 +262,13 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
 
 
 def _check_interleaving(plan: StepPlan) -> None:
-    """Checks that sharded parameters have one layer range per stage, since shards are gathered and freed per stage."""
+    """Checks that stages with several layer ranges do not free all weights with the last backward of a micro-batch."""
     stages = (stage for micro_batch in plan.micro_batches for group in micro_batch.groups for stage in group.stages)
     num_ranges = max((len(stage.layer_ranges) for stage in stages), default=1)
-    if num_ranges > 1 and plan.parameters != "replicated":
+    if num_ranges > 1 and plan.parameters == "gathered_per_round":
         raise PlanError(
-            f"the plan interleaves {num_ranges} layer ranges per stage with parameters {plan.parameters!r}; interleaving needs "
-            f"parameters 'replicated'"
+            f"the plan interleaves {num_ranges} layer ranges per stage with parameters {plan.parameters!r}, which are "
+            f"freed with the last backward of a whole stage; use 'sharded', 'gathered_per_step' or 'replicated'"
         )
 
 

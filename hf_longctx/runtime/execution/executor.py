@@ -62,7 +62,7 @@ class StepExecutor:
         self.all_stages = tuple(all_stages)
         # switched off, because the model would add a balance loss of its own, over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
-        self.parameters = parameters_of(stage.model, fp32_gradients)
+        self.parameters = parameters_of(stage.model, fp32_gradients, stage.num_stages, stage.attention_layers)
         # balance loss of the current step, until its first plan returns it
         self._aux_loss: Tensor | None = None
         # whether a plan of the current optimizer step has already run
@@ -133,6 +133,9 @@ class StepExecutor:
                         current.is_last_of_plan = index == len(plan.rounds) - 1
                     total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
                     memory = memory.most(current.memory)
+            if reduce:
+                # weights stay gathered for all plans of the step
+                self.parameters.free()
             self._settle_routers()
             with host.clock.measure(-1, "reduce", "gradients"):
                 is_bad = torch.zeros_like(total)
@@ -309,10 +312,11 @@ class StepExecutor:
                     f"the layer ranges of stage {stage.stage} have {layers} layers in the plan, but "
                     f"{self.stage.attention_layers} in the model; plan with the layers that the model was cut into"
                 )
-            if len(stage.layer_ranges) > 1 and plan.parameters != "replicated":
+            if len(stage.layer_ranges) > 1 and plan.parameters == "gathered_per_round":
                 raise ValueError(
-                    f"the plan interleaves {len(stage.layer_ranges)} layer ranges per stage with parameters={plan.parameters!r}; "
-                    f"interleaving needs parameters='replicated'"
+                    f"the plan interleaves {len(stage.layer_ranges)} layer ranges per stage with parameters={plan.parameters!r}, "
+                    f"which are freed with the last backward of a whole stage; plan with 'sharded', 'gathered_per_step' or "
+                    f"'replicated'"
                 )
         if self.routers is not None and self.all_stages:
             raise ValueError(

@@ -3,8 +3,9 @@
 `hf` calls `shard_mesh` and `shard_model` at start-up; the executor drives `ShardedParameters`.
 
 Parameters are sharded over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), but never
-over a sequence group: a plan moves tokens, not weights. Within a micro-batch each rank accumulates unsharded gradients; the last
-backward reduce-scatters them as a sum. With HSDP the sums of the blocks are added once, after the last micro-batch of the step.
+over a sequence group: a plan moves tokens, not weights. Either every backward reduce-scatters its gradients as a sum into shards
+(`sums_every_backward`), or each rank accumulates whole gradients for the last backward of a micro-batch. With HSDP the sums of the
+blocks are added once, after the last micro-batch of the step.
 FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a finished
 block would wait in the shared group for one that waits for it elsewhere.
 """
@@ -12,6 +13,7 @@ block would wait in the shared group for one that waits for it elsewhere.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import Parameters, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
@@ -145,30 +147,37 @@ def layer_shards(model: object) -> LayerShards | None:
 
 
 class ShardedParameters:
-    """Parameters of a model after `shard_model`, for plans with `parameters` "sharded" or "gathered_per_round".
+    """Parameters of a model after `shard_model`, for plans with any `parameters` but "replicated".
 
-    sharded: every forward and backward gathers a layer and frees it afterwards; the unit of embedding and head stays gathered
-    from forward to backward. gathered_per_round: the first forward of a micro-batch gathers each layer and its last backward
-    frees it, so that the order of the actions in between is free.
+    sharded: every forward and backward gathers a layer and frees it afterwards. The unit of embedding and head stays gathered
+    from forward to backward, or until the step's last backward if every backward reduces.
+    gathered_per_round: the first forward of a micro-batch gathers each layer and its last backward frees it, so that the order of
+    the actions in between is free. gathered_per_step: the first forward of an optimizer step gathers each layer, and `free` ends
+    it.
+
+    If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards. Its end makes the current
+    stream wait for its reduce-scatters, so that `absorb` finds their results. A backward gathers the layer before the one that
+    it runs (`_prefetch_backward`); a forward needs no such order, since the host runs ahead of the device.
+
+    num_stages: pipeline stages of the model. range_layers: number of layers in each layer range of this stage.
     """
 
-    def __init__(self, model: FSDPModule, fp32_gradients: bool) -> None:
+    def __init__(self, model: FSDPModule, fp32_gradients: bool, num_stages: int = 1, range_layers: Sequence[int] = ()) -> None:
         assert isinstance(model, nn.Module)
-        self.model = model
+        self.model, self.num_stages = model, num_stages
         self.layers = [module for module in _units(model) if module is not model]
         self.copies = copies_group(model)
         self.on_host = layer_shards(model)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
-        self._is_gathered = False
+        self._parameters: Parameters = "sharded"
+        _prefetch_backward(model, range_layers)
 
     def check(self, parameters: Parameters) -> None:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
-        if parameters == "gathered_per_step":
-            raise ValueError("parameters='gathered_per_step' cannot run yet; plan with 'sharded' or 'gathered_per_round'")
-        if parameters == "gathered_per_round" and self.on_host is not None:
+        if parameters != "sharded" and self.on_host is not None:
             raise ValueError(
                 "the plan gathers all layers at once, but their shards lie on the host to save memory; plan with "
                 "parameters='sharded'"
@@ -184,32 +193,36 @@ class ShardedParameters:
 
     def enter_round(self, parameters: Parameters) -> None:
         """Sets when layers are gathered and freed; call it before the first action of a micro-batch."""
-        self._is_gathered = parameters == "gathered_per_round"
+        self._parameters = parameters
         for layer in self.layers:
-            layer.set_reshard_after_forward(not self._is_gathered, recurse=False)
+            layer.set_reshard_after_forward(parameters == "sharded", recurse=False)
 
     def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
-        """Prepares a backward: the last one of a micro-batch (`is_last`) reduces gradients and frees weights.
+        """Prepares a backward: the last one of a micro-batch (`is_last`), or every one, reduces gradients.
 
         All ranks must agree on which backward is the last, since the reduction is collective.
         """
-        self.model.set_is_last_backward(is_last)
-        self.model.set_requires_gradient_sync(is_last)
-        self.model.set_reshard_after_backward(is_last or not self._is_gathered)
+        sums_every = sums_every_backward(self._parameters, self.num_stages)
+        frees_layers = self._parameters == "sharded" or (self._parameters == "gathered_per_round" and is_last)
+        self.model.set_is_last_backward(is_last or sums_every)
+        self.model.set_requires_gradient_sync(is_last or sums_every)
+        self.model.set_reshard_after_backward(frees_layers)
+        if sums_every:
+            self.model.set_reshard_after_backward(False, recurse=False)
 
     def after_backward(self) -> None:
-        """Collects reduced half-precision gradients in fp32, micro-batch after micro-batch; call it after every backward."""
+        """Collects reduced half-precision gradients in fp32; call it after every backward."""
         self.gradients.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
-        """Leaves the step's gradient sum of each shard in its `.grad`; each micro-batch has already summed within blocks.
+        """Leaves the step's gradient sum of each shard in its `.grad`; backwards have already summed within blocks.
 
         Collective over the ranks with equal shards and, for `tied`, over the two stages that hold it with equal shards.
         """
         self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
-        """Frees weights that are still gathered after forwards without a backward."""
+        """Frees weights that are still gathered: after an optimizer step, or after forwards without a backward."""
         free_gathered(self.model)
 
 
@@ -224,16 +237,40 @@ def free_gathered(model: object) -> None:
         unit.reshard()
 
 
-def parameters_of(model: nn.Module, fp32_gradients: bool) -> ReplicatedParameters | ShardedParameters:
-    """Returns the handler of the model's parameters: `ShardedParameters` after `shard_model`, else `ReplicatedParameters`."""
+def parameters_of(
+    model: nn.Module, fp32_gradients: bool, num_stages: int = 1, range_layers: Sequence[int] = ()
+) -> ReplicatedParameters | ShardedParameters:
+    """Returns the handler of the model's parameters: `ShardedParameters` after `shard_model`, else `ReplicatedParameters`.
+
+    num_stages, range_layers: as in `ShardedParameters`.
+    """
     if isinstance(model, FSDPModule):
-        return ShardedParameters(model, fp32_gradients)
+        return ShardedParameters(model, fp32_gradients, num_stages, range_layers)
     return ReplicatedParameters(model, fp32_gradients)
 
 
 def _units(model: object) -> list[FSDPModule]:
     assert isinstance(model, nn.Module)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
+    """Makes the backward of every layer gather the layer before it in its list and layer range, and the first none.
+
+    By itself FSDP2 looks up what its forwards ran before, and forgets that with every backward that reduces, or takes the last
+    layer of another chunk for the one before a first layer.
+    """
+    assert isinstance(model, nn.Module)
+    lists: dict[str, list[FSDPModule]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            lists.setdefault(name.rpartition(".")[0], []).append(module)
+    # without a list of its own, a unit would look up what ran before; the unit of embedding and head is gathered by then
+    model.set_modules_to_backward_prefetch([model])
+    for layers in lists.values():
+        starts = set(itertools.accumulate(range_layers, initial=0)) if len(layers) == sum(range_layers) else {0}
+        for number, layer in enumerate(layers):
+            layer.set_modules_to_backward_prefetch([model if number in starts else layers[number - 1]])
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:

@@ -50,11 +50,19 @@ def test_rings_in_stages_match(ranks) -> None:
     check_pipeline(ranks(4), ModelCase("mistral_window", num_layers=4), plan)
 
 
-@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step", "gathered_per_round"])
 def test_sharded_stages_match(ranks, parameters) -> None:
     chunks = [[span] for span in cut(0, [15, 11, 9, 5])]
     plan = pipeline_plan([40, 9, 7], [[(2, chunks)], [(1, [[(1, 0, 9)]]), (1, [[(2, 0, 7)]])]], 2, parameters=parameters)
     check_pipeline(ranks(4), ModelCase(num_layers=4), plan)
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
+def test_interleaved_ranges_of_sharded_stages_match(ranks, parameters) -> None:
+    case = ModelCase(num_layers=8)
+    groups = [(2, SLICED)]
+    plan = pipeline_plan(LENGTHS, [groups], 2, "interleaved", 8, num_ranges=2, parameters=parameters)
+    check_pipeline(ranks(4), case, plan)
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 16])

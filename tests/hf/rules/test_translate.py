@@ -55,14 +55,13 @@ def test_strategies_have_our_words(tmp_path: Path, strategy: str, origin: str) -
     assert found.problems == ()
 
 
-def test_own_settings_and_stages_come_first(tmp_path: Path) -> None:
+def test_own_settings_come_first(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     own = LongContextConfig(parameters="gathered_per_round", shard_ranks=2)
     found = translate(own, args, PLAIN)
     assert found.config == own and "is replaced by LongContextConfig(parameters='gathered_per_round')" in found.lines[0]
-    # stages refuse the other kind
     staged = translate(LongContextConfig(stages=2), args, PLAIN)
-    assert staged.config.parameters == "gathered_per_round"
+    assert staged.config.parameters == "sharded"
 
 
 # kind of a wish without words of ours -> the launcher's settings, the arguments, and the remedy

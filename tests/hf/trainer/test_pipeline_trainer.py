@@ -52,7 +52,9 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "two stages": (2, {"stages": 2, "tokens_per_rank": 64}),
     "four stages": (4, {"stages": 4, "tokens_per_rank": 64}),
     "two stages of two ranks": (4, {"stages": 2, "tokens_per_rank": 32}),
-    "two stages of shards": (4, {"stages": 2, "tokens_per_rank": 32, "parameters": "gathered_per_round"}),
+    "gathered per micro-batch": (4, {"stages": 2, "tokens_per_rank": 32, "parameters": "gathered_per_round"}),
+    "gathered per step": (4, {"stages": 2, "tokens_per_rank": 32, "parameters": "gathered_per_step"}),
+    "gathered per pass": (4, {"stages": 2, "tokens_per_rank": 32, "parameters": "sharded"}),
 }
 
 
@@ -181,7 +183,6 @@ def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
     [
         ({"stages": 8}, "stages=8 are more than the model's 4 layers; use at most 4"),
         ({"stages": 3}, "stages=3 does not divide the 2 ranks of the run; choose a divisor"),
-        ({"stages": 2, "parameters": "sharded"}, "use 'gathered_per_round', or 'replicated'"),
         ({"stages": 2, "solver": "lp"}, "solver='lp' has no effect on pipeline stages; leave it out"),
     ],
 )

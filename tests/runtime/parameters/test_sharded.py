@@ -25,7 +25,7 @@ from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import ShardedParameters, shard_mesh, shard_model
 
-MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_round")
+MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round")
 NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
 
 

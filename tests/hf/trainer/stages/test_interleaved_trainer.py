@@ -131,8 +131,7 @@ def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
     [
         ({"interleave": 2}, "divides pipeline stages into layer ranges, but stages is 1; set stages=2 or more"),
         ({"stages": 2, "interleave": 5}, "are more than the model's 8 layers; use interleave=4 or less"),
-        ({"stages": 2, "interleave": 2, "parameters": "gathered_per_round"}, "interleave=2 needs parameters='replicated'"),
-        ({"stages": 2, "interleave": 2, "parameters": "sharded"}, "parameters='sharded' gathers every layer for every slice"),
+        ({"stages": 2, "interleave": 2, "parameters": "gathered_per_round"}, "use 'sharded', 'gathered_per_step' or"),
     ],
 )
 def test_what_does_not_go_with_interleaving_is_refused_on_every_rank(ranks, rows, tmp_path: Path, config, message) -> None:
