@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -55,6 +56,8 @@ _LORA_RANK = 16
 _MAX_DOUBLINGS = 10
 # most pairs of settings that a refusal offers
 _MOST_PAIRS = 3
+# after this many numbers of stages in a row that are slower than the ones before them, no more are tried
+_MOST_SLOWER = 2
 # bytes of an element in fp32, and in bf16
 _WIDE, _HALF = 4, 2
 
@@ -429,28 +432,39 @@ class _Choices:
         """The setup with the stages that the user asks for, or the number that is fastest for a step. Collective."""
         wishes, costs = self.wishes, self.measured.costs
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
-            return self._on_stages(loaded or balanced_ranges(costs, 1, ()))
-        lengths = self.lengths.sample()
-        setups: dict[tuple[int, int], Setup] = {}
+            return _with_planned_room(self._on_stages(loaded or balanced_ranges(costs, 1, ())))
+        lengths, num_layers = self.lengths.sample(), costs.model.num_layers
+        if wishes.stages == "auto":
+            counts = stage_counts(costs.cluster.num_ranks, num_layers, wishes.planner.degrees)
+        else:
+            counts = [wishes.stages]
+        numbers = dict.fromkeys((1, wishes.interleave))
+        ways: list[tuple[int, ...]] = [(count, each) for count in counts for each in numbers if count * each <= num_layers]
+        # ranks may have different devices and so different costs, so rank 0's ranges hold for all
+        ranges = self.gather({way: balanced_ranges(costs, way[0], lengths, way[1]) for way in ways})[0]
+        setups: dict[tuple[int, ...], Setup] = {}
 
-        def setup_of(num_stages: int, num_ranges: int) -> StageSetup:
-            # ranks may have different devices and so different costs, so rank 0's ranges hold for all
-            ranges = self.gather(balanced_ranges(costs, num_stages, lengths, num_ranges))[0]
-            setups[num_stages, num_ranges] = setup = self._on_stages(ranges)
-            return StageSetup(setup.costs, setup.planner, setup.room_tokens)
+        def setup_of(*way: int) -> StageSetup:
+            # with too few layers, this says so
+            setups[way] = setup = self._on_stages(ranges.get(way) or balanced_ranges(costs, way[0], lengths, way[1]))
+            return StageSetup(setup.costs, setup.planner)
+
+        def cutting_setup_of(*way: int) -> StageSetup:
+            return replace(setup_of(*way), longest_tokens=_with_planned_room(setups[way]).room_tokens)
 
         if wishes.stages != "auto" and wishes.interleave == 1:
             setup_of(wishes.stages, 1)
-            return setups[wishes.stages, 1]
-        if wishes.stages == "auto":
-            counts = stage_counts(costs.cluster.num_ranks, costs.model.num_layers, wishes.planner.degrees)
-        else:
-            counts = [wishes.stages]
-        options = stage_options(self.lengths.step(lengths), counts, setup_of, interleave=wishes.interleave)
+            return _with_planned_room(setups[wishes.stages, 1])
+        step, options = self.lengths.step(lengths), StageOptions()
+        with suppress(ValueError):
+            options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave)
+        if not all(self.gather(bool(options.fitting))):
+            # no number of stages holds the longest sequences, so these count as long as each may have them
+            options = stage_options(step, counts, cutting_setup_of, _MOST_SLOWER, wishes.interleave)
         best = options.fitting[0]
         # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
-        chosen = setups[self.gather((best.num_stages, best.num_ranges))[0]]
-        return replace(chosen, stage_options=options)
+        chosen = self.gather((best.num_stages, best.num_ranges))[0]
+        return replace(_with_planned_room(setups[chosen]), stage_options=options)
 
     def _on_stages(self, ranges: Ranges) -> Setup:
         """The setup with these layer ranges on the stages."""
@@ -481,7 +495,7 @@ class _Choices:
         if wishes.may_shard and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
             setup = replace(setup_on(_sharded(placement, num_ranks)), notes=(why,))
         self.check(setup, measured)
-        return _with_planned_room(setup)
+        return setup
 
 
 def _sharded(placement: Placement, shard_ranks: int) -> Placement:
@@ -513,7 +527,8 @@ def _with_planned_room(setup: Setup) -> Setup:
     """The setup with its room limited to the longest sequence that can be planned, since formulas may count fewer bytes."""
     placement, costs, planner, room = setup.placement, setup.costs, setup.planner, setup.room_tokens
     if placement.is_pipeline:
-        return replace(setup, room_tokens=_longest_planned(min(setup.max_length, room * setup.num_stages), costs, planner))
+        most = room * setup.num_stages
+        return replace(setup, room_tokens=_longest_planned(min(setup.max_length or most, most), costs, planner))
     most = min(setup.max_length or room, room)
     if planner.activations is None or not most:
         return setup

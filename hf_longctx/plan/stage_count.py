@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,12 +56,13 @@ def stage_options(
     """Plans `lengths` for each number of stages in `counts`; those that fit come fastest first, ties by fewest stages.
 
     setup_of: makes the setup for (stages, layer ranges per stage), or raises ValueError. most_slower: end the search after this
-    many counts in a row that are no faster than the best (0: try all). interleave: layer ranges per stage to try besides a single
-    one, unless sequences would have to be shorter for them. Deterministic. If nothing fits, raises the first count's ValueError.
+    many counts in a row that are no faster than the count before them (0: try all). interleave: layer ranges per stage to try
+    besides a single one, unless sequences would have to be shorter for them. Deterministic. If nothing fits, raises the first
+    count's ValueError.
     """
     found: list[StageOption] = []
     unfit: dict[int, ValueError] = {}
-    num_slower = 0
+    num_slower, last_s = 0, math.inf
     for count in counts:
         options: list[StageOption] = []
         needed = 0
@@ -78,7 +80,7 @@ def stage_options(
             continue
         unfit.pop(count, None)
         best_s = min(option.step_s for option in options)
-        num_slower = num_slower + 1 if found and best_s >= min(one.step_s for one in found) else 0
+        num_slower, last_s = num_slower + 1 if best_s >= last_s else 0, best_s
         found += options
         if most_slower and num_slower == most_slower:
             break

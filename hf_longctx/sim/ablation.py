@@ -51,7 +51,7 @@ _Chunking = Callable[[Mapping[int, int], GroupShape, CostModel], Sequence[tuple[
 
 _SLICES = (2, 4, 8, 16)
 _SEQ1F1B_SLICES = 4
-# consecutive stage counts slower than the best after which the search stops
+# consecutive stage counts slower than the ones before them after which the search stops
 _GIVEN_UP = 2
 # layer ranges per stage in interleaved plans
 _INTERLEAVE = 2

@@ -145,8 +145,9 @@ def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_
             raise ValueError(f"not {count} stages")
         return replace(setup(2, num_ranges, costs, PLENTY), longest_tokens=100 * count)
 
-    found = stage_options([5000], [1, 2, 4, 3, 5, 6], slower, most_slower=2)
-    assert asked == [1, 2, 4, 3] and [option.num_stages for option in found.fitting] == [2, 3, 4]
+    # 3 is slower than 2, but faster than the one before it
+    found = stage_options([5000], [1, 2, 4, 3, 5, 6, 2], slower, most_slower=2)
+    assert asked == [1, 2, 4, 3, 5, 6] and [option.num_stages for option in found.fitting] == [2, 3, 4, 5, 6]
     assert found.unfit == ((1, "not 1 stages"),)
     with pytest.raises(ValueError, match="not 1 stages"):
         stage_options([5000], [1, 7], slower)
