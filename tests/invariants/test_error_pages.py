@@ -19,6 +19,7 @@ from hf_longctx.hf.checkpoints.weights import checkpoint_files
 from hf_longctx.hf.data.chat import read_messages
 from hf_longctx.hf.data.scan import scan_dataset, too_long
 from hf_longctx.hf.models.adapters import kind_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.classes import class_problem
 from hf_longctx.hf.rules.models import model_problems
 from hf_longctx.hf.rules.rule import Facts, refusals
@@ -58,7 +59,7 @@ def real_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[tu
     yield "data", too_long(scan_dataset(rows.select([0]), "train_dataset", 10).lengths, 1, 4, 4, "train_dataset")[0]
     yield "data", raised(lambda: read_messages("hello", "train_dataset row 3"))
     yield "models", class_problem(tiny_llama().model)
-    yield "models", model_problems(tiny_llama().half())[0]
+    yield "models", model_problems(ModelFacts.of(tiny_llama().half()))[0]
     yield "models", raised(lambda: extend_positions(tiny_llama().config, 1 << 20, rope_scaling="stretch"))  # type: ignore[arg-type]
     yield "trainers", raised(lambda: NeedleTask(make=print, lengths=(64,), depths=(2.0,)))
     yield "checkpoints", raised(lambda: checkpoint_files(folder))

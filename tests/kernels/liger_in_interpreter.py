@@ -15,6 +15,7 @@ from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernel_places import kernel_problems
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.plan.core.types import LayerPolicy
@@ -77,7 +78,7 @@ def test_a_model_to_which_liger_was_applied_before_is_refused() -> None:
     model = build_model(ModelCase(dtype=torch.float32))
     apply = importlib.import_module("liger_kernel.transformers.monkey_patch")
     apply._patch_rms_norm_module(model.model.norm)
-    assert "Liger was applied to model.norm" in kernel_problems(model)[0]
+    assert "Liger was applied to model.norm" in kernel_problems(ModelFacts.of(model))[0]
 
 
 def test_a_training_has_the_weights_of_one_without_liger(tmp_path, caplog) -> None:

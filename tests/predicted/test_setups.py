@@ -13,6 +13,7 @@ import torch
 from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import setup as start
 from hf_longctx.plan import setup
@@ -53,7 +54,7 @@ class Machine:
         arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cuda"), disable_tqdm=True)
         arguments.world_size, arguments.process_index = self.num_ranks, 0
         degrees = tuple(degree for degree in (1, 2, 4, 8, 16, 32) if degree <= self.num_ranks)
-        return start.choose_setup(LongContextConfig(**settings), self.model, arguments, degrees, None)
+        return start.choose_setup(LongContextConfig(**settings), ModelFacts.of(self.model), arguments, degrees, None)
 
     def forecast(self, **options: Any) -> Setup:
         request = Request(str(self.folder), str(self.folder / "hardware.json"), self.num_ranks, compile_layers=False, **options)

@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.models.experts import spread_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import CLASSIFIERS
 from hf_longctx.hf.models.logits import head_problem
 from hf_longctx.hf.models.spec import config_spec, model_spec
@@ -138,8 +139,8 @@ _HEADS = {"ForSequenceClassification": "classes", "ForTokenClassification": "tok
 
 
 def facts_of(model: Any) -> dict[str, Any]:
-    alone = setup_problems(model, None, LongContextConfig(), 1, (1,))
-    staged = setup_problems(model, None, LongContextConfig(stages=2), 2, (1,))
+    alone = setup_problems(ModelFacts.of(model), None, LongContextConfig(), 1, (1,))
+    staged = setup_problems(ModelFacts.of(model), None, LongContextConfig(stages=2), 2, (1,))
     return {
         "spec": result_of(lambda: asdict(model_spec(model))),
         "problems": alone,

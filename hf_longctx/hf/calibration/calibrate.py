@@ -25,6 +25,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import compiled_layers
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
@@ -134,7 +135,7 @@ def build_model(config: PretrainedConfig, device: torch.device, precision: str) 
         config.output_router_logits = False
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    if problems := model_problems(model):
+    if problems := model_problems(ModelFacts.of(model)):
         raise ValueError("; ".join(problems))
     patch_model(model)
     if precision == "autocast":

@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.cutting import loaded_ranges
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.whole_again import WholeModel
@@ -144,15 +145,15 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         planned._longctx_callback, planned.plans_evaluation = callback, config.stages != 1
         planned._first_collator = trainer.data_collator
         args, processing_class = trainer.args, trainer.processing_class
-        model = cast(Any, trainer.model)
-        collation = Collation(trainer.data_collator, head_kind(model), forward_columns(model, args))
+        facts = ModelFacts.of(trainer.model)
+        collation = Collation(trainer.data_collator, facts.head_kind, forward_columns(facts.base, args))
         trainer.train_dataset = read_columns(stock, trainer.train_dataset, collation.reads_all)
         sets = {"train_dataset": trainer.train_dataset}
         if planned.plans_evaluation:
             undo.callback(setattr, trainer, "eval_dataset", trainer.eval_dataset)
             trainer.eval_dataset = read_columns(stock, trainer.eval_dataset, collation.reads_all)
             sets |= evaluation_sets(trainer.eval_dataset)
-        request = RunRequest(config, model, args, processing_class, problems, sets, None, token_loss, None, True, collation)
+        request = RunRequest(config, facts, args, processing_class, problems, sets, None, token_loss, None, True, collation)
         planned._start(request)
         run = planned.longctx_run
         if run.whole is not None:

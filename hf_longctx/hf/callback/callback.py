@@ -29,6 +29,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.dropout import check_rates
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.towers import freeze_towers, wrapper_of
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.planning.report import plan_parts, seconds_part, speed_part
@@ -271,7 +272,7 @@ class LongContextCallback(TrainerCallback):
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, calling_trainer()[0])
         facts = Facts(config=config, args=args, model=model, num_ranks=args.world_size, draws_batches=False)
         problems = argument_problems(facts) + refusals(ALONE, replace(facts, given=vars(trainer))) + alone_problems(args)
-        request = RunRequest(config, model, args, processing_class, problems, control=self._control)
+        request = RunRequest(config, ModelFacts.of(model), args, processing_class, problems, control=self._control)
         run = start_run(replace(request, mode=BORROWED, trainer=type(trainer)))
         undo.callback(run.close)
         undo.callback(freeze_towers(model))

@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from torch import nn
 
 from hf_longctx.hf.data.padding import unpadded
 from hf_longctx.hf.data.sampler import IntArray, LengthAwareSampler, SequenceIndex
-from hf_longctx.hf.models.heads import HeadKind, head_kind, inner_model
+from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.heads import HeadKind
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 Problem = Literal["single_label_classification", "regression", "multi_label_classification"]
@@ -181,10 +181,9 @@ def class_problems(name: str, labels: pa.ChunkedArray, num_labels: int) -> list[
 NEXT_TOKEN = HeadTask()
 
 
-def task_of(model: Any, dataset: Any = None) -> HeadTask:
-    """Returns the labels that the head of `model` learns. dataset: rows that show whether classes exclude each other."""
-    base = inner_model(model) if isinstance(model, nn.Module) else model
-    kind = head_kind(base) if isinstance(base, nn.Module) else "next_token"
+def task_of(facts: ModelFacts, dataset: Any = None) -> HeadTask:
+    """Returns the labels that a model's head learns. dataset: rows that show whether classes exclude each other."""
+    base, kind = facts.base, facts.head_kind
     if kind == "next_token":
         return NEXT_TOKEN
     num_labels = int(base.config.num_labels)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from hf_longctx.families.registry import family_of
+from hf_longctx.families.family import Family
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.forwards import give, take
 from hf_longctx.hf.models.towers import tower_names
@@ -44,14 +44,15 @@ class DropoutPatch:
 
     def needed(self, model: nn.Module) -> bool:
         """Whether any module of the model, adapters included, drops values."""
-        return bool(_dropouts(model) or _weighing(model))
+        base = base_of(model)
+        return bool(_dropouts(base) or _weighing(base))
 
     def apply(self, model: nn.Module) -> None:
         """Raises ValueError for a forward of others."""
-        keys = keys_of(model) or DropoutKeys()
-        for name, module in _weighing(model):
+        base, keys = base_of(model), keys_of(model) or DropoutKeys()
+        for name, module in _weighing(base):
             vars(module).setdefault(SITE, DropoutSite(keys, weights_name(name)))
-        for name, module in _dropouts(model):
+        for name, module in _dropouts(base):
             vars(module).setdefault(SITE, DropoutSite(keys, name))
             give(module, _forward)
 
@@ -64,17 +65,18 @@ class DropoutPatch:
 
 def check_rates(model: nn.Module) -> None:
     """Raises ValueError for a dropout module whose rate was raised from 0 since the start of the run."""
-    if late := [name for name, module in (*_dropouts(model), *_weighing(model)) if SITE not in vars(module)]:
+    base = base_of(model)
+    if late := [name for name, module in (*_dropouts(base), *_weighing(base)) if SITE not in vars(module)]:
         raise ValueError(
             f"dropout {late[0]} drops now, but dropped nothing when the run started, so its masks would depend on the plan; set "
             f"its rate before the trainer is made"
         )
 
 
-def dropout_problems(model: nn.Module) -> list[str]:
-    """Returns why masks of dropout modules cannot follow tokens, by module; empty if they can."""
+def dropout_problems(text: nn.Module) -> list[str]:
+    """Returns why masks of dropout modules in a text model cannot follow tokens, by module; empty if they can."""
     problems = []
-    named, seen = dict(base_of(model).named_modules(remove_duplicate=False)), dict[int, str]()
+    named, seen = dict(text.named_modules(remove_duplicate=False)), dict[int, str]()
     for name, module in named.items():
         if not isinstance(module, _DropoutNd) or not module.p:
             continue
@@ -87,19 +89,19 @@ def dropout_problems(model: nn.Module) -> list[str]:
             problems.append(f"{name} is a dropout with a forward that is not its class's; remove it from the module")
         elif any("Experts" in type(parent).__name__ for parent in parents):
             problems.append(f"{name} drops inside experts, where tokens are sorted by expert; set its rate {module.p} to 0")
-    return problems + _weight_problems(model)
+    return problems + _weight_problems(text)
 
 
-def _weight_problems(model: nn.Module) -> list[str]:
+def _weight_problems(text: Any) -> list[str]:
     """Returns why masks of attention weights cannot follow tokens, or problems with their rates."""
-    rates = weight_rates(base_of(model).config.get_text_config()) if hasattr(base_of(model), "config") else {}
+    rates = weight_rates(text.config.get_text_config()) if hasattr(text, "config") else {}
     problems = [
         f"{field} is {rate}, but must be from 0 to 1; set it in the model's config"
         for field, rate in rates.items()
         if not 0 <= rate <= 1
     ]
-    first_names = {id(module): name for name, module in _weighing(model)}
-    for name, module in base_of(model).named_modules(remove_duplicate=False):
+    first_names = {id(module): name for name, module in _weighing(text)}
+    for name, module in text.named_modules(remove_duplicate=False):
         if first_names.get(id(module), name) != name:
             first = first_names[id(module)]
             return [
@@ -113,18 +115,18 @@ def _weight_problems(model: nn.Module) -> list[str]:
 def outer_dropout(model: nn.Module, layers: str) -> str:
     """The name of a dropout module of `model` outside its list of layers, its towers, its classifier and adapters; "" if none."""
     towers = tuple(f"{name}." for name in tower_names(model))
-    inside = [name for name, _ in _dropouts(model) if f"{layers}." in f"{name}." or "lora_" in name or "." not in name]
-    inside += [name for name, _ in _dropouts(model) if f"{name}.".startswith(towers)]
-    return next((name for name, _ in _dropouts(model) if name not in inside), "")
+    names = [name for name, _ in _dropouts(base_of(model))]
+    inside = [name for name in names if f"{layers}." in f"{name}." or "lora_" in name or "." not in name]
+    inside += [name for name in names if f"{name}.".startswith(towers)]
+    return next((name for name in names if name not in inside), "")
 
 
-def _dropouts(model: nn.Module) -> list[tuple[str, nn.Dropout]]:
-    return [(name, each) for name, each in base_of(model).named_modules() if type(each) is nn.Dropout and each.p]
+def _dropouts(base: nn.Module) -> list[tuple[str, nn.Dropout]]:
+    return [(name, each) for name, each in base.named_modules() if type(each) is nn.Dropout and each.p]
 
 
-def keyed_fields(class_name: str) -> tuple[str, ...]:
-    """Fields of a class's config with dropout rates that may be above 0."""
-    family = family_of(class_name)
+def keyed_fields(family: Family) -> tuple[str, ...]:
+    """Fields of the configs of a family with dropout rates that may be above 0."""
     return (*family.dropout_fields, *(() if family.drops_more_than_weights else WEIGHT_DROPOUT))
 
 
@@ -133,9 +135,8 @@ def weight_rates(config: Any) -> dict[str, float]:
     return {field: rate for field in WEIGHT_DROPOUT if (rate := getattr(config, field, None))}
 
 
-def _weighing(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _weighing(base: Any) -> list[tuple[str, nn.Module]]:
     """The attention layers of a model that drops attention weights."""
-    base: Any = base_of(model)
     if not hasattr(base, "config") or not weight_rates(base.config.get_text_config()):
         return []
     return [(name, each) for name, each in base.named_modules() if any(word in type(each).__name__ for word in _ATTENTIONS)]

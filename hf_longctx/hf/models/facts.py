@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from hf_longctx.families.family import Family, Mixer
+from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import loaded_ranges
-from hf_longctx.hf.models.heads import HeadKind, head_kind, num_outputs
+from hf_longctx.hf.models.heads import HeadKind, head_kind, is_generic, num_outputs
 from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.models.towers import text_class, text_part
 from hf_longctx.plan.core.types import Ranges
 
 
@@ -18,15 +22,20 @@ from hf_longctx.plan.core.types import Ranges
 class ModelFacts:
     """Facts of a model as a run gets it: read without collectives, before plans patch, cut or shard it.
 
-    For an object that is no model of transformers, `base` is that object, and other fields have the values of a causal language
-    model without outputs. The facts hold no layers, since a cut model must not keep the weights of other stages.
+    For an object that is no model of transformers, `base` and `text` are that object, and other fields have the values of a
+    causal language model of an unknown class without outputs. The facts hold no layers, since a cut model must not keep the
+    weights of other stages.
     """
 
-    # the model with its adapters and other wrappers, and the model of transformers inside them
+    # the model with its adapters and other wrappers, the model of transformers inside them, and the text model in that
     model: Any
     base: Any
+    text: Any
     # name of the class of `base`; sharding puts a class of torch in front
     name: str
+    # name of the causal language model with the same text model, and its family
+    text_class: str
+    family: Family
     head_kind: HeadKind
     # entries of the logits of one token; 0 for an object that is no model of transformers
     num_outputs: int
@@ -38,13 +47,24 @@ class ModelFacts:
     def of(cls, model: Any) -> ModelFacts:
         """Reads the facts of `model`, which may be any object."""
         base = base_of(model)
-        is_module = isinstance(model, nn.Module)
+        is_module, is_known = isinstance(model, nn.Module), isinstance(base, PreTrainedModel)
+        kind = head_kind(base) if is_module else "next_token"
+        # other classifiers, which are refused, may have no text model
+        name = text_class(base) if is_known and (kind == "next_token" or is_generic(base)) else type(base).__name__
         return cls(
             model=model,
             base=base,
+            text=text_part(base) if is_known else base,
             name=type(base).__name__,
-            head_kind=head_kind(model) if is_module else "next_token",
+            text_class=name,
+            family=family_of(name),
+            head_kind=kind,
             num_outputs=num_outputs(model),
             has_four_bits=is_module and bool(four_bit_layers(model)),
             loaded_ranges=loaded_ranges(model),
         )
+
+    @property
+    def mixer(self) -> Mixer | None:
+        """Record of the mixers that the model's class has, those first in its layers; None for classes without a state."""
+        return next(iter(self.family.mixers), None)

@@ -31,7 +31,10 @@ def inner_model(model: nn.Module) -> Any:
 
 def head_kind(model: nn.Module) -> HeadKind:
     """Kind of the output head of a model, by its class, even inside wrappers; "next_token" for all unknown classes."""
-    base = inner_model(model)
+    return _kind_of(inner_model(model))
+
+
+def _kind_of(base: nn.Module) -> HeadKind:
     # the class that sharding puts in front of the model's own has the same ending
     return next((kind for ending, kind in CLASSIFIERS.items() if type(base).__name__.endswith(ending)), "next_token")
 
@@ -39,14 +42,14 @@ def head_kind(model: nn.Module) -> HeadKind:
 def is_generic(model: nn.Module) -> bool:
     """Whether a classifier is a text model, perhaps a dropout, and one linear module, with the forward that plans know."""
     base = inner_model(model)
-    is_known = isinstance(base, _GENERIC.get(head_kind(base), ())) or type(base).__name__ in MODULES.like_generic
+    is_known = isinstance(base, _GENERIC.get(_kind_of(base), ())) or type(base).__name__ in MODULES.like_generic
     return is_known and _classifier(base) is not None
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
     """The module whose output is the logits, even inside wrappers; None if there is none."""
     base = inner_model(model)
-    if head_kind(base) != "next_token":
+    if _kind_of(base) != "next_token":
         return _classifier(base)
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     return head if isinstance(head, nn.Module) else None
@@ -70,7 +73,7 @@ def num_outputs(model: nn.Module) -> int:
 def is_tied(model: nn.Module) -> bool:
     """Whether the config ties the head to the embedding; a classifier's head never is."""
     base = inner_model(model)
-    return head_kind(base) == "next_token" and bool(getattr(base.config, "tie_word_embeddings", False))
+    return _kind_of(base) == "next_token" and bool(getattr(base.config, "tie_word_embeddings", False))
 
 
 def _classifier(base: nn.Module) -> nn.Module | None:

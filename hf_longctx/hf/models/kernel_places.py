@@ -24,6 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.core import kernels as liger
@@ -169,17 +170,16 @@ def without_liger(args: TrainingArguments) -> Iterator[None]:
         args.use_liger_kernel = before
 
 
-def kernel_problems(model: nn.Module) -> list[str]:
+def kernel_problems(facts: ModelFacts) -> list[str]:
     """Problems with kernels that a user put into the model, or into all models of its class, before the run."""
-    base: Any = base_of(model)
-    if getattr(base, "use_kernels", False):
+    if getattr(facts.base, "use_kernels", False):
         return [
             f"the model was loaded with use_kernels=True, whose kernels come from the hub in versions that are not tested under "
             f"plans; {_INSTEAD}"
         ]
     if _is_of_liger(F.cross_entropy):
         return [f"Liger replaced torch's cross_entropy, which plans call (cross_entropy=True); {_INSTEAD}"]
-    for name, module in model.named_modules():
+    for name, module in facts.model.named_modules():
         own = vars(module).get("forward")
         if _is_of_hub(module, own) and not _is_of_liger(own):
             return [

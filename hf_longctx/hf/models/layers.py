@@ -178,12 +178,11 @@ def other_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
 
 def output_head(model: nn.Module) -> nn.Module:
     """The module of `model` whose output is the logits, even inside wrappers; raises ValueError if there is none."""
-    inner = base_of(model)
     head = head_of(model)
     if head is None:
         raise ValueError(
-            f"{type(inner).__name__} has no output embeddings, so its loss cannot be computed in tiles; use a causal language "
-            f"model of transformers"
+            f"{type(base_of(model)).__name__} has no output embeddings, so its loss cannot be computed in tiles; use a causal "
+            f"language model of transformers"
         )
     return head
 

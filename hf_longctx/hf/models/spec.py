@@ -47,9 +47,9 @@ def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
     return pieces, list(getattr(pieces.decoder, pieces.layers))
 
 
-def layer_types(model: Any, num_layers: int) -> list[str]:
-    """Type of each layer, from the config's `layer_types`; empty strings if the config does not list these layers."""
-    types = getattr(base_of(model).config.get_text_config(), "layer_types", None) or ()
+def layer_types(config: Any, num_layers: int) -> list[str]:
+    """Type of each layer, from a text config's `layer_types`; empty strings if the config does not list these layers."""
+    types = getattr(config, "layer_types", None) or ()
     return list(types) if len(types) == num_layers else [""] * num_layers
 
 
@@ -69,7 +69,7 @@ def layer_windows(model: Any) -> Windows:
     """The window of every layer that the config counts; a layer that calls attention n times counts as n layers."""
     _, layers = decoder_layers(model)
     config = base_of(model).config.get_text_config()
-    types = layer_types(model, len(layers))
+    types = layer_types(config, len(layers))
     windows = [layer_window(layer, config, kind) or None for layer, kind in zip(layers, types, strict=True)]
     times, rest = divmod(config.num_hidden_layers, max(1, len(windows)))
     # a rest means that the decoder is not a plain chain of its layers

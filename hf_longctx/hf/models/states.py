@@ -302,12 +302,12 @@ def mixer_of(model: nn.Module) -> Mixer | None:
     return next(iter(family_of(text_class(model)).mixers), None)
 
 
-def scan_line(model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> str:
+def scan_line(known: Mixer | None, model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> str:
     """Says which code runs the scans of a model in a run; empty for a model without scans.
 
-    states: the sizes of its layers. dtype: that of the tensors between layers. Checks the kernel if there is one for the model.
+    known: what `mixer_of` returns for it. states: the sizes of its layers. dtype: that of the tensors between layers. Checks the
+    kernel if there is one for the model.
     """
-    known = mixer_of(model)
     mixer = None if known is None else next((x for x in model.modules() if type(x).__name__ == known.name), None)
     if known is None or mixer is None or known.functions == ("causal_conv1d_fn",):
         return ""

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.adapters import base_of, is_adapted, shard_problems
-from hf_longctx.hf.models.cutting import loaded_ranges, stage_problems
+from hf_longctx.hf.models.adapters import is_adapted, shard_problems
+from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.experts import has_balance, spread_problems
-from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.index import indexed_attention
 from hf_longctx.hf.models.kernel_places import liger_problems
 from hf_longctx.hf.models.positions import first_position, has_limit, max_positions
-from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.models.rope import grows
-from hf_longctx.hf.models.states import mixer_of, mixers_of
+from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, separate_runs
 from hf_longctx.hf.rules.hooks import read_problems
 from hf_longctx.hf.rules.models import lacking_problems, model_problems
@@ -205,20 +204,28 @@ def argument_problems(facts: Facts) -> list[str]:
 
 
 def run_problems(
-    trainer: type, config: LongContextConfig, model: Any, args: TrainingArguments, trainer_arguments: dict[str, Any]
+    trainer: type, config: LongContextConfig, known: ModelFacts, args: TrainingArguments, trainer_arguments: dict[str, Any]
 ) -> list[str]:
     """Problems with the arguments of a trainer of the class `trainer` that runs full plans."""
     if keeps_loader := is_scored(trainer):
         # its collator makes the batches
         trainer_arguments = {name: value for name, value in trainer_arguments.items() if name != "data_collator"}
     given = dict(trainer_arguments)
-    has_logits = takes_metrics(trainer) or (isinstance(model, nn.Module) and head_kind(model) != "next_token")
+    has_logits = takes_metrics(trainer) or known.head_kind != "next_token"
     if has_logits:
         for name in OF_LOGITS:
             given.pop(name, None)
     elif likeliest_form(given.get("preprocess_logits_for_metrics")):
         given["preprocess_logits_for_metrics"] = None
-    facts = Facts(config=config, args=args, model=model, given=given, draws_batches=not keeps_loader, num_ranks=args.world_size)
+    facts = Facts(
+        config=config,
+        args=args,
+        model=known.model,
+        known=known,
+        given=given,
+        draws_batches=not keeps_loader,
+        num_ranks=args.world_size,
+    )
     found = argument_problems(facts) + trainer_problems(trainer, args, config)
     found += placement_problems(facts)
     has_metrics = trainer_arguments.get("compute_metrics") is not None
@@ -593,7 +600,7 @@ _PLACEMENT = {
         lambda run: (
             run.config.parameters == "replicated"
             and run.config.stages != 1
-            and loaded_ranges(run.model) is None
+            and run.known.loaded_ranges is None
             and any(run.given.get("optimizers") or ())
         ),
         "given['optimizers'] = (torch.optim.SGD(model.parameters()), None); config = LongContextConfig(stages=2)",
@@ -654,7 +661,7 @@ _PLACEMENT = {
     "layer-weights-in-four-bits": Rule(
         f"{_NEEDS} cannot move weights in four bits, which have scales beside them",
         _OUT,
-        lambda run: run.config.layer_weights != "device" and bool(four_bit_layers(run.model)),
+        lambda run: run.config.layer_weights != "device" and run.known.has_four_bits,
         "model = in_four_bits(model); config = LongContextConfig(layer_weights='host', parameters='sharded')",
     ),
 }
@@ -674,18 +681,18 @@ def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
     return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
 
 
-def least_heads(model: Any) -> int:
+def least_heads(facts: ModelFacts) -> int:
     """Attention heads, or heads with a state, of the layer with the fewest: no larger group of ranks can share them."""
-    text = model.config.get_text_config()
+    text = facts.base.config.get_text_config()
     # heads may differ by layer
     heads: list[int] = list(getattr(text, "num_attention_heads_per_layer", None) or [])
-    return min(heads or [getattr(text, "num_attention_heads", None) or _state_heads(model)])
+    return min(heads or [getattr(text, "num_attention_heads", None) or _state_heads(facts)])
 
 
-def _state_heads(model: Any) -> int:
+def _state_heads(facts: ModelFacts) -> int:
     """Heads with a state of their own in a model without attention; in some, every channel is one."""
-    known, text = mixer_of(base_of(model)), model.config.get_text_config()
-    mixers: Iterable[Any] = mixers_of(base_of(model)).values()
+    known, text = facts.mixer, facts.base.config.get_text_config()
+    mixers: Iterable[Any] = mixers_of(facts.base).values()
     return int(getattr(text, known.heads) if known and known.heads else min(mixer.intermediate_size for mixer in mixers))
 
 
@@ -727,7 +734,7 @@ STAGES = {
     "lending-of-loaded-stages": Rule(
         "lend_stages=True needs the whole model on every rank, but the model was loaded as one stage",
         "load it with from_pretrained, or leave lend_stages out",
-        lambda run: _lends(run) and loaded_ranges(run.model) is not None,
+        lambda run: _lends(run) and run.known.loaded_ranges is not None,
         "model.longctx_ranges = (((0, 1),), ((1, 2),)); config = LongContextConfig(stages=2, lend_stages=True)",
     ),
     "lending-in-rings": Rule(
@@ -739,7 +746,7 @@ STAGES = {
     "lending-in-four-bits": Rule(
         "lend_stages=True is not tested with four-bit weights",
         "load them in bfloat16, or leave lend_stages out",
-        lambda run: _lends(run) and bool(four_bit_layers(run.model)),
+        lambda run: _lends(run) and run.known.has_four_bits,
         "model = in_four_bits(model); config = LongContextConfig(stages=2, lend_stages=True)",
     ),
     "lending-and-balance": Rule(
@@ -791,7 +798,7 @@ STAGES = {
         "load it with the same number",
         lambda run: (
             {"found": len(loaded[0])}
-            for loaded in [loaded_ranges(run.model)]
+            for loaded in [run.known.loaded_ranges]
             if run.config.stages != 1 and loaded is not None and len(loaded[0]) != run.config.interleave
         ),
         "model.longctx_ranges = (((0, 1),), ((1, 2),)); config = LongContextConfig(stages=2, interleave=2)",
@@ -806,20 +813,18 @@ STAGES = {
         "the model was loaded as one of {num_loaded} stages, but stages is {config.stages!r}",
         "load it with the same number",
         lambda run: (
-            {"num_loaded": len(loaded)}
-            for loaded in [loaded_ranges(run.model) or ()]
-            if len(loaded) not in (0, run.config.stages)
+            {"num_loaded": len(loaded)} for loaded in [run.known.loaded_ranges or ()] if len(loaded) not in (0, run.config.stages)
         ),
         "model.longctx_ranges = (((0, 1),), ((1, 2),))",
     ),
 }
 
 
-def stage_setting_problems(model: Any, config: LongContextConfig, num_ranks: int) -> list[str]:
+def stage_setting_problems(known: ModelFacts, config: LongContextConfig, num_ranks: int) -> list[str]:
     """Problems with the settings of pipeline stages; without stages, problems with settings that need them."""
-    facts = Facts(model=model, config=config, num_ranks=num_ranks)
+    facts = Facts(model=known.model, known=known, config=config, num_ranks=num_ranks)
     is_cut = config.stages != 1 and (config.stages == "auto" or config.stages <= _num_layers(facts))
-    return refusals(STAGES, facts) + (stage_problems(model) if is_cut and loaded_ranges(model) is None else [])
+    return refusals(STAGES, facts) + (stage_problems(known.model) if is_cut and known.loaded_ranges is None else [])
 
 
 def _beyond(run: Facts) -> Iterator[dict[str, Any]]:
@@ -904,9 +909,7 @@ _SETUP = {
         f"{_LENDS} the {{mixer.layer_type}} layers of {{name}} do not pass their states on between them",
         "leave it out",
         lambda run: (
-            {"mixer": mixer, "name": type(base_of(run.model)).__name__}
-            for mixer in [mixer_of(base_of(run.model))]
-            if run.config.lend_stages and mixer is not None
+            [{"mixer": run.known.mixer, "name": run.known.name}] if run.config.lend_stages and run.known.mixer is not None else ()
         ),
         "model = tiny('qwen3_5', num_layers=4); config = LongContextConfig(stages=2, lend_stages=True)",
     ),
@@ -914,8 +917,8 @@ _SETUP = {
         f"{_LENDS} the indexes of {{name}} do not get the keys of all of them",
         "leave it out",
         lambda run: (
-            [{"name": type(base_of(run.model)).__name__}]
-            if run.config.lend_stages and mixer_of(base_of(run.model)) is None and indexed_attention(base_of(run.model))
+            [{"name": run.known.name}]
+            if run.config.lend_stages and run.known.mixer is None and indexed_attention(run.known.base)
             else ()
         ),
         "model = tiny('deepseek_v32'); config = LongContextConfig(stages=2, lend_stages=True)",
@@ -934,25 +937,25 @@ _SETUP = {
 
 
 def setup_problems(
-    model: Any, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
+    known: ModelFacts, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
 ) -> list[str]:
     """Problems with the model, and with how model, tokenizer, config and world size fit together."""
-    facts = Facts(model=model, config=config, num_ranks=num_ranks, degrees=degrees)
+    facts = Facts(model=known.model, known=known, config=config, num_ranks=num_ranks, degrees=degrees)
     if found := refusals(KIND_OF_MODEL, facts):
         return found
-    found = model_problems(model)
+    found = model_problems(known)
     # a calibration also measures a model without layers
-    if not found and (lacking := lacking_problems(model)):
+    if not found and (lacking := lacking_problems(known)):
         return lacking
     if found and found[0].startswith(("model class", "adapters")):
         return found
-    found += user_code_problems(model, config)
-    found += fit_problems(model.config, processing_class, config)
+    found += user_code_problems(known, config)
+    found += fit_problems(known.base.config, processing_class, config)
     try:
-        check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(model), config.method)
+        check_degrees(degrees, stage_ranks(config, num_ranks), least_heads(known), config.method)
     except ValueError as error:
         found.append(str(error))
-    return found + stage_setting_problems(model, config, num_ranks) + refusals(_SETUP, facts)
+    return found + stage_setting_problems(known, config, num_ranks) + refusals(_SETUP, facts)
 
 
 # field -> what was made with its first value

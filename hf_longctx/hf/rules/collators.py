@@ -26,7 +26,6 @@ from transformers import default_data_collator
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.data.scan import PACKED, as_array
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads import HeadKind
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
@@ -250,11 +249,11 @@ class _CollatorProblem(Exception):
     """Raised for a collator's batch that plans cannot read; says what to do."""
 
 
-def forward_columns(model: Any, args: transformers.TrainingArguments) -> list[str] | None:
-    """Columns of rows that `Trainer` leaves to a collator: those that the model's forward takes, and labels; None for all."""
+def forward_columns(base: Any, args: transformers.TrainingArguments) -> list[str] | None:
+    """Columns of rows that `Trainer` leaves to a collator: those that the forward of `base` takes, and labels; None for all."""
     if not args.remove_unused_columns:
         return None
-    named = inspect.signature(base_of(model).forward).parameters
+    named = inspect.signature(base.forward).parameters
     # names that are no list are refused with the other arguments
     own = args.label_names if isinstance(args.label_names, list | tuple) else ()
     return [*named, "labels", "label", "label_ids", LOSS_WEIGHTS, *own]

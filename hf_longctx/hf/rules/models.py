@@ -6,27 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import align_special_tokens
 
-from hf_longctx.families.registry import family_of
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.data.labels import HeadTask, Problem
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.adapters import adapter_problems, base_of, hidden_dtype, is_adapted, kind_problems, own_dtypes
+from hf_longctx.hf.models.adapters import adapter_problems, hidden_dtype, is_adapted, kind_problems, own_dtypes
 from hf_longctx.hf.models.attention import attention_problems
-from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout import dropout_problems, keyed_fields
 from hf_longctx.hf.models.experts import router_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import HeadKind, inner_model
 from hf_longctx.hf.models.index import INDEXED_LAYERS, index_problems, indexed_attention
 from hf_longctx.hf.models.own_attention import own_attention_problems
 from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.spec import decoder_layers
-from hf_longctx.hf.models.states import mixer_of, state_problems
-from hf_longctx.hf.models.towers import text_class, text_part, tower_parameters
+from hf_longctx.hf.models.states import state_problems
+from hf_longctx.hf.models.towers import tower_parameters
 from hf_longctx.hf.rules.classes import class_problem, code_of
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.runtime.core.loss import OwnLogit
@@ -54,13 +53,13 @@ _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
 }
 
 
-def lacking_problems(model: PreTrainedModel) -> list[str]:
+def lacking_problems(facts: ModelFacts) -> list[str]:
     """Problems of a model that has nothing to train, because its config or its loading left that out."""
+    model = facts.model
     if not decoder_layers(model)[1]:
-        name = type(base_of(model)).__name__
-        return [f"{name} has no decoder layers (num_hidden_layers=0); give its config at least one layer"]
+        return [f"{facts.name} has no decoder layers (num_hidden_layers=0); give its config at least one layer"]
     empty = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if empty and source_of(model) is None and not hasattr(model, RANGES):
+    if empty and source_of(model) is None and facts.loaded_ranges is None:
         return [
             f"{len(empty)} weights have no values, since they are on torch's meta device (first {empty[0]}); load the model "
             f"without device_map='meta', or by hf_longctx.load_sharded"
@@ -68,12 +67,11 @@ def lacking_problems(model: PreTrainedModel) -> list[str]:
     return []
 
 
-def model_problems(model: PreTrainedModel) -> list[str]:
+def model_problems(facts: ModelFacts) -> list[str]:
     """Reasons why this model would not run correctly; empty for a tested class with a tested attention pattern."""
+    model, base, text, name = facts.model, facts.base, facts.text, facts.name
     if kinds := kind_problems(model):
         return kinds
-    base = base_of(model)
-    name, config = type(base).__name__, base.config
     if problem := class_problem(base):
         return [problem]
     if not code_of(type(base)).__module__.startswith("transformers."):
@@ -83,11 +81,11 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     if quantised := quantised_problems(model):
         # all other problems would only be consequences of these
         return quantised
-    text, family = text_part(base), family_of(text_class(base))
-    problems = [*attention_problems(base), *adapter_problems(model), *_pattern_problems(base)]
+    config = base.config
+    problems = [*attention_problems(text), *adapter_problems(model), *_pattern_problems(facts)]
     problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]
     problems += index_problems(text)
-    problems += _setting_problems(config, keyed_fields(text_class(base))) + dropout_problems(text)
+    problems += _setting_problems(config, keyed_fields(facts.family)) + dropout_problems(text)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
@@ -96,9 +94,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         f"rope type {rope_type!r} of {name} is scaled again by the longest position of each forward, which depends on the plan; "
         f"use rope type 'default'"
         for rope_type in sorted((_rope_types(config) & set(TESTED_ROPE_TYPES)) - {"default"})
-        if family.default_rope_only
+        if facts.family.default_rope_only
     ]
-    if not family.default_rope_only:
+    if not facts.family.default_rope_only:
         problems += document_rope_problems(text, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
     problems += rope_problems(text)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -111,7 +109,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")
     towers = {id(parameter) for parameter in tower_parameters(model)}
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in towers):
-        problems.append(_frozen_problem(model))
+        problems.append(_frozen_problem(facts))
     dtypes, added = own_dtypes(model)
     if len(dtypes) > 1:
         kept = sorted(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
@@ -125,8 +123,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     return problems
 
 
-def _frozen_problem(model: Any) -> str:
+def _frozen_problem(facts: ModelFacts) -> str:
     """Returns why no weight of a model is trained, as far as the weights show it."""
+    model, name = facts.model, facts.name
     if is_adapted(model):
         active = [str(name) for name in model.active_adapters]
         named = f"the adapter {', '.join(active)} is" if len(active) == 1 else f"the adapters {', '.join(active)} are"
@@ -136,7 +135,6 @@ def _frozen_problem(model: Any) -> str:
                 f"PeftModel.from_pretrained(..., is_trainable=True), or make it with LoraConfig(inference_mode=False)"
             )
         return f"{named} frozen (requires_grad=False), and so is all else; call model.set_adapter({(active or [''])[0]!r})"
-    name = type(base_of(model)).__name__
     if any(parameter.requires_grad for parameter in model.parameters()):
         return f"only towers of {name} are trained, which rows of text do not reach; unfreeze its text model, or adapt that"
     return (
@@ -145,9 +143,9 @@ def _frozen_problem(model: Any) -> str:
     )
 
 
-def _pattern_problems(model: PreTrainedModel) -> list[str]:
+def _pattern_problems(facts: ModelFacts) -> list[str]:
     """Problems with attention patterns that the model never passes to the attention function, which would ignore them."""
-    config, text = model.config.get_text_config(), text_part(model)
+    config, text = facts.base.config.get_text_config(), facts.text
     # "vision" lets tokens of images see each other; without images it has no effect
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
@@ -158,16 +156,16 @@ def _pattern_problems(model: PreTrainedModel) -> list[str]:
         for name, module in text.named_modules()
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
     ][:1]
-    known = (*_LAYER_TYPES, *(["chunked_attention"] if family_of(text_class(model)).attention_chunks else []))
+    known = (*_LAYER_TYPES, *(["chunked_attention"] if facts.family.attention_chunks else []))
     known += (INDEXED_LAYERS,) if indexed_attention(text) else ()
-    known += (mixer.layer_type, *mixer.other_types) if (mixer := mixer_of(model)) else ()
+    known += (mixer.layer_type, *mixer.other_types) if (mixer := facts.mixer) else ()
     problems += [
-        f"layer_types has {layer_type!r}, which is not supported in {type(model).__name__}; use a model whose layers are all of "
+        f"layer_types has {layer_type!r}, which is not supported in {facts.name}; use a model whose layers are all of "
         f"type {' or '.join(known)}"
         for layer_type in sorted(set(layer_types) - set(known))
     ]
     if "chunked_attention" in known and not (size := config.attention_chunk_size):
-        problems.append(f"attention_chunk_size is {size}, for which {type(model).__name__} has no masks; set a positive number")
+        problems.append(f"attention_chunk_size is {size}, for which {facts.name} has no masks; set a positive number")
     for module in text.modules():
         layer = getattr(module, "layer_idx", None)
         if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):
@@ -265,15 +263,14 @@ def classifier_problems(facts: Facts) -> list[str]:
     return refusals(_PROBLEM_TYPE, facts) or refusals(_CLASSIFIERS, facts)
 
 
-def align_padding(kind: HeadKind, model: Any, processing_class: Any) -> Callable[[], None]:
-    """Gives the config of a model that classifies documents the special tokens of its tokenizer, as `Trainer.train` does.
+def align_padding(kind: HeadKind, base: Any, processing_class: Any) -> Callable[[], None]:
+    """Gives a model that classifies documents the special tokens of its tokenizer, in its config, as `Trainer.train` does.
 
     Call it before `task_of` reads the padding token: the label belongs to the last token that is no padding. Returns the
     function that undoes it.
     """
     if kind != "document" or not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
         return lambda: None
-    base = inner_model(model)
     owners = [each for each in (base.config.get_text_config(), getattr(base, "generation_config", None)) if each is not None]
     before = [(owner, name, getattr(owner, name, None)) for owner in owners for name in _SPECIAL_TOKENS]
     align_special_tokens(base, processing_class)
@@ -289,8 +286,9 @@ def padding_problems(task: HeadTask, model: Any, processing_class: Any) -> list[
     """The problem of a padding token that changed after the run's labels were placed by it."""
     if task.kind != "document":
         return []
-    align_padding(task.kind, model, processing_class)
-    current = inner_model(model).config.get_text_config().pad_token_id
+    base = inner_model(model)
+    align_padding(task.kind, base, processing_class)
+    current = base.config.get_text_config().pad_token_id
     if current == task.pad_token_id:
         return []
     return [

@@ -16,6 +16,8 @@ class Facts:
     config: LongContextConfig = field(default_factory=LongContextConfig)
     args: Any = None
     model: Any = None
+    # its `ModelFacts`
+    known: Any = None
     model_config: Any = None
     # the `HeadTask` of the model
     task: Any = None

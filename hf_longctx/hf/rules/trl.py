@@ -27,11 +27,9 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import named_column_problem, text_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.models.adapters import base_of, is_adapted
-from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.dropout import weight_rates
 from hf_longctx.hf.models.experts import balance_problems
 from hf_longctx.hf.models.heads import head_kind
-from hf_longctx.hf.models.quantised import four_bit_layers
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.hf.rules.training_arguments import has_other
 from hf_longctx.plan.core.messages import listed
@@ -368,7 +366,7 @@ PREPARED = {
     "trl-and-loaded-stages": Rule(
         "a model of load_pipeline_stage is not tested with trainers of TRL",
         "pass the whole model",
-        lambda run: loaded_ranges(run.model) is not None,
+        lambda run: run.known.loaded_ranges is not None,
         "model.longctx_ranges = (((0, 1),), ((1, 2),))",
     ),
     "trl-and-deferred-weights": Rule(
@@ -380,7 +378,7 @@ PREPARED = {
     "trl-and-four-bits": Rule(
         "four-bit weights are not tested with trainers of TRL",
         "use LongContextTrainer",
-        lambda run: bool(four_bit_layers(run.model)),
+        lambda run: run.known.has_four_bits,
         "model = in_four_bits(model)",
     ),
 }

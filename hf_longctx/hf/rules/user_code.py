@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.activations import activation_problem
-from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.kernel_places import kernel_problems
 from hf_longctx.hf.models.layers import output_head
@@ -82,10 +82,10 @@ def reads_between_forwards(trainer: Any) -> bool:
     return trainer.preprocess_logits_for_metrics is not None or not all(is_written_by(each, *_KNOWN) for each in called)
 
 
-def user_code_problems(model: Any, config: LongContextConfig) -> list[str]:
-    """Reasons why hooks, a replaced forward or shared weights would make `model` train wrong; empty if there are none."""
-    problems = kernel_problems(model) + weight_hook_problems(model) + _forward_problems(model)
-    return problems + _head_hook_problems(model, config) + _sharing_problems(model, config)
+def user_code_problems(facts: ModelFacts, config: LongContextConfig) -> list[str]:
+    """Reasons why hooks, a replaced forward or shared weights would make a model train wrong; empty if there are none."""
+    problems = kernel_problems(facts) + weight_hook_problems(facts.model) + _forward_problems(facts)
+    return problems + _head_hook_problems(facts, config) + _sharing_problems(facts, config)
 
 
 def weight_hook_problems(model: nn.Module) -> list[str]:
@@ -101,9 +101,9 @@ def weight_hook_problems(model: nn.Module) -> list[str]:
     ]
 
 
-def _forward_problems(model: nn.Module) -> list[str]:
+def _forward_problems(facts: ModelFacts) -> list[str]:
     """Problem with a forward that was put in place of the model's own, and does not take the keywords that plans pass."""
-    for module in {id(each): each for each in (model, base_of(model))}.values():
+    for module in {id(each): each for each in (facts.model, facts.base)}.values():
         if (forward := vars(module).get("forward")) is None:
             continue
         try:
@@ -119,11 +119,11 @@ def _forward_problems(model: nn.Module) -> list[str]:
     return []
 
 
-def _head_hook_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
+def _head_hook_problems(facts: ModelFacts, config: LongContextConfig) -> list[str]:
     """Problem with forward hooks on the output head: with a tiled loss they would get losses in place of logits."""
-    if config.activations == "keep" or activation_problem(base_of(model)):
+    if config.activations == "keep" or activation_problem(facts.base):
         return []
-    head = output_head(model)
+    head = output_head(facts.base)
     if not (head._forward_hooks or head._backward_hooks):
         return []
     return [
@@ -132,7 +132,7 @@ def _head_hook_problems(model: nn.Module, config: LongContextConfig) -> list[str
     ]
 
 
-def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
+def _sharing_problems(facts: ModelFacts, config: LongContextConfig) -> list[str]:
     """Problems with weights and modules that belong to several layers, where plans treat layers one by one.
 
     Embedding and head may share their weight: stages and shards support that.
@@ -140,7 +140,7 @@ def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
     is_divided = config.stages != 1 or config.parameters != "replicated"
     if not is_divided and config.activations == "keep":
         return []
-    _, layers = decoder_layers(model)
+    _, layers = decoder_layers(facts.model)
     problems = []
     owners: dict[int, str] = {}
     for number, layer in enumerate(layers):
@@ -154,21 +154,21 @@ def _sharing_problems(model: nn.Module, config: LongContextConfig) -> list[str]:
                 )
                 # the modules inside are shared too
                 return problems
-    return problems + (_shared_weight_problems(model, layers, config.stages != 1) if is_divided else [])
+    return problems + (_shared_weight_problems(facts, layers, config.stages != 1) if is_divided else [])
 
 
-def _shared_weight_problems(model: nn.Module, layers: list[nn.Module], has_stages: bool) -> list[str]:
+def _shared_weight_problems(facts: ModelFacts, layers: list[nn.Module], has_stages: bool) -> list[str]:
     """Problem with the first trained weight that belongs to two layers, or to a layer and a module outside of all layers.
 
     With stages, modules outside of the layers are also on different ranks, except embedding and head, which may share a weight.
     """
-    base = base_of(model)
+    base = facts.base
     inside = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
     # adapters wrap embedding and head
     ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
     in_ends = {id(module) for end in ends for module in end.modules()}
     owners: dict[int, tuple[str, Any]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in facts.model.named_modules(remove_duplicate=False):
         outside = "ends" if id(module) in in_ends or not has_stages else name
         unit: Any = inside.get(id(module), outside)
         for own_name, weight in module.named_parameters(recurse=False):

@@ -1,8 +1,8 @@
 """Starts a run, for `LongContextTrainer` and the callback alike: builds everything that plans need.
 
-The start has six phases, each a function: ranks *meet*, *read* facts of the model, *check* settings and rows, *set up* costs and
-limits, *take* the model (patch it, cut it, make process groups and engines), and *try* plans in the self-test. Changes that a
-phase has made to model and ranks are undone in reverse if it, or a later one, fails.
+The start has six phases, each a function: ranks *meet*, *read* which labels the model learns, *check* settings and rows, *set up*
+costs and limits, *take* the model (patch it, cut it, make process groups and engines), and *try* plans in the self-test. Changes
+that a phase has made to model and ranks are undone in reverse if it, or a later one, fails.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunRequest:
     """Inputs from which a run is started."""
 
     config: LongContextConfig
-    model: Any
+    facts: ModelFacts
     args: TrainingArguments
     processing_class: Any
     # problems that were found before, in the arguments
@@ -133,7 +133,7 @@ class RunRequest:
         """Problems with the room that checkpoints take on the disk, and in host memory if they are written behind training."""
         config = self.config
         copied = copied_dtypes(config.fp32_master_weights, config.optimizer_states == "host") if self.mode.states else ()
-        to_save = self.args, self.model, copied
+        to_save = self.args, self.facts.model, copied
         return folder_problems(*to_save) + (memory_problems(*to_save) if config.async_save and self.mode.states else [])
 
     @property
@@ -141,13 +141,13 @@ class RunRequest:
         """Problems with what the user's collator makes of the rows of each set."""
         return [each for name, dataset in self.datasets.items() for each in self.collation.problems(dataset, name)]
 
-    def problems_of_loss(self, facts: ModelFacts, task: HeadTask) -> list[str]:
+    def problems_of_loss(self, task: HeadTask) -> list[str]:
         """Problems with the loss, and with settings that the head's labels leave without effect."""
         if not self.mode.loss:
-            return stock_loss_problems(facts, self.args, self.config)
+            return stock_loss_problems(self.facts, self.args, self.config)
         given = {"datasets": self.datasets, "token_loss": self.token_loss}
         of_classifier = classifier_problems(Facts(config=self.config, args=self.args, task=task, given=given))
-        return of_classifier or loss_problems(facts, self.args, self.token_loss)
+        return of_classifier or loss_problems(self.facts, self.args, self.token_loss)
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,17 @@ class _Checked:
 
     request: RunRequest
     control: dist.ProcessGroup | None
-    facts: ModelFacts
     # the labels that the head learns
     task: HeadTask
     degrees: tuple[int, ...]
     token_loss: TokenLoss | ValueLoss | None
     # name of a user's function around the model's forward that may return a loss, which plans never read; empty if there is none
     forward: str
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of the model."""
+        return self.request.facts
 
 
 @dataclass(frozen=True)
@@ -283,8 +287,8 @@ def start_run(request: RunRequest) -> Run:
     if not request.mode.states:
         request = replace(request, config=replace(request.config, optimizer_states="device"))
     with joint_call(START, request.config.collective_timeout_s), ExitStack() as failed, ExitStack() as undo:
-        facts, task = _read(request, failed)
-        checked = _check(request, control, facts, task)
+        task = _read(request, failed)
+        checked = _check(request, control, task)
         basis = _set_up(checked, failed)
         run, test, mesh = _take(checked, basis, undo)
         run = _try(checked, run, test, mesh)
@@ -292,31 +296,31 @@ def start_run(request: RunRequest) -> Run:
         return replace(run, undo=undo.pop_all())
 
 
-def _read(request: RunRequest, failed: ExitStack) -> tuple[ModelFacts, HeadTask]:
-    """Reads what the model is, and which labels its head learns. Lets a model that was loaded as one stage run.
+def _read(request: RunRequest, failed: ExitStack) -> HeadTask:
+    """Reads which labels the model's head learns. Lets a model that was loaded as one stage run.
 
     failed: functions that undo this phase if a later one fails.
     """
-    facts = ModelFacts.of(request.model)
+    facts = request.facts
     if (ranges := facts.loaded_ranges) is not None:
-        failed.callback(refuse_all, request.model, own_stage(len(ranges)), len(ranges))
-        allow_all(request.model)
-    failed.callback(align_padding(facts.head_kind, request.model, request.processing_class))
+        failed.callback(refuse_all, facts.model, own_stage(len(ranges)), len(ranges))
+        allow_all(facts.model)
+    failed.callback(align_padding(facts.head_kind, facts.base, request.processing_class))
     given = (each for each in request.datasets.values() if each is not None)
-    return facts, task_of(request.model, next((each for each in given if not is_stream(each)), None))
+    return task_of(facts, next((each for each in given if not is_stream(each)), None))
 
 
-def _check(request: RunRequest, control: dist.ProcessGroup | None, facts: ModelFacts, task: HeadTask) -> _Checked:
+def _check(request: RunRequest, control: dist.ProcessGroup | None, task: HeadTask) -> _Checked:
     """Raises ValueError on every rank, listing all problems, if the run cannot start. Collective, in one exchange."""
-    args, mode = request.args, request.mode
+    args, mode, facts = request.args, request.mode, request.facts
     problems = request.problems + hook_problems(request.trainer) + request.problems_of_saving
-    problems += request.problems_of_loss(facts, task) + _lone_stage_problems(facts) + request.problems_of_rows
+    problems += request.problems_of_loss(task) + _lone_stage_problems(facts) + request.problems_of_rows
     alike = {"token_loss": loss_digest(request.token_loss, facts.num_outputs, args.device)} if mode.loss else {}
-    degrees = checked_degrees(request.config, facts.model, args, request.processing_class, problems, control, alike)
+    degrees = checked_degrees(request.config, facts, args, request.processing_class, problems, control, alike)
     token_loss = chosen_loss(args, request.token_loss, task) if mode.loss else None
     # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
     forward = user_forward(facts.model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
-    return _Checked(request, control, facts, task, degrees, token_loss, forward)
+    return _Checked(request, control, task, degrees, token_loss, forward)
 
 
 def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
@@ -334,7 +338,7 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     reference = request.reference.parameters() if request.reference is not None else ()
     beside = OtherResidents(sum(weight.nbytes for weight in reference), _covered(fused, model))
     rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task)
-    setup = choose_setup(config, model, args, checked.degrees, control, rows, beside)
+    setup = choose_setup(config, checked.facts, args, checked.degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
     if args.process_index == 0 and (line := attention_line(model)):
         logger.warning("%s", line)
@@ -428,7 +432,7 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
 
 def _opening(checked: _Checked, basis: _Basis, source: PlanSource) -> str:
     """The text that a run prints once, before anything has run."""
-    lines = [opening_line(basis.setup, checked.request.args, checked.facts.model), basis.kernels_line]
+    lines = [opening_line(basis.setup, checked.request.args, checked.facts), basis.kernels_line]
     if not source.is_timed:
         lines.append(
             "full_determinism: plans follow the costs known at the start and no measured seconds, so that equal "

@@ -97,10 +97,14 @@ def reduced_copy(
     if dtype is not None:
         # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
+    names = {id(module): name for name, module in model.named_modules()}
     copied = independent_copy(model, memo)
+    own = {place: copied.get_submodule(names[id(layers[place])]) for place in kept}
+    inner = base_of(copied)
     if source_of(copied) is not None:
         _make_weights(copied, seed)
-    was_shortened = _shorten_windows(copied, longest_window)
+    config = inner.config.get_text_config()
+    was_shortened = _shorten_windows(copied, inner.config, longest_window)
     generator = torch.Generator().manual_seed(seed)
     for parameter in copied.parameters():
         if parameter.is_floating_point() and not parameter.any():
@@ -108,15 +112,14 @@ def reduced_copy(
             parameter.data.copy_(noise)
         if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    _, own = decoder_layers(copied)
-    config = base_of(copied).config.get_text_config()
     if dtype is not None:
-        _make_plain(base_of(copied))
-    types = layer_types(copied, len(layers))
+        _make_plain(inner)
+    types = layer_types(config, len(layers))
+    num_calls = num_attention_layers(inner)
     windows = {place: layer_window(own[place], config, types[place]) for place in kept}
     return ReducedCopy(
         copied.train(),
-        {place: own[place] for place in kept},
+        own,
         {place: _words(types[place], windows[place]) for place in kept},
         windows,
         num_token_ids,
@@ -124,9 +127,7 @@ def reduced_copy(
         was_shortened,
         max((getattr(module, _MOST_CHOSEN, 0) for place in kept for module in own[place].modules()), default=0),
         # all layers call attention equally often, in some classes twice, perhaps also layers with a state
-        num_attention_layers(base_of(copied))
-        if mixers_of(copied)
-        else num_attention_layers(base_of(copied)) * len(kept) // len(layers),
+        num_calls if mixers_of(copied) else num_calls * len(kept) // len(layers),
         is_cut,
     )
 
@@ -146,7 +147,7 @@ def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[
     pieces, layers = decoder_layers(model)
     if pieces is None:
         return False, layers, range(len(layers))
-    return True, layers, chosen_layers(layers, layer_types(model, len(layers)), boundaries)
+    return True, layers, chosen_layers(layers, layer_types(base_of(model).config.get_text_config(), len(layers)), boundaries)
 
 
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:
@@ -293,12 +294,11 @@ def _make_plain(base: Any) -> None:
         base.set_experts_implementation("eager")
 
 
-def _shorten_windows(model: Any, longest: int) -> bool:
+def _shorten_windows(model: Any, config: Any, longest: int) -> bool:
     """Shortens windows, attention chunks and choices of keys to `longest` tokens, and position steps.
 
     Returns whether a window, an attention chunk or a choice was shortened.
     """
-    config = base_of(model).config
     owners = [*model.modules(), *{id(each): each for each in (config, config.get_text_config())}.values()]
     long = [
         (owner, name, most)

@@ -21,12 +21,12 @@ from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
-from hf_longctx.hf.models.adapters import base_of, hidden_dtype, largest_adapters
-from hf_longctx.hf.models.cutting import loaded_ranges
+from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec
-from hf_longctx.hf.models.states import mixer_of, scan_line
+from hf_longctx.hf.models.states import scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, host_bytes
@@ -87,7 +87,7 @@ class OtherResidents:
 
 def checked_degrees(
     config: LongContextConfig,
-    model: Any,
+    facts: ModelFacts,
     args: TrainingArguments,
     processing_class: Any,
     problems: list[str],
@@ -99,12 +99,12 @@ def checked_degrees(
     problems: problems that the caller has found already. alike: further values that must not differ between ranks. Collective
     over the ranks of `control`, in one exchange.
     """
-    config_of_text = model.config.get_text_config() if hasattr(model, "config") else None
+    config_of_text = facts.base.config.get_text_config() if hasattr(facts.base, "config") else None
     heads = getattr(config_of_text, "num_attention_heads", args.world_size)
     degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
-    problems += setup_problems(model, processing_class, config, args.world_size, degrees)
+    problems += setup_problems(facts, processing_class, config, args.world_size, degrees)
     # a rank with other settings may be the only one with a problem
     raise_together(problems, control, alike={**asdict(config), **_shared_arguments(args), **alike})
     return (config.static_degree,) if config.static_degree else degrees
@@ -118,19 +118,19 @@ def _allowed_degrees(config: LongContextConfig, num_ranks: int, num_heads: int) 
 
 def choose_setup(
     config: LongContextConfig,
-    model: PreTrainedModel,
+    facts: ModelFacts,
     args: TrainingArguments,
     degrees: tuple[int, ...],
     control: dist.ProcessGroup | None,
     rows: TrainingRows | None = None,
     beside: OtherResidents | None = None,
 ) -> Setup:
-    """Chooses cost model, limits, stages and place of optimizer states for `model` on `control`; collective over its ranks.
+    """Chooses cost model, limits, stages and place of optimizer states for a model on `control`; collective over its ranks.
 
     rows: their lengths decide on pipeline stages, and the longest on the place. Raises ValueError if the model's states leave no
     room for a single token.
     """
-    launch = LaunchEnvironment.read()
+    model, launch = facts.model, LaunchEnvironment.read()
     cluster = cluster_spec(args.device, args.world_size, min(launch.ranks_per_node, args.world_size))
     # nodes may have different numbers of ranks; with a common divisor of these, blocks lie inside nodes and every rank makes
     # the same groups
@@ -144,11 +144,11 @@ def choose_setup(
         layers_on_host=config.layer_weights == "host",
         saves_kv_once=_shares_calls(spec, args, model),
     )
-    if mixer_of(base_of(model)) and spec.states.is_empty and args.process_index == 0:
+    if facts.mixer is not None and spec.states.is_empty and args.process_index == 0:
         logger.warning(
             "plans count the layers with a state along the sequence of %s as full attention, and neither the states that slices "
             "leave nor the tensors of their scan as memory; where memory is short, give a lower device_gib",
-            type(base_of(model)).__name__,
+            facts.name,
         )
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
     frozen = frozen_parameters(model, config.stages != 1)
@@ -163,8 +163,8 @@ def choose_setup(
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     measured = _measured(config, model, args, costs, beside.reference_bytes, control)
-    wishes = _wishes(config, degrees, loaded_ranges(model) or (), cluster, config.max_length or spec.max_positions)
-    placeholders = absent_token_ids(base_of(model))
+    wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, config.max_length or spec.max_positions)
+    placeholders = absent_token_ids(facts.base)
     lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)
     gather = partial(gather_objects, group=control)
     setup = replace(build_setup(measured, wishes, lengths, partial(_check, config), gather), placeholders=placeholders)
@@ -398,10 +398,10 @@ def open_plan_source(
     return source
 
 
-def opening_line(setup: Setup, args: TrainingArguments, model: Any) -> str:
+def opening_line(setup: Setup, args: TrainingArguments, facts: ModelFacts) -> str:
     """The text that a run prints once: ranks, kinds of plans, memory, and operators for attention and scans."""
-    dtype = _attention_dtype(args, model)
-    scans = scan_line(base_of(model), setup.costs.model.states, args.device, dtype)
+    dtype = _attention_dtype(args, facts.model)
+    scans = scan_line(facts.mixer, facts.base, setup.costs.model.states, args.device, dtype)
     advice = [
         slow_tiles(setup.costs.model, args.device, dtype),
         scans,

@@ -31,7 +31,7 @@ from transformers.trainer_utils import default_compute_objective
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.planning.console import Console
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
@@ -85,7 +85,7 @@ class StartMixin(_TrainerBase):
     _saver: Saver
     # the console of the run before, which has taken over from the trainer's own callback
     _console: Console
-    # request from which the run was started, without the model, and the arguments that are read once
+    # request from which the run was started, without facts of the model, and the arguments that are read once
     _request: RunRequest
     _at_start: dict[str, Any]
     # lines about settings of other systems that became ours
@@ -162,8 +162,9 @@ class StartMixin(_TrainerBase):
             factor = self.args.label_smoothing_factor
             # a trial may have changed it
             self.label_smoother = LabelSmoother(epsilon=factor) if factor else None
-            problems = run_problems(type(self), self.longctx_config, model, self.args, self._given)
-            self._start(replace(self._request, model=model, problems=problems, control=None))
+            facts = ModelFacts.of(model)
+            problems = run_problems(type(self), self.longctx_config, facts, self.args, self._given)
+            self._start(replace(self._request, facts=facts, problems=problems, control=None))
         self.model = self.model_wrapped = model
         if self.place_model_on_device:
             self._move_model_to_device(model, self.args.device)
@@ -250,12 +251,12 @@ class StartMixin(_TrainerBase):
         self, given: dict[str, Any], control: dist.ProcessGroup | None, token_loss: TokenLoss | None
     ) -> RunRequest:
         """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
-        model: Any = self.model
-        collation = Collation(given.get("data_collator"), head_kind(model), forward_columns(model, self.args))
+        facts = ModelFacts.of(self.model)
+        collation = Collation(given.get("data_collator"), facts.head_kind, forward_columns(facts.base, self.args))
         self.train_dataset = read_columns(type(self), self.train_dataset, collation.reads_all)
         self.eval_dataset = read_columns(type(self), self.eval_dataset, collation.reads_all)
-        problems = run_problems(type(self), self.longctx_config, model, self.args, given)
-        problems += refusals(PREPARED, Facts(model=model))
+        problems = run_problems(type(self), self.longctx_config, facts, self.args, given)
+        problems += refusals(PREPARED, Facts(model=facts.model, known=facts))
         datasets = named_sets(self.train_dataset, self.eval_dataset)
         reference = None
         if is_scored(type(self)):
@@ -264,7 +265,7 @@ class StartMixin(_TrainerBase):
                 problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
             # the trainer's own loader reads its rows
             datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
-        request = RunRequest(self.longctx_config, model, self.args, self.processing_class, problems, datasets, control)
+        request = RunRequest(self.longctx_config, facts, self.args, self.processing_class, problems, datasets, control)
         if datasets:
             request = replace(request, collation=collation)
         return replace(request, token_loss=token_loss, reference=reference)

@@ -36,7 +36,6 @@ from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import LoaderCheck, ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout import check_rates, noise_problems
 from hf_longctx.hf.models.facts import ModelFacts
-from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.models.kernel_places import without_liger
 from hf_longctx.hf.models.towers import freeze_towers
 from hf_longctx.hf.ranks.agreement import START, gather_objects, joint_call, raise_together, sums_over_ranks
@@ -167,10 +166,11 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 model = self._first_model(model, model_init, args, unusable)
                 control = meet(config, args, unusable)
                 self._given = {"data_collator": data_collator, **given}
-                problems += run_problems(type(self), config, model, args, self._given)
-                collation = Collation(data_collator, head_kind(model), forward_columns(model, args))
+                facts = ModelFacts.of(model)
+                problems += run_problems(type(self), config, facts, args, self._given)
+                collation = Collation(data_collator, facts.head_kind, forward_columns(facts.base, args))
                 self._start(
-                    RunRequest(config, model, args, processing_class, problems, sets, control, token_loss, collation=collation)
+                    RunRequest(config, facts, args, processing_class, problems, sets, control, token_loss, collation=collation)
                 )
                 try:
                     with naming_errors(type(self).__name__):
@@ -600,7 +600,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
 
     def _start(self, request: RunRequest) -> None:
         """Starts the run and sets every attribute of the mixin. Collective over all ranks."""
-        self.longctx_config, self._request = request.config, replace(request, model=None)
+        self.longctx_config, self._request = request.config, replace(request, facts=ModelFacts.of(None))
         self._at_start = values_at_start(request.args)
         facts = Facts(
             config=request.config,

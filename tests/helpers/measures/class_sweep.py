@@ -252,7 +252,7 @@ def self_tested(model: Any) -> str:
     """Verdict of the parity self-test that a run on one rank starts with, on a patched model; "left out" if it does not run."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, report_to=[])
-    setup = choose_setup(LongContextConfig(tokens_per_rank=96), model, args, (1,), None)
+    setup = choose_setup(LongContextConfig(tokens_per_rank=96), ModelFacts.of(model), args, (1,), None)
     test = SelfTest.of(ModelFacts.of(model), setup, CPU, False, None)
     return "left out" if test is None else test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
@@ -264,7 +264,7 @@ def local_outcome(name: str, lora: Lora, expected: Step, is_brief: bool = False)
     """
     outcome = Outcome()
     model = build(name, lora)
-    if problems := setup_problems(model, None, LongContextConfig(), 2, (1, 2)):
+    if problems := setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2)):
         raise AssertionError(f"{name} is refused: {problems}")
     assert model_spec(model).num_layers == model.config.get_text_config().num_hidden_layers
 

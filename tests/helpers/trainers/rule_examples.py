@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
 from hf_longctx.hf.data.labels import HeadTask
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules.rule import Facts
@@ -64,6 +65,7 @@ def facts_of(code: str, folder: Path) -> Facts:
     names["given"] = {"train_dataset": [], "args": plain.args, "values": {"seed": 42}, "batch_size": 8}
     names["given"] |= {"datasets": {}, "token_loss": None}
     exec(code, names)
+    names["known"] = ModelFacts.of(names["model"])
     names["model_config"] = names["model_config"] or getattr(names["model"], "config", None)
     return Facts(**{field.name: names[field.name] for field in fields(plain)})
 

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
 from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.arguments import setup_problems
 
 # results of plain trainings that have run, since several runs are compared with the same one
@@ -273,4 +274,4 @@ def problems_at_start(
     model: Any, processing_class: Any = None, num_ranks: int = 1, degrees: tuple[int, ...] = (1,), **config: Any
 ) -> Any:
     """Reasons why a run with this model, tokenizer, number of ranks and configuration cannot start."""
-    return setup_problems(model, processing_class, LongContextConfig(**config), num_ranks, degrees)
+    return setup_problems(ModelFacts.of(model), processing_class, LongContextConfig(**config), num_ranks, degrees)

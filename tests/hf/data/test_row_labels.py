@@ -11,6 +11,7 @@ from helpers.models.tiny_models import LLAMA_SHAPE, PAD
 
 from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.scan import scan_dataset
+from hf_longctx.hf.models.facts import ModelFacts
 
 CLASSES = HeadTask("document", 3)
 NUMBER = HeadTask("document", 1, "regression")
@@ -85,4 +86,4 @@ def test_the_token_of_a_document_is_that_of_transformers(ids: list[int], place: 
 def test_the_problem_is_that_which_transformers_would_infer(settings: dict[str, Any], label: Any, problem: str) -> None:
     config = transformers.LlamaConfig(**{**LLAMA_SHAPE, **settings})
     model = transformers.LlamaForSequenceClassification(config)
-    assert task_of(model, [{"input_ids": [1], "label": label}]).problem == problem
+    assert task_of(ModelFacts.of(model), [{"input_ids": [1], "label": label}]).problem == problem

@@ -19,6 +19,7 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.labels import task_of
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import CLASSIFIERS
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.rules.classes import class_problem
@@ -50,7 +51,9 @@ def build(name: str, **settings: Any) -> Any:
 def planned_step(model: Any, rows: list[dict[str, Any]], plan: Any) -> tuple[float, dict[str, Any]]:
     patch_model(model)
     lengths = np.array([len(row["input_ids"]) for row in rows])
-    dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"), task=task_of(model, rows))
+    dataset = PlannedDataset(
+        rows, SequenceIndex.build(lengths, int(lengths.max()), "error"), task=task_of(ModelFacts.of(model), rows)
+    )
     batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), 0)]])
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), torch.device("cpu"))
     result = executor.run(plan.for_rank(0), batch["chunks"], batch["num_label_tokens"])

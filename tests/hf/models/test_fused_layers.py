@@ -20,6 +20,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_longctx.hf.models import kernels as layer_kernels
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernel_places import fusable_modules, kernel_problems
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules, tiles_norms
@@ -188,13 +189,13 @@ def test_without_a_compiler_layers_run_their_own_code(tmp_path, caplog, monkeypa
 
 def test_kernels_that_a_user_put_into_the_model_are_refused() -> None:
     model = build_model(ModelCase())
-    assert kernel_problems(model) == []
+    assert kernel_problems(ModelFacts.of(model)) == []
     compiled = copy.deepcopy(model)
     compiled.model.norm.forward = torch.compile(compiled.model.norm.forward, backend="eager")
-    assert "model.norm was compiled by torch.compile" in kernel_problems(compiled)[0]
+    assert "model.norm was compiled by torch.compile" in kernel_problems(ModelFacts.of(compiled))[0]
     from_hub = copy.deepcopy(model)
     from_hub._use_kernels = True
-    assert "use_kernels=True" in kernel_problems(from_hub)[0]
+    assert "use_kernels=True" in kernel_problems(ModelFacts.of(from_hub))[0]
 
 
 class KernelOfHub(torch.nn.Module):
@@ -208,9 +209,9 @@ def test_kernels_of_the_hub_that_stayed_in_the_model_are_refused(monkeypatch) ->
     # the package `kernels` marks classes and binds forwards like this, also without transformers
     monkeypatch.setattr(type(norm), "kernel_layer_name", "RMSNorm", raising=False)
     norm.forward = MethodType(type(norm).forward, norm)
-    assert kernel_problems(model) == []
+    assert kernel_problems(ModelFacts.of(model)) == []
     norm.forward = MethodType(KernelOfHub.forward, norm)
-    (problem,) = kernel_problems(model)
+    (problem,) = kernel_problems(ModelFacts.of(model))
     assert "model.layers.1.input_layernorm (LlamaRMSNorm) is that of KernelOfHub.forward, a kernel of the hub" in problem
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.self_test.reduced_copy import reduced_copy
@@ -126,7 +127,7 @@ def test_the_weights_of_an_index_get_no_gradient() -> None:
 
 def test_a_replaced_forward_or_a_hook_on_an_indexer_is_refused_by_name() -> None:
     def problems(model: Any) -> list[str]:
-        return setup_problems(model, None, LongContextConfig(), 2, (1, 2))
+        return setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2))
 
     model = build("shared")
     assert problems(model) == []
@@ -146,7 +147,11 @@ def test_stages_and_lent_ranks_are_refused_where_choices_would_have_to_travel() 
     alone = build("ties")
     assert stage_problems(alone) == []
     config = LongContextConfig(stages=2, lend_stages=True)
-    assert [each for each in setup_problems(alone, None, config, 2, (1,)) if "the indexes of DeepseekV32ForCausalLM" in each]
+    assert [
+        each
+        for each in setup_problems(ModelFacts.of(alone), None, config, 2, (1,))
+        if "the indexes of DeepseekV32ForCausalLM" in each
+    ]
 
 
 def test_the_copy_of_the_self_test_chooses_fewer_keys_than_its_documents_have_and_passes_choices_on() -> None:

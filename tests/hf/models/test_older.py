@@ -17,6 +17,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.models import own_attention, positions
 from hf_longctx.hf.models.attention import attention_name, runs_plans
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.own_attention import _with_bias
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.positions import absent_token_ids, first_position, max_positions
@@ -33,8 +34,8 @@ def test_positions_after_the_padding_token_limit_the_length() -> None:
     model = build_any("RobertaForCausalLM")
     left = 128 - VOCAB_SIZE - 1
     assert model_spec(model).max_positions == left
-    assert not setup_problems(model, None, LongContextConfig(max_length=left), 1, (1,))
-    (problem,) = setup_problems(model, None, LongContextConfig(max_length=left + 1), 1, (1,))
+    assert not setup_problems(ModelFacts.of(model), None, LongContextConfig(max_length=left), 1, (1,))
+    (problem,) = setup_problems(ModelFacts.of(model), None, LongContextConfig(max_length=left + 1), 1, (1,))
     assert problem.startswith(f"max_length {left + 1} is above the model's max_position_embeddings {left} (those after the one")
     llama = build_any("LlamaForCausalLM").config
     assert (first_position(llama), max_positions(llama), absent_token_ids(llama)) == (0, 128, ())

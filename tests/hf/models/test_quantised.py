@@ -32,6 +32,7 @@ from transformers import BitsAndBytesConfig
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.models.cutting import cut_model, stage_model
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.quantised import four_bit_layers, in_full, largest_packed
 from hf_longctx.hf.models.spec import model_spec
@@ -178,7 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_tested_or_silently_wrong_is_refused(name: str) -> None:
     build, said = REFUSED[name]
-    (problem,) = model_problems(build())
+    (problem,) = model_problems(ModelFacts.of(build()))
     assert problem.startswith(said)
 
 
@@ -196,10 +197,10 @@ def test_a_model_prepared_as_peft_says_is_taken_but_for_its_checkpointing() -> N
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
         return adapted(model, autocast=True, **dict(LORA)).train()
 
-    (problem,) = model_problems(prepared(True))
+    (problem,) = model_problems(ModelFacts.of(prepared(True)))
     assert "gradient_checkpointing_disable()" in problem
     model = prepared()
-    assert model_problems(model) == []
+    assert model_problems(ModelFacts.of(model)) == []
     assert model_spec(model).bytes_per_element == 4
     step = EngineStep(None, LENGTHS, prepared)
     loss, _ = step.forward((POLICIES["half"],) * 2)
@@ -229,7 +230,7 @@ def score_plain(model: Any) -> None:
 def test_evaluating_leaves_weights_as_they_are(evaluate: Any) -> None:
     model, untouched = build_model(CASE), build_model(CASE)
     evaluate(model)
-    assert model_problems(model) == []
+    assert model_problems(ModelFacts.of(model)) == []
     (_, found), (_, expected) = (reference_step(each.train(), ROWS) for each in (model, untouched))
     assert max(relative_error(found[name], gradient) for name, gradient in expected.items()) <= ISLANDS
 
@@ -240,7 +241,7 @@ def test_biases_get_the_dtype_of_products_before_the_first_one() -> None:
     assert {bias.dtype for bias in biases} == {torch.float64}
     patch_model(model)
     assert len(biases) == 6 and {bias.dtype for bias in biases} == {torch.float32}
-    assert model_problems(model) == []
+    assert model_problems(ModelFacts.of(model)) == []
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -362,7 +363,7 @@ def test_the_recipe_loads_a_checkpoint_in_four_bits_under_adapters(tmp_path: Pat
     build_model(ModelCase(dtype=torch.float32)).save_pretrained(tmp_path)
     recipe = RecipeArguments(model_name_or_path=str(tmp_path), dataset="x", lora_rank=2, load_in_4bit=True, dtype="bfloat16")
     model = with_adapters(load_model(recipe, LongContextConfig()), recipe)
-    assert model_problems(model) == []
+    assert model_problems(ModelFacts.of(model)) == []
     layers = four_bit_layers(model)
     assert len(layers) == 14 and {layer.compute_dtype for layer in layers.values()} == {torch.bfloat16}
     assert {layer.weight.quant_state.quant_type for layer in layers.values()} == {"nf4"}

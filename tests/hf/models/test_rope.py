@@ -26,6 +26,7 @@ from transformers import (
     RwkvConfig,
 )
 
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.positions import max_positions
 from hf_longctx.hf.models.rope import extend_positions, rope_problems
 from hf_longctx.hf.rules.models import model_problems
@@ -222,7 +223,7 @@ def test_a_config_changed_after_the_model_was_built_is_refused() -> None:
     model = build_model(ModelCase())
     assert rope_problems(model) == []
     model.config.rope_parameters = extend_positions(model.config, 1 << 20).rope_parameters
-    (problem,) = model_problems(model)
+    (problem,) = model_problems(ModelFacts.of(model))
     assert "differ by" in problem and "the config was changed after the model was built" in problem
     assert "(rope_type 'yarn')" in problem
 

@@ -24,6 +24,7 @@ from hf_longctx.families.registry import FAMILIES, MIXERS
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models import states as methods
 from hf_longctx.hf.models.attention import attention_name
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.states import METHODS, STAND_INS, MixerCall, mixer_of, mixers_of, state_problems
 from hf_longctx.hf.rules.arguments import setup_problems
@@ -174,9 +175,9 @@ def replaced_forward(model: Any) -> None:
 )
 def test_a_mixer_that_cannot_pass_states_on_is_refused_by_layer_and_class(change: Any, said: str) -> None:
     model = build_model(CASE)
-    assert setup_problems(model, None, LongContextConfig(), 2, (1, 2)) == []
+    assert setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2)) == []
     change(model)
-    (problem,) = setup_problems(model, None, LongContextConfig(), 2, (1, 2))
+    (problem,) = setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2))
     assert problem.startswith(said)
 
 
@@ -228,16 +229,19 @@ def test_a_forward_that_leaves_a_function_out_is_noticed(monkeypatch) -> None:
 
 def test_lent_stages_are_refused_and_rings_are_not() -> None:
     model = build_model(CASE)
-    problems = setup_problems(model, None, LongContextConfig(lend_stages=True, stages=2), 2, (1,))
+    problems = setup_problems(ModelFacts.of(model), None, LongContextConfig(lend_stages=True, stages=2), 2, (1,))
     assert any(
         problem.startswith("lend_stages=True lets ranks") and "linear_attention layers of Qwen3_5ForCausalLM" in problem
         for problem in problems
     )
     for method in ("auto", "ring", "hybrid"):
-        assert setup_problems(model, None, LongContextConfig(method=method), 8, (3, 8)) == []
+        assert setup_problems(ModelFacts.of(model), None, LongContextConfig(method=method), 8, (3, 8)) == []
     # more ranks than heads with a state, but not than heads of attention
-    assert setup_problems(build_model(ModelCase("qwen3_5_few")), None, LongContextConfig(method="ulysses"), 4, (4,)) == []
-    (problem,) = setup_problems(model, None, LongContextConfig(method="ulysses"), 8, (8,))
+    assert (
+        setup_problems(ModelFacts.of(build_model(ModelCase("qwen3_5_few"))), None, LongContextConfig(method="ulysses"), 4, (4,))
+        == []
+    )
+    (problem,) = setup_problems(ModelFacts.of(model), None, LongContextConfig(method="ulysses"), 8, (8,))
     assert problem.startswith("degree 8 exceeds the model's 4 ")
 
 

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from hf_longctx.families.registry import TESTED_MODELS
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.cutting import stage_problems
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.rules.models import lacking_problems
 
@@ -270,7 +271,7 @@ def test_documents_beyond_the_positions_of_a_config_are_for_dynamic_rope() -> No
     rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     for model, count in ((tiny_llama(), 1), (tiny_llama(rope_parameters=rope), 0)):
         config = LongContextConfig(max_length=model.config.max_position_embeddings + 1)
-        assert len(setup_problems(model, None, config, 1, (1,))) == count
+        assert len(setup_problems(ModelFacts.of(model), None, config, 1, (1,))) == count
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn"])
@@ -290,7 +291,7 @@ def test_a_class_that_keeps_weights_in_fp32_is_refused_in_bf16_with_what_it_keep
     for name, parameter in model.named_parameters():
         if "conv1d" in name:
             parameter.data = parameter.data.float()
-    (problem,) = setup_problems(model, None, LongContextConfig(), 2, (1, 2))
+    (problem,) = setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2))
     # newer versions of transformers keep more
     kept = ", ".join(sorted(type(model)._keep_in_fp32_modules_strict))
     assert "A_log, conv1d, dt_bias, e_score_correction_bias" in kept
@@ -527,10 +528,10 @@ def test_max_length_above_the_positions_is_refused_with_both() -> None:
 
 
 def test_models_with_nothing_to_train_are_refused_by_name() -> None:
-    assert lacking_problems(tiny_llama(num_hidden_layers=0)) == [
+    assert lacking_problems(ModelFacts.of(tiny_llama(num_hidden_layers=0))) == [
         "LlamaForCausalLM has no decoder layers (num_hidden_layers=0); give its config at least one layer"
     ]
-    (problem,) = lacking_problems(tiny_llama().to("meta"))
+    (problem,) = lacking_problems(ModelFacts.of(tiny_llama().to("meta")))
     assert "have no values, since they are on torch's meta device (first model.embed_tokens.weight)" in problem
 
 
@@ -540,8 +541,10 @@ def test_a_weight_that_cannot_be_divided_is_refused_by_name(value: torch.Tensor,
     model = tiny_llama()
     model.model.norm.register_parameter("gain", torch.nn.Parameter(value))
     config = LongContextConfig(parameters=parameters)
-    problems = setup_problems(model, None, config, 2, (1, 2))
+    problems = setup_problems(ModelFacts.of(model), None, config, 2, (1, 2))
     assert any(f"the weight model.norm.gain is {kind}" in problem for problem in problems)
     # one rank has whole weights, and so have ranks of replicated ones
     for other, num_ranks in ((config, 1), (LongContextConfig(), 2)):
-        assert not any("cannot be divided" in problem for problem in setup_problems(model, None, other, num_ranks, (1,)))
+        assert not any(
+            "cannot be divided" in problem for problem in setup_problems(ModelFacts.of(model), None, other, num_ranks, (1,))
+        )

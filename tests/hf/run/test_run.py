@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from hf_longctx import LongContextConfig
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.run import run as run_module
 from hf_longctx.hf.run.run import BORROWED, RunRequest, start_run
 from hf_longctx.hf.run.sets import SequenceSets
@@ -71,7 +72,7 @@ def request_of(case: ModelCase, folder: str, model: nn.Module, **settings: Any) 
     if tokenizer is not None:
         # the model takes it over
         tokenizer.pad_token = "w3"
-    return RunRequest(config, model, args, tokenizer, [], {"train_dataset": datasets.Dataset.from_list(rows)})
+    return RunRequest(config, ModelFacts.of(model), args, tokenizer, [], {"train_dataset": datasets.Dataset.from_list(rows)})
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -12,6 +12,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.cost_models import cost_model
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start import setup as start_setup
 from hf_longctx.hf.start.setup import TrainingRows, choose_setup, threads_advice
@@ -28,7 +29,8 @@ def test_room_counts_the_exchanges_of_groups() -> None:
     spec = model_spec(build_model(ModelCase()))
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + ByteModel(spec).kept_bytes(40)) / 2**30, tile_tokens=16)
     alone, shared = (
-        choose_setup(config, build_model(ModelCase()), arguments, degrees, None).planner for degrees in [(1,), (1, 2)]
+        choose_setup(config, ModelFacts.of(build_model(ModelCase())), arguments, degrees, None).planner
+        for degrees in [(1,), (1, 2)]
     )
     for planner, is_shared in ((alone, False), (shared, True)):
         room_of = planner.activations
@@ -52,7 +54,7 @@ def test_what_is_wholly_kept_fits_into_the_budget(family: str, is_half: bool) ->
     spec = replace(model_spec(model), has_master_weights=True)
     assert spec.qk_norms == (family == "qwen3")
     config = LongContextConfig(device_gib=(ByteModel(spec).states() + 2**22) / 2**30, tile_tokens=16)
-    found = choose_setup(config, model, arguments, (1,), None).planner.activations
+    found = choose_setup(config, ModelFacts.of(model), arguments, (1,), None).planner.activations
     assert found is not None and found.device_bytes == 2**22
     least, more = (ByteModel(spec).kept_bytes(found.kept_tokens + extra) for extra in (0, 1))
     assert least <= found.device_bytes < more
@@ -64,7 +66,7 @@ def test_more_tokens_than_memory_holds_are_not_planned_with_and_it_is_said(activ
     spec = model_spec(build_model(ModelCase()))
     gib = (ByteModel(spec).states() + ByteModel(spec).kept_bytes(40)) / 2**30
     config = LongContextConfig(device_gib=gib, tile_tokens=16, tokens_per_rank=5000, activations=activations)
-    planner = choose_setup(config, build_model(ModelCase()), arguments, (1,), None).planner
+    planner = choose_setup(config, ModelFacts.of(build_model(ModelCase())), arguments, (1,), None).planner
     assert (planner.tokens_per_rank < 500) == (activations == "auto") == ("tokens_per_rank 5000 is more than" in caplog.text)
 
 
@@ -92,7 +94,7 @@ def auto_setup(gib: float, lengths: list[int], case: ModelCase = BF16, num_ranks
     arguments.world_size = num_ranks
     config = LongContextConfig(**{"device_gib": gib, "tile_tokens": 16, "optimizer_states": "auto", **settings})
     rows = [{"input_ids": [3] * length} for length in lengths]
-    return choose_setup(config, build_model(case), arguments, (1,), None, TrainingRows(rows or None))
+    return choose_setup(config, ModelFacts.of(build_model(case)), arguments, (1,), None, TrainingRows(rows or None))
 
 
 def test_states_move_to_the_host_from_the_first_token_without_room(monkeypatch) -> None:
@@ -169,7 +171,7 @@ def test_sequences_longer_than_a_chunk_may_be_have_the_room_of_slices() -> None:
     settings = {"parameters": "sharded", "device_gib": 0.125, "host_gib": 0.0}
 
     def setup_of(**more: Any) -> Any:
-        return choose_setup(LongContextConfig(**settings, **more), model, arguments, (1, 2), None)
+        return choose_setup(LongContextConfig(**settings, **more), ModelFacts.of(model), arguments, (1, 2), None)
 
     # nothing longer is asked for than one chunk holds
     in_chunks = setup_of(max_length=1024)

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import LongContextConfig
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.arguments import stage_setting_problems
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
@@ -35,7 +36,7 @@ def problems_of(text: str, model: Any) -> list[str]:
         config = LongContextConfig(max_length=64, **settings)
     except ValueError as error:
         return [str(error)]
-    return stage_setting_problems(model, config, num_ranks=4)
+    return stage_setting_problems(ModelFacts.of(model), config, num_ranks=4)
 
 
 def test_each_row_of_the_page_is_what_the_code_does(models: dict[bool, Any]) -> None:

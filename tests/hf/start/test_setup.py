@@ -18,6 +18,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.setup import checked_degrees, choose_setup
 from hf_longctx.plan.core.settings import HardwareSpec
@@ -36,7 +37,7 @@ def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]
     )
     config = replace(LongContextConfig(), method="hybrid")
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_on_node[dist.get_rank()])):
-        setup = choose_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
+        setup = choose_setup(config, ModelFacts.of(build_model(ModelCase())), arguments, (1, 2), dist.group.WORLD)
     return setup.costs.cluster.ranks_per_node, block_sizes(setup.planner.degrees, setup.costs)
 
 
@@ -72,12 +73,12 @@ def test_a_device_without_room_is_refused_before_the_first_step_with_settings_th
     states = ByteModel(model_spec(model)).states()
     config = LongContextConfig(device_gib=states / 2**30, tokens_per_rank=tokens_per_rank, max_length=64)
     with pytest.raises(ValueError, match="leave no room for a token") as refusal:
-        choose_setup(config, model, arguments, (1,), None)
+        choose_setup(config, ModelFacts.of(model), arguments, (1,), None)
     match = re.search(r"optimizer_states='host' \(([\d,]+) tokens\)", str(refusal.value))
     # scans of hybrids need more beside the weights than the states of such a small model free
     assert match or family in ("qwen3_5_few", "kimi_linear")
     if match:
-        setup = choose_setup(replace(config, optimizer_states="host"), model, arguments, (1,), None)
+        setup = choose_setup(replace(config, optimizer_states="host"), ModelFacts.of(model), arguments, (1,), None)
         fits = int(match[1].replace(",", ""))
         assert fits >= 1 and setup.room_tokens >= min(64, fits, tokens_per_rank or 64)
 
@@ -91,7 +92,7 @@ def test_the_longest_row_that_is_accepted_can_be_planned() -> None:
         config = LongContextConfig(device_gib=share * states / 2**30, tokens_per_rank=64, max_length=64)
         config = replace(config, parameters="sharded", method="ring")
         try:
-            setup = choose_setup(config, model, arguments, (1, 2), None)
+            setup = choose_setup(config, ModelFacts.of(model), arguments, (1, 2), None)
         except ValueError:
             continue
         longest = min(64, setup.room_tokens)
@@ -100,7 +101,7 @@ def test_the_longest_row_that_is_accepted_can_be_planned() -> None:
 
 def lone_setup(hardware: str) -> Setup:
     arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
-    return choose_setup(LongContextConfig(hardware=hardware), build_model(ModelCase()), arguments, (1,), None)
+    return choose_setup(LongContextConfig(hardware=hardware), ModelFacts.of(build_model(ModelCase())), arguments, (1,), None)
 
 
 def test_a_profile_with_this_model_gives_its_coefficients_and_rates(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_shipped_guess_changes_the_rates_and_is_still_measured_by_the_run() ->
 def profile_of_rank(paths: tuple[str, str]) -> float:
     arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=2)
     config = LongContextConfig(hardware=paths[dist.get_rank()])
-    setup = choose_setup(config, build_model(ModelCase()), arguments, (1, 2), dist.group.WORLD)
+    setup = choose_setup(config, ModelFacts.of(build_model(ModelCase())), arguments, (1, 2), dist.group.WORLD)
     return setup.costs.coefficients.step_s
 
 
@@ -185,7 +186,7 @@ def test_a_calibrated_run_predicts_its_first_step(tmp_path: Path, capsys) -> Non
 def planner_of(settings: dict[str, Any]) -> Any:
     """The planner's config for a run on one rank with these settings."""
     arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=1)
-    return choose_setup(LongContextConfig(**settings), build_model(ModelCase()), arguments, (1,), None).planner
+    return choose_setup(LongContextConfig(**settings), ModelFacts.of(build_model(ModelCase())), arguments, (1,), None).planner
 
 
 @pytest.mark.parametrize("name", ["time_aware", "nested", "node_aligned"])
@@ -199,7 +200,9 @@ def degrees_of_run(settings: dict[str, Any], folder: str) -> tuple[int, ...] | s
     """The degrees that this rank allows under these settings, or the refusal."""
     args = training_arguments(folder)
     try:
-        return checked_degrees(LongContextConfig(**settings), build_model(ModelCase()), args, None, [], dist.group.WORLD)
+        return checked_degrees(
+            LongContextConfig(**settings), ModelFacts.of(build_model(ModelCase())), args, None, [], dist.group.WORLD
+        )
     except ValueError as error:
         return str(error)
 

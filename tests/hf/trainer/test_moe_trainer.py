@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from hf_longctx import LongContextCallback, LongContextConfig
 from hf_longctx.hf.data.sampler import LengthAwareSampler
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.rules.arguments import placement_problems
 from hf_longctx.hf.rules.models import model_problems
@@ -167,7 +168,7 @@ def test_a_callback_alone_refuses_a_balance_of_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_class_is_admitted(family: str) -> None:
     attention = "eager" if family == "gpt_oss" else "sdpa"
-    assert model_problems(build_model(ModelCase(family, attention=attention, balance=0.5))) == []
+    assert model_problems(ModelFacts.of(build_model(ModelCase(family, attention=attention, balance=0.5)))) == []
 
 
 def test_experts_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
@@ -195,4 +196,4 @@ def test_experts_that_cannot_be_spread_are_refused(tmp_path: Path) -> None:
 def test_what_would_differ_is_refused(family: str, field: str, value: float, message: str) -> None:
     model = build_model(ModelCase(family))
     setattr(model.config, field, value)
-    assert any(message in problem for problem in model_problems(model))
+    assert any(message in problem for problem in model_problems(ModelFacts.of(model)))

@@ -32,7 +32,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.models.states import mixers_of, scan_line
+from hf_longctx.hf.models.states import mixer_of, mixers_of, scan_line
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.memory.layer import Load, StateLayerBytes
 from hf_longctx.plan.model import mixers as state_spec
@@ -410,7 +410,7 @@ def test_the_opening_lines_say_what_runs_the_scans() -> None:
     beside = build_model(ModelCase("falcon_h1", num_layers=4))
 
     def line(model: Any) -> str:
-        return scan_line(model, model_spec(model).states, CPU, torch.float32)
+        return scan_line(mixer_of(model), model, model_spec(model).states, CPU, torch.float32)
 
     label = "chunk_gated_delta_rule of flash-linear-attention (version unknown)"
     assert line(qwen) == line(bamba) == line(beside) == "scans: torch code, for each document"
