@@ -37,8 +37,9 @@ SUBJECTS = {
         "Datasets, conversations, streams and labels",
         {
             "Rows, labels and lengths": (
-                "hf/data hf/trainer/loaders hf/run/sets hf/trainer/trainer:_check_planned hf/trainer/trainer:_check_loader "
-                "hf/trainer/trainer:get_train_dataloader hf/trainer/trainer:_label_sums"
+                "hf/data hf/trainer/loaders hf/run/sets hf/run/steps:check_planned hf/run/steps:label_sums "
+                "hf/trainer/trainer:_check_planned_set hf/trainer/trainer:_check_loader "
+                "hf/trainer/trainer:get_train_dataloader"
             ),
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",
             "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",

@@ -100,7 +100,7 @@ def test_a_training_that_offloads(
     # the host waits at the end of a step only, for the loss and whether it is finite, and transformers for the same
     waits = watch.waits[watch.num_waits[FIRST_WATCHED] : watch.num_waits[-1]]
     files = {wait.place.split(":")[0] for wait in waits}
-    ends = {"runtime/execution/round.py", "hf/trainer/nonfinite.py", "hf/planning/report.py"}
+    ends = {"runtime/execution/round.py", "hf/run/steps.py", "hf/planning/report.py"}
     assert files <= ends | {"site-packages/transformers/trainer.py"}, files
     assert len(waits) <= 7 * (STEPS - FIRST_WATCHED)
     # steps alike need no new plan of cuDNN

@@ -122,7 +122,8 @@ class AttachedMixin(LongContextMixin):
     def _give_back(self, whole: WholeModel) -> None:
         self._switch_optimizer("eval")
         nothing: Any = None
-        self._executor = self.optimizer = self.lr_scheduler = nothing
+        self._steps.forget_executor()
+        self.optimizer = self.lr_scheduler = nothing
         self.callback_handler.optimizer = self.callback_handler.lr_scheduler = nothing
         # the accelerator holds the optimizer
         self.accelerator.free_memory()

@@ -26,14 +26,14 @@ from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
 from hf_longctx.hf.checkpoints.optimizer_states import load_whole_optimizer
 from hf_longctx.hf.checkpoints.trained_weights import explained
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.log_probs.two_passes import TwoPasses
 from hf_longctx.hf.ranks.agreement import joint_call
 from hf_longctx.hf.rules.arguments import rounds_by_chance
-from hf_longctx.hf.rules.trl import is_scored
 from hf_longctx.hf.rules.user_code import changes_before_updates
 from hf_longctx.hf.run.placement import Placement
 from hf_longctx.hf.run.run import Run
+from hf_longctx.hf.run.steps import StepRunner
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
-from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
 from hf_longctx.plan.setup import shared_parameters
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
@@ -91,7 +91,9 @@ class ParameterMixin(CheckpointMixin):
 
     longctx_config: LongContextConfig
     longctx_run: Run
-    _guard: NonfiniteGuard
+    _steps: StepRunner
+    # forwards of a trainer with a loss of log-probabilities; None for others
+    _two_passes: TwoPasses | None
     _whole_weights: dict[str, Any] | None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -197,7 +199,7 @@ class ParameterMixin(CheckpointMixin):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Returns the gradient norm over all ranks that share the model, as one number that is equal on all of them."""
-        if self._guard.was_skipped:
+        if self._steps.was_skipped:
             if self._host_steps is not None:
                 self._host_steps.forget_early()
             # its gradients were dropped, and a norm of 0 would be a lie
@@ -235,7 +237,7 @@ class ParameterMixin(CheckpointMixin):
             ones = torch.ones(inputs["input_ids"].numel() - num_dummies, dtype=torch.int64)
             inputs = {"input_ids": ones, "attention_mask": ones}
         super()._track_num_input_tokens(inputs)
-        if is_scored(type(self)):
+        if self._two_passes is not None:
             # every rank loads rows of its own
             return
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._placement.num_stages

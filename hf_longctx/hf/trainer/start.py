@@ -57,9 +57,8 @@ from hf_longctx.hf.rules.trl import (
 from hf_longctx.hf.run.run import Run, RunRequest
 from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import named_sets
-from hf_longctx.hf.trainer.nonfinite import NonfiniteGuard
+from hf_longctx.hf.run.steps import StepRunner
 from hf_longctx.runtime.core.loss import TokenLoss
-from hf_longctx.runtime.execution.executor import StepExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,7 @@ class StartMixin(_TrainerBase):
     longctx_run: Run
     plans_evaluation: bool
     _stop: OrderlyStop
-    _executor: StepExecutor | None
-    _guard: NonfiniteGuard
+    _steps: StepRunner
     _saver: Saver
     # the console of the run before, which has taken over from the trainer's own callback
     _console: Console
@@ -206,8 +204,8 @@ class StartMixin(_TrainerBase):
         self.accelerator.wait_for_everyone()
         old.close()
         nothing: Any = None
-        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = self._executor = nothing
-        self._guard = self._stop = self._saver = nothing
+        self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = nothing
+        self._steps = self._stop = self._saver = nothing
         handler = self.callback_handler
         handler.model = handler.optimizer = handler.lr_scheduler = handler.train_dataloader = handler.eval_dataloader = nothing
         self.accelerator.free_memory()

@@ -8,17 +8,15 @@ those about data; `ParameterMixin` overrides private ones.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -27,18 +25,16 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.collator import PlannedDataset
-from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
 from hf_longctx.hf.data.resume import sequences_per_step
 from hf_longctx.hf.data.streams.planned_stream import PlannedStream
 from hf_longctx.hf.data.streams.sources import is_stream, whole
-from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
-from hf_longctx.hf.log_probs.two_passes import LoaderCheck, ScoredModel, TwoPasses
-from hf_longctx.hf.models.dropout import check_rates, noise_problems
+from hf_longctx.hf.log_probs.two_passes import LoaderCheck, TwoPasses
+from hf_longctx.hf.models.dropout import noise_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernel_places import without_liger
 from hf_longctx.hf.models.towers import freeze_towers
-from hf_longctx.hf.ranks.agreement import START, gather_objects, joint_call, raise_together, sums_over_ranks
+from hf_longctx.hf.ranks.agreement import START, joint_call, raise_together
 from hf_longctx.hf.ranks.exit_message import RefusedRun, naming_errors
 from hf_longctx.hf.ranks.launch import separate_runs
 from hf_longctx.hf.ranks.stopping import OrderlyStop, without_jit_checkpoint
@@ -72,34 +68,20 @@ from hf_longctx.hf.rules.trl import (
     unprepared_problems,
 )
 from hf_longctx.hf.rules.user_code import reads_between_forwards
-from hf_longctx.hf.run.run import Run, RunRequest, meet, reference_run, start_run
+from hf_longctx.hf.run.run import Run, RunRequest, meet, start_run
 from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import TEST_SET, chosen_evaluation_set, evaluation_set_problems, named_sets
+from hf_longctx.hf.run.steps import OWN_LOADER, Forwards, Refusal, StepRunner, check_planned, start_two_passes
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
-from hf_longctx.hf.trainer.nonfinite import MODEL_FOLDER, NonfiniteGuard
 from hf_longctx.hf.trainer.parameters import ParameterMixin, of_all_ranks
 from hf_longctx.hf.trainer.predictions import TokenMetrics, classified, evaluated
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.start import StartMixin
-from hf_longctx.plan.core.types import RankPlan, StepPlan
-from hf_longctx.runtime.activations.engine import ActivationEngine
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, TokenTally, ValueLoss
-from hf_longctx.runtime.execution.checks import forward_only
-from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
-from hf_longctx.runtime.parameters.gradients import nonfinite_names
+from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
+from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import layer_shards
 from hf_longctx.runtime.process_groups import sum_over_ranks
-
-logger = logging.getLogger(__name__)
-
-# remedy for batches that are not planned
-_OWN_LOADER = (
-    "return super().get_train_dataloader(), and change rows, order and batch size by train_dataset, data_collator and "
-    "TrainingArguments"
-)
-# arguments of `StepExecutor.evaluate` and `score`
-Forwards = tuple[RankPlan, PlanInputs, ActivationEngine | None]
 
 
 class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
@@ -107,13 +89,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
 
     # true: evaluation runs under plans too; false: it runs as in `Trainer`
     plans_evaluation = True
-    # kept between steps, since it owns gradient buffers
-    _executor: StepExecutor | None
-    _guard: NonfiniteGuard
-    # whether steps count tokens that were predicted right, and sum up entropies
-    _counts_tokens: bool
-    # plans of the present optimizer step, until the first of them runs
-    _plans_of_step: list[Any]
+    # runs the plans of the present training
+    _steps: StepRunner
     # the collator that `Trainer` made, or that was checked; plans do not call it
     _first_collator: Any = None
     # the stream that the present training reads, and the iteration of it that is at its end
@@ -213,7 +190,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._check_loss()
         self._check_code()
         # a training that stopped inside a step has left gradients in the executor's buffers
-        self._executor, self._guard = None, NonfiniteGuard(self.longctx_run)
+        self._steps = self._new_steps()
         thaw = freeze_towers(cast(nn.Module, self.model))
         # the model's embedding adds noise by token instead
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
@@ -235,7 +212,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 chosen = self._choose_checkpoint(resume_from_checkpoint)
                 if chosen is not None and not self.args.ignore_data_skip:
                     run.recorder.resume(Path(chosen), self._saver.starts_anew("data"))
-                self._guard.count_on_from(chosen)
+                self._steps.count_on_from(chosen)
                 return super().train(chosen, *args, **kwargs)
         finally:
             self.neftune_noise_alpha, self.model_init = alpha, model_init
@@ -318,7 +295,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             return
         raise ValueError(
             f"get_train_dataloader of {type(self).__name__} returned a loader of its own ({type(loader).__name__} over "
-            f"{type(loader.dataset).__name__}), for whose batches there are no plans; {_OWN_LOADER}"
+            f"{type(loader.dataset).__name__}), for whose batches there are no plans; {OWN_LOADER}"
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -333,41 +310,6 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         lengths = self.longctx_run.sets.index("train_dataset", self.train_dataset).lengths
         return max(1, round(self.longctx_config.tokens_per_step / float(lengths.mean())))
 
-    def _label_sums(self, batches: list[dict[str, Any]], stop: OrderlyStop | None = None) -> tuple[float, int]:
-        """Sums weights and numbers of label tokens over all ranks; the same exchange settles what else ranks must agree on.
-
-        These are: signals that ask to stop, a checkpoint that threads have finished, rows and code that have changed, and the
-        bytes by which full slabs of host memory were too small. stop: None in an evaluation. Raises ValueError on every rank if a
-        row has changed on any, and for a step without a label that counts.
-        """
-        control = self.longctx_run.control
-        _check_planned(batches)
-        changed = [batch["changed"] for batch in batches if "changed" in batch]
-        if stop is None:
-            # in training the executor asks, after the callbacks of the step's beginning
-            changed += filter(None, [self.longctx_run.code.problem(cast(nn.Module, self.model))])
-        own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
-        asked = [] if stop is None else [self._saver.is_over, *stop.asked()]
-        beside = self.longctx_run.activations.beside_bytes
-        said = [*own, len(changed), beside, beside > 0, *asked]
-        total_weight, num_labels, num_changed, beside_sum, num_full, *num_asked = sums_over_ranks(said, control)
-        self.longctx_run.activations.agree(int(beside_sum / max(1, num_full)))
-        if stop is not None:
-            num_over, *num_asked = num_asked
-            stop.agree(num_asked)
-            if num_over == self.args.world_size:
-                self._finish_saving()
-        if num_changed:
-            step = f"step {self.state.global_step + 1} cannot run"
-            raise_together(changed, control, "the evaluation cannot go on" if stop is None else step)
-        if stop is not None and batches and not total_weight:
-            # a stream's, or a late one: the first steps of other sets are looked at before the training
-            raise ValueError(
-                f"step {self.state.global_step + 1} has no label that counts ({LABELS_THAT_COUNT}), so it has no mean loss; "
-                f"give a step more sequences, leave rows without labels out, or raise max_length if labels were cut off"
-            )
-        return total_weight, int(num_labels)
-
     @property
     def longest_sequence(self) -> int:
         """The most tokens that a sequence may have; longer rows are errors, or are cut."""
@@ -378,7 +320,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         if epoch_iterator is self._used_up:
             # `Trainer` asks once for every step of the training, since it does not know how long an epoch of a stream is
             return [], None
-        self._guard.begin()
+        self._steps.forget_step()
         with self._explained():
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
             if not batches:
@@ -386,13 +328,10 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 return batches, num_items
             if self._two_passes is not None:
                 self._two_passes.forget()
-                check_rates(cast(nn.Module, self.model))
                 # ranks agree whether to stop
-                self._label_sums([], self._stop)
+                self._begin_step([])
                 return batches, num_items
-            self._plans_of_step = batches
-            self._key_dropout([batch["step"].plan for batch in batches if "step" in batch])
-            total_weight, self.longctx_run.report.num_labels = self._label_sums(batches, self._stop)
+            total_weight, self.longctx_run.report.num_labels = self._begin_step(batches)
             # a stream may end inside a step, whose optimizer then takes the batches that are there, as at the end of a sized set
             nothing = {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}
             return [nothing] * (num_batches - len(batches)) + batches, total_weight
@@ -410,7 +349,10 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         if num_items_in_batch is not None and _is_nothing(inputs):
             return torch.zeros((), device=self.args.device)
         if num_items_in_batch is None or not isinstance(inputs, Mapping) or "step" not in inputs:
-            num_items_in_batch = self._begin_by_hand(inputs)
+            # by hand: a batch that no training has counted
+            check_planned([inputs or None])
+            self._steps.forget_step()
+            num_items_in_batch, _ = self._begin_step([inputs])
         model.train()
         self._switch_optimizer("train")
         loss = self._run_plan(inputs, float(num_items_in_batch), self.accelerator.sync_gradients)
@@ -418,21 +360,16 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             self._release_models()
         return loss
 
-    def _begin_by_hand(self, inputs: dict[str, Any]) -> float:
-        """Begins a step of one batch that no training has counted; returns its number of label tokens. Collective.
-
-        Raises ValueError for a batch without a plan.
-        """
-        _check_planned([inputs or None])
-        self._guard.begin()
-        self._plans_of_step = [inputs]
-        self._key_dropout([inputs["step"].plan])
-        return self._label_sums([inputs], self._stop)[0]
+    def _begin_step(self, batches: list[dict[str, Any]]) -> tuple[float, int]:
+        """Begins an optimizer step; returns the sum of its label tokens' weights and their number over all ranks. Collective."""
+        model, step = cast(nn.Module, self.model), self.state.global_step
+        self._steps.begin_step(model, batches, step, self.args.seed)
+        return self._steps.label_sums(model, batches, step + 1, self._stop, self._finish_saving)
 
     def _step_in_two_passes(self, passes: TwoPasses, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Runs the trainer's own step up to log-probabilities, which plans then train; returns the mean loss."""
         # made here, since inside a forward FSDP2 keeps weights gathered
-        executor = self._training_executor()
+        executor = self._steps.executor(self._placed_model())
         with self._explained():
             with passes.backward_of_loss(model):
                 own_loss = super().training_step(model, inputs, num_items)
@@ -460,27 +397,16 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
 
         reduce: the plan is the last of its optimizer step. loss: the loss to report in place of that of the tokens.
         """
-        run, plan = self.longctx_run, inputs["step"].plan
-        rank_plan = plan.for_rank(run.pool.rank)
-        executor = self._training_executor()
-        executor.early_updates = self._early_updates() if reduce else None
-        run.make_room(plan)
-        engine = run.activations.engine(executor.model, rank_plan)
+        model, early = self._placed_model(), self._early_updates() if reduce else None
+        dataset = self.train_dataset if self._two_passes is None else None
+        # internal: nothing of it is uploaded
+        refusal = Refusal(self.state.global_step + 1, dataset, partial(self.save_model, _internal_call=True))
         with self._explained():
-            if len(self._plans_of_step) > 1:
-                # experts are balanced over all plans of the step, so route all of them before the first plan runs
-                executor.route([(b["step"].plan.for_rank(run.pool.rank), b["chunks"]) for b in self._plans_of_step], engine)
-            self._plans_of_step = []
-            tally = TokenTally(self.args.device) if self._counts_tokens else None
-            result = executor.run(rank_plan, inputs["chunks"], total_weight, reduce, plan.estimate.peak_bytes, engine, tally)
-            result = result if loss is None else replace(result, loss=loss)
-            if not self._guard.plan_done(inputs["step"], inputs["chunks"], engine, result, reduce):
-                self._refuse_step(executor)
-        run.report.step_done(plan, result)
+            counted = self._steps.run_plan(model, inputs, total_weight, reduce, refusal, early, loss)
         empty_steps = self.args.torch_empty_cache_steps
         if empty_steps is not None and self.state.global_step % empty_steps == 0:
             clear_device_cache()
-        return self._guard.counted(result.loss)
+        return counted
 
     @of_all_ranks("evaluation")
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -567,21 +493,12 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Logs as `Trainer` does, and adds means over the steps since the last log: seconds, tokens per second, padding."""
         # in place, as `Trainer` adds the epoch: the metrics of a training are what it logs last
         if "loss" in logs:
-            logs |= {**self.longctx_run.report.take_metrics(), **self._guard.metrics()}
+            logs |= {**self.longctx_run.report.take_metrics(), **self._steps.metrics()}
         if "train_loss" in logs:
             # TRL's last entry has what no earlier one had
             rest = self.longctx_run.report.take_metrics() if is_planned(type(self)) else {}
-            logs |= {name: rest[name] for name in OF_TRL if name in rest} | self._guard.total_metrics()
+            logs |= {name: rest[name] for name in OF_TRL if name in rest} | self._steps.total_metrics()
         super().log(logs, start_time)
-
-    def _key_dropout(self, plans: Sequence[StepPlan]) -> None:
-        """Numbers the sequences of an optimizer step through all of its plans, for the masks of dropout."""
-        check_rates(cast(nn.Module, self.model))
-        if self.longctx_run.dropout is not None:
-            self.longctx_run.dropout.seed = self.args.seed
-            counts = accumulate((len(plan.lengths) for plan in plans), initial=0)
-            numbers = dict(zip((plan.step for plan in plans), counts, strict=False))
-            self.longctx_run.dropout.begin_step(self.state.global_step, numbers)
 
     def _check_loss(self) -> None:
         """Raises ValueError on every rank if a loss was set that plans would never call, or noise that they would not add.
@@ -613,32 +530,26 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         if request.config.async_save:
             problems += refusals(ASYNC_SAVE, facts)
         self.longctx_run = start_run(replace(request, problems=problems, trainer=type(self)))
-        self._executor, self._plans_of_step, self._whole_weights = None, [], None
-        self._counts_tokens = counts_tokens(type(self), self.longctx_config)
-        self._guard = NonfiniteGuard(self.longctx_run)
+        self._whole_weights = None
         self._saver = Saver(self.longctx_config, request.args, self.longctx_run.control, self.longctx_run)
+        self._steps = self._new_steps()
         self._users_values = None
         self._stop = OrderlyStop(request.config.collective_timeout_s, self.longctx_run.control)
 
+    def _new_steps(self) -> StepRunner:
+        """Makes the runner of a training, without gradients in buffers that a training which stopped inside a step has left."""
+        return StepRunner(self.longctx_run, self._saver, counts_tokens(type(self), self.longctx_config))
+
     def _start_two_passes(self) -> None:
         """Puts the forwards of model and reference model, for which the trainer's own loss asks, under plans."""
-        run = self.longctx_run
-        limits = run.sets.longest_sequence, run.setup.placeholders
-        passes = passes_of(run.source, *limits, scored_temperature(self), run.task)
+        run, reference = self.longctx_run, getattr(self, "ref_model", None)
         run.routers.is_asked = bool(getattr(self, "aux_loss_enabled", False))
 
         def own_executor() -> StepExecutor:
             model = self._placed_model()
-            return self._training_executor() if self.is_in_train else run.executor(model)
+            return self._steps.executor(model) if self.is_in_train else run.executor(model)
 
-        run.undo.callback(passes.bind(self.model, ScoredModel(own_executor, run.activations.engine), is_trained=True))
-        if (reference := getattr(self, "ref_model", None)) is not None:
-            second = reference_run(run, reference)
-            scored = ScoredModel(lambda: second.executor(reference), second.activations.engine)
-            run.undo.callback(passes.bind(reference, scored, is_trained=False))
-            second.placement.prepare(reference)
-            self._reference = second
-        self._two_passes = passes
+        self._two_passes, self._reference = start_two_passes(run, self.model, reference, scored_temperature(self), own_executor)
         self.add_callback(LoaderCheck())
         self._placed_model()
         self._precompute_references()
@@ -683,72 +594,12 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         raise_together(problems, control)
         return control
 
-    def _training_executor(self) -> StepExecutor:
-        """Returns the executor of the placed model, kept as long as that is the same object."""
-        model = self._placed_model()
-        if self._executor is None or self._executor.model is not model:
-            self._executor = self.longctx_run.executor(model, self.longctx_config.fp32_gradients)
-        return self._executor
-
-    def _refuse_step(self, executor: StepExecutor) -> None:
-        """Leaves the present step out, or saves it and raises FloatingPointError. Collective over all ranks."""
-        number = self.state.global_step + 1
-        # with weights that are not finite every later step would be left out, too
-        has_good_weights = not any(gather_objects(bool(nonfinite_names(executor.model)), self.longctx_run.control))
-        if self.longctx_config.on_nonfinite == "skip" and has_good_weights:
-            logger.warning("step %d is left out: its loss (%g) or gradients are not finite", number, self._guard.loss)
-            return self._guard.skip(executor.model)
-        has_rows = self._two_passes is None and not is_stream(self.train_dataset)
-        rows = None if not has_rows else self.longctx_run.sets.index("train_dataset", self.train_dataset).rows
-        message = self._guard.explain(executor, number, rows)
-        if self.args.should_save:
-            # said before anything is written, since the disk may be full
-            logger.error("%s", message)
-        folder = Path(self._folder(None)) / f"nonfinite-step-{number}"
-        errors = self._save_refused(folder, number)
-        kept = (
-            f"the step and the model before it could not be written to {folder} ({'; '.join(errors)})"
-            if errors
-            else f"the step and the model before it are in {folder}; `hf-longctx replay {folder}` runs the step alone"
-        )
-        raise FloatingPointError(f"{message}\n{kept}; on_nonfinite='skip' leaves such steps out")
-
-    def _save_refused(self, folder: Path, number: int) -> list[str]:
-        """Writes step `number` and the model to `folder`; returns the errors of all ranks, since the disk may be full."""
-        held: list[str] = []
-        saver = self._saver
-        with saver.noting(held):
-            with saver.holding():
-                self._guard.save(folder, number)
-            with saver.holding():
-                # internal: nothing of it is uploaded
-                self.save_model(str(folder / MODEL_FOLDER), _internal_call=True)
-        # a launcher ends all ranks as soon as one of them fails, so none may before the files are written
-        PartialState().wait_for_everyone()
-        everyone = gather_objects(held, self.longctx_run.control)
-        return [f"rank {rank}: {error}" for rank, errors in enumerate(everyone) for error in errors]
-
     def _planned_forwards(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
-        """Yields, for every planned step of a set, the executor, the arguments of its forwards, and the batch.
-
-        `num_label_tokens` and `total_weight` of the batch are then those of all ranks.
-        """
-        run, model = self.longctx_run, self._placed_model()
+        """Places the model for an evaluation, and returns the forwards of its planned steps; see `StepRunner.forwards`."""
+        model = self._placed_model()
         model.eval()
         self._switch_optimizer("eval")
-        executor = run.executor(model)
-        shards = layer_shards(model)
-        if shards is not None and not reads_between_forwards(self):
-            # moved once for the whole set
-            shards.wait_away()
-        for batch in dataloader:
-            total_weight, num_labels = self._label_sums([batch])
-            batch = {**batch, "total_weight": total_weight, "num_label_tokens": num_labels}
-            # without a backward nothing is saved: policies only make tiles, and no host memory is needed
-            rank_plan = forward_only(batch["step"].plan.for_rank(run.pool.rank))
-            yield executor, (rank_plan, batch["chunks"], run.activations.engine(model, rank_plan)), batch
-        if shards is not None:
-            shards.come_back()
+        return self._steps.forwards(model, dataloader, leaves_shards_away=not reads_between_forwards(self))
 
     def _forwards_with_events(self, dataloader: DataLoader[Any]) -> Iterator[tuple[StepExecutor, Forwards, dict[str, Any]]]:
         """Yields like `_planned_forwards`, and calls the callbacks' event after each step."""
@@ -794,14 +645,6 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
 def _is_nothing(inputs: Any) -> bool:
     """Whether a batch stands for one that a stream, which ended inside a step, did not give."""
     return isinstance(inputs, Mapping) and list(inputs) == ["input_ids"] and not len(inputs["input_ids"][0])
-
-
-def _check_planned(batches: list[Any]) -> None:
-    """Raises ValueError for a batch that no loader of plans has made; those of skipped steps are empty."""
-    for batch in batches:
-        if not isinstance(batch, Mapping) or (batch and "step" not in batch):
-            found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-            raise ValueError(f"a batch of a loader of your own came ({found}), for which there is no plan; {_OWN_LOADER}")
 
 
 def _check_planned_set(loader: Any, name: str) -> None:

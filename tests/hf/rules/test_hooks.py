@@ -201,7 +201,7 @@ def test_callers_are_followed_to_the_class_behind() -> None:
     assert len(hook_problems(Lost)) == len([name for name in HOOKS if "_run_epoch" in HOOKS[name]])
 
 
-@pytest.mark.parametrize("name", ["_stop", "_label_sums", "_report", "stopped_by"])
+@pytest.mark.parametrize("name", ["_stop", "_placed_model", "_report", "stopped_by"])
 def test_a_newer_method_that_our_own_names_would_hide_is_refused(name: str) -> None:
     mine = type("Mine", (LongContextMixin, newer(name, lambda self: None)), {})
     if name in {own for cls in our_classes() for own in own_names(cls)}:

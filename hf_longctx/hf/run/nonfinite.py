@@ -1,7 +1,7 @@
-"""Stops before an optimizer step whose loss or gradients are NaN or infinite, and says where they arose; or leaves it out.
+"""Explains an optimizer step whose loss or gradients are NaN or infinite: where they arose, and how to run the step again.
 
-`LongContextMixin.training_step` hands every plan of a step to `NonfiniteGuard`. Everything here is the same on every rank,
-because loss and flag of a step are sums over all ranks.
+`StepRunner` asks for it before an optimizer could use them. Everything here is the same on every rank, because loss and flag of a
+step are sums over all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_longctx.hf.checkpoints.manifest import read_record
 from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.models.adapters import is_adapted
@@ -30,7 +29,6 @@ from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.execution.round import StepResult
 from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
 
@@ -43,116 +41,26 @@ _Tokens = tuple[list[int], list[int], list[float]]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A plan of the present step with this rank's inputs."""
+class PlanWithInputs:
+    """A plan of an optimizer step with this rank's inputs."""
 
     step: PlannedStep
     chunks: Sequence[Sequence[ChunkInputs]]
     engine: ActivationEngine | None
 
 
-@dataclass
-class _Mean:
-    """The mean of numbers that are added one by one; NaN without any."""
+@dataclass(frozen=True)
+class RefusedStep:
+    """An optimizer step that cannot be used, before its gradients are dropped. All methods are collective over all ranks."""
 
-    total: float = 0.0
-    count: int = 0
+    run: Run
+    # number of the step, its plans with this rank's inputs, and its loss
+    number: int
+    plans: Sequence[PlanWithInputs]
+    loss: float
 
-    def add(self, value: float) -> None:
-        """Adds a number."""
-        self.total, self.count = self.total + value, self.count + 1
-
-    @property
-    def value(self) -> float:
-        """The mean."""
-        return self.total / self.count if self.count else math.nan
-
-
-class NonfiniteGuard:
-    """Checks every optimizer step of a run before its update.
-
-    was_skipped: whether the present step was left out.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.was_skipped = False
-        self._plans: list[_Plan] = []
-        self._loss: Tensor | None = None
-        # sums and numbers of the losses that were used, since the last log and in all, where steps may be left out
-        self._since_log, self._in_all = _Mean(), _Mean()
-        self._num_skipped_since_log, self._num_skipped_here = 0, 0
-        run.recorder.num_skipped = 0
-
-    def count_on_from(self, folder: str | None) -> None:
-        """Goes on counting where the training that wrote this checkpoint was."""
-        try:
-            record = (read_record(Path(folder)) if folder else None) or {}
-        except ValueError:
-            # named when the checkpoint was chosen
-            record = {}
-        before = record.get("skipped_steps", 0)
-        self.run.recorder.num_skipped = before if isinstance(before, int) else 0
-
-    @property
-    def num_skipped(self) -> int:
-        """Steps that were left out so far, also by trainings that this one goes on with."""
-        return self.run.recorder.num_skipped
-
-    def begin(self) -> None:
-        """Forgets the plans of a step that did not end."""
-        self._plans, self._loss, self.was_skipped = [], None, False
-
-    def plan_done(
-        self,
-        step: PlannedStep,
-        chunks: Sequence[Sequence[ChunkInputs]],
-        engine: ActivationEngine | None,
-        result: StepResult,
-        ends: bool,
-    ) -> bool:
-        """Takes a finished plan; at the step's last one (`ends`) returns false if the step cannot be used. Collective then."""
-        self._plans.append(_Plan(step, chunks, engine))
-        self._loss = result.loss if self._loss is None else self._loss + result.loss
-        if not ends:
-            return True
-        is_good = result.is_finite and math.isfinite(self.loss)
-        if is_good:
-            if self.run.config.on_nonfinite == "skip":
-                self._since_log.add(self.loss)
-                self._in_all.add(self.loss)
-            self.begin()
-        return is_good
-
-    def skip(self, model: nn.Module) -> None:
-        """Leaves the present step out: no parameter keeps a gradient, so no optimizer moves it."""
-        model.zero_grad(set_to_none=True)
-        self.run.recorder.num_skipped += 1
-        self._num_skipped_here += 1
-        self._num_skipped_since_log += 1
-        self.begin()
-        self.was_skipped = True
-
-    def counted(self, loss: Tensor) -> Tensor:
-        """The loss of a plan as `Trainer` may add it up: zero for a step that is left out, since a sum would stay NaN."""
-        return torch.zeros_like(loss) if self.was_skipped else torch.nan_to_num(loss, posinf=0.0, neginf=0.0)
-
-    def metrics(self) -> dict[str, float]:
-        """The mean loss of the steps since the last call that were used, and the count of skipped ones; empty if none was."""
-        mean, self._since_log = self._since_log, _Mean()
-        num_skipped, self._num_skipped_since_log = self._num_skipped_since_log, 0
-        if not self.num_skipped:
-            return {}
-        return {"skipped_steps": self.num_skipped, **({"loss": mean.value} if num_skipped else {})}
-
-    def total_metrics(self) -> dict[str, float]:
-        """The mean loss of all steps that this training used, and the count of skipped ones; empty if none was skipped."""
-        if not self.num_skipped:
-            return {}
-        return {"skipped_steps": self.num_skipped, **({"train_loss": self._in_all.value} if self._num_skipped_here else {})}
-
-    def explain(self, executor: StepExecutor, number: int, rows: IntArray | None) -> str:
-        """Says which sequences, module and weights of step `number` are concerned. Collective: runs its forwards once more.
+    def explain(self, executor: StepExecutor, rows: IntArray | None) -> str:
+        """Says which sequences, module and weights are concerned. Runs the step's forwards once more.
 
         rows: the dataset's row of every sequence; None for a stream, whose rows have no numbers.
         """
@@ -163,8 +71,8 @@ class NonfiniteGuard:
         has_overflow = math.isfinite(self.loss) and not any(any(each) for each in everyone)
         what = "but the norm of the gradients overflows" if has_overflow else "but gradients are not finite"
         what = what if math.isfinite(self.loss) else "which is not finite"
-        lines = [f"step {number}: the loss is {self.loss:g}, {what}, so no weight was changed"]
-        for each in self._plans:
+        lines = [f"step {self.number}: the loss is {self.loss:g}, {what}, so no weight was changed"]
+        for each in self.plans:
             lengths = each.step.plan.lengths
             named = [f"{length} tokens" for length in lengths]
             if rows is not None:
@@ -191,13 +99,13 @@ class NonfiniteGuard:
             )
         return "\n".join(lines)
 
-    def save(self, folder: Path, number: int) -> None:
-        """Writes the plans and tokens of the present step to `folder`; rank 0 writes. Collective."""
-        parts = gather_objects([_held_tokens(each) for each in self._plans], self.run.control)
+    def save(self, folder: Path) -> None:
+        """Writes the step's plans and tokens to `folder`; rank 0 writes."""
+        parts = gather_objects([_held_tokens(each) for each in self.plans], self.run.control)
         if self.run.pool.rank:
             return
         plans = []
-        for place, each in enumerate(self._plans):
+        for place, each in enumerate(self.plans):
             tokens: dict[int, dict[int, _Tokens]] = {}
             for rank_parts in parts:
                 for (sequence, start), values in rank_parts[place].items():
@@ -210,7 +118,7 @@ class NonfiniteGuard:
                 sequences.append({**saved, "loss_weights": weights} if weights else saved)
             plans.append({"plan": json.loads(plan_to_json(each.step.plan)), "sequences": sequences})
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"format": 1, "step": number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
+        content = {"format": 1, "step": self.number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
         content["loss_of_a_token"] = loss_name(self.run.token_loss)
         content["head"] = self.run.task.kind
         if is_adapted(self.run.stage.model):
@@ -219,16 +127,11 @@ class NonfiniteGuard:
             content["dropout"] = {"seed": dropout.seed, "step": dropout.step}
         (folder / STEP_FILE).write_text(json.dumps(content))
 
-    @property
-    def loss(self) -> float:
-        """Loss of the present step."""
-        return math.nan if self._loss is None else float(self._loss)
-
     def _first_module(self, executor: StepExecutor) -> tuple[ModelOrder, str] | None:
         """(order, name) of the first module of this rank whose output is not finite in the step's forwards; None if all are."""
         found: list[tuple[ModelOrder, str]] = []
         with watched(executor.model, executor.stage.stage, found):
-            for each in self._plans:
+            for each in self.plans:
                 executor.evaluate(each.step.plan.for_rank(self.run.pool.rank), each.chunks, each.engine)
         return min(found) if found else None
 
@@ -263,7 +166,7 @@ def watched(model: nn.Module, stage: int, found: list[tuple[ModelOrder, str]]) -
             handle.remove()
 
 
-def _held_tokens(each: _Plan) -> dict[tuple[int, int], _Tokens]:
+def _held_tokens(each: PlanWithInputs) -> dict[tuple[int, int], _Tokens]:
     """Token ids, shifted labels and their weights, if any, of this rank's pieces of a plan, by (sequence, first token)."""
     step = each.step
     _, position = step.plan.place(step.rank)
