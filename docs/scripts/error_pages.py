@@ -98,8 +98,8 @@ SUBJECTS = {
                 "runtime/activations/host_tier runtime/core/host_copies runtime/execution/round"
             ),
             "While it runs": (
-                "hf/planning hf/trainer runtime/activations runtime/attention/context:check_calls runtime/core "
-                "runtime/execution/checks runtime/execution/executor plan/solver"
+                "hf/planning hf/run/steps hf/run/nonfinite runtime/activations runtime/attention/context:check_calls "
+                "runtime/core runtime/execution/checks runtime/execution/executor plan/solver"
             ),
         },
     ),

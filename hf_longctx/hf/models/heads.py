@@ -1,8 +1,12 @@
-"""Finds the output head of a model, and whether it predicts next tokens or classifies documents or tokens.
+"""Finds the output head of a model, which predicts next tokens or classifies documents or tokens, and patches that of documents.
 
 A causal language model predicts next tokens. `...ForSequenceClassification` reads one token of every document, and
 `...ForTokenClassification` reads every token. Both are a text model, perhaps a dropout, and one linear module. This holds for the
 classes that transformers derives from its generic ones, and for those in `Modules.like_generic`, whose forwards were compared.
+
+The forward of a class that classifies documents applies the head to every token, then picks the last token of each row that is no
+padding. A row of a plan holds many documents, or a slice of one, so under a plan the forward returns the logits of all tokens.
+Labels then make the choice: the collator puts the label of a document on the token that transformers would pick.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from hf_longctx.families.registry import MODULES
+from hf_longctx.hf.models.forwards import give, has, take
 
 HeadKind = Literal["next_token", "document", "token"]
 
@@ -79,3 +85,33 @@ def is_tied(model: nn.Module) -> bool:
 def _classifier(base: nn.Module) -> nn.Module | None:
     found = [getattr(base, name) for name in _HEADS if isinstance(getattr(base, name, None), nn.Module)]
     return found[0] if len(found) == 1 else None
+
+
+class HeadPatch:
+    """Lets a model that classifies documents return the logits of all tokens under plans."""
+
+    def needed(self, model: nn.Module) -> bool:
+        """Whether `model` classifies documents."""
+        return head_kind(model) == "document"
+
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for a forward of others."""
+        base = inner_model(model)
+        if "forward" in vars(base) and not has(base, _forward):
+            raise ValueError(
+                f"the forward of {type(base).__name__} was replaced, which plans of a model that classifies documents would "
+                f"leave out; remove it (del model.forward), even if mixed precision of an earlier training has done it"
+            )
+        give(base, _forward)
+
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a forward that accelerate has wrapped, which then runs that of the class."""
+        take(inner_model(model), _forward)
+
+
+def _forward(model: Any, *args: Any, **keywords: Any) -> Any:
+    """The forward of the model's class; under a plan the logits of all tokens."""
+    if keywords.get("longctx") is None:
+        return type(model).forward(model, *args, **keywords)
+    head: Any = head_of(model)
+    return SequenceClassifierOutputWithPast(logits=head(backbone_of(model)(*args, **keywords).last_hidden_state))

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from hf_longctx.hf.models.attention import AttentionSwitch, attention_name, attention_problems, runs_plans
 from hf_longctx.hf.models.context import ContextPatch
-from hf_longctx.hf.models.document_heads import HeadPatch
 from hf_longctx.hf.models.document_rope import DocumentRopePatch
 from hf_longctx.hf.models.dropout import DropoutPatch
+from hf_longctx.hf.models.heads import HeadPatch
 from hf_longctx.hf.models.index import IndexPatch
 from hf_longctx.hf.models.own_attention import OwnAttentionPatch
 from hf_longctx.hf.models.positions import PaddingPatch

@@ -144,7 +144,7 @@ class Saver:
         return Contents(
             step=state.global_step,
             num_ranks=args.world_size,
-            num_stages=run.setup.num_stages,
+            num_stages=run.stage.num_stages,
             parameters=run.setup.costs.parameters,
             weights_only=args.save_only_model,
             data=record,
@@ -265,7 +265,7 @@ class Saver:
         run: Run | None = vars(self).get("run")
         tied = run.stage.tied if run is not None and run.stage.stage else ""
         own = TrainedWeights.of(model, getattr(optimizer, "optimizer", optimizer), tied)
-        return own if run is None or run.setup.num_stages == 1 else TrainedWeights.joined(gather_objects(own, self.control))
+        return own if run is None or run.stage.num_stages == 1 else TrainedWeights.joined(gather_objects(own, self.control))
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class _Mean:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is needed to refuse a step that cannot be used."""
+    """Inputs for the refusal of a step that cannot be used."""
 
     # number of the step
     number: int

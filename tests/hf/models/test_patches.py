@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hf_longctx.hf.models import forwards
 from hf_longctx.hf.models.attention import AttentionSwitch, attention_name
 from hf_longctx.hf.models.context import ContextPatch
-from hf_longctx.hf.models.document_heads import HeadPatch
 from hf_longctx.hf.models.document_rope import DocumentRopePatch
 from hf_longctx.hf.models.dropout import DropoutPatch
+from hf_longctx.hf.models.heads import HeadPatch
 from hf_longctx.hf.models.index import IndexPatch
 from hf_longctx.hf.models.own_attention import OwnAttentionPatch
 from hf_longctx.hf.models.patch import PATCHES, patch_model, restore_attention

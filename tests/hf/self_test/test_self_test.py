@@ -34,6 +34,7 @@ from hf_longctx.hf.models import attention, facts
 from hf_longctx.hf.self_test import check
 from hf_longctx.hf.self_test import reduced_copy as copies
 from hf_longctx.hf.self_test.reduced_copy import reduced_copy
+from hf_longctx.plan.core.types import LayerRange
 
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
 ON = {"self_test": True, "tokens_per_rank": 96}
@@ -544,7 +545,7 @@ def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:
 
 
 def test_ranks_that_loaded_their_own_stage_are_told_that_it_is_left_out(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(facts, "loaded_ranges", lambda model: ((0, 1),))
+    monkeypatch.setattr(facts, "loaded_ranges", lambda model: model and ((LayerRange(0, model.config.num_hidden_layers),),))
     with caplog.at_level(logging.WARNING):
         opening = start(MIXED, {}, {}, "")
     assert "self-test left out: every rank loaded its own pipeline stage" in caplog.text
