@@ -106,12 +106,12 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         problem = GroupingProblem.build(lengths, costs, config)
         fitting = group_plans(step, problem, planning)
     plan, run, solver = choose(fitting, planning)
-    gathers_s = planning.gathers_s(plan)
+    gathers_s, counted_s = planning.gathers_s(plan), planning.counted_s(plan)
     if plan.num_stages == 1:
-        chunks_s = run.step_s - run.once_s + gathers_s
+        chunks_s = counted_s - run.once_s
         lower_bound_s = run.once_s + least_step_s(problem, costs, config, chunks_s)
     estimate = Estimate(
-        step_s=run.step_s,
+        step_s=counted_s - gathers_s,
         gathers_s=gathers_s,
         lower_bound_s=lower_bound_s,
         peak_bytes=max(run.peak_bytes),

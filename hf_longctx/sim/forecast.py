@@ -309,6 +309,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _mean_choice(same: Sequence[Choice]) -> Choice:
     if all(choice.is_possible for choice in same):
-        means = _mean([choice.step_s for choice in same]), _mean([choice.most_s for choice in same])
-        return replace(same[0], step_s=means[0], most_s=means[1], used_bytes=max(choice.used_bytes for choice in same))
+        step_s, most_s, gathers_s = (_mean([getattr(each, name) for each in same]) for name in ("step_s", "most_s", "gathers_s"))
+        means = replace(same[0], step_s=step_s, most_s=most_s, gathers_s=gathers_s)
+        return replace(means, used_bytes=max(choice.used_bytes for choice in same))
     return next(replace(choice, step_s=0.0) for choice in same if not choice.is_possible)

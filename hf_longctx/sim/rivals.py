@@ -14,7 +14,6 @@ from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE
 from hf_longctx.plan.groups.greedy import plan_static
 from hf_longctx.plan.groups.placement import place_layout
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
@@ -61,6 +60,8 @@ class Choice:
     checkpointing: str = ""
     # mean seconds with gathers of weights, sums and the optimizer, none of them hidden
     most_s: float = 0.0
+    # mean seconds that plans count for gathers
+    gathers_s: float = 0.0
     # most bytes of a rank beside the states (0: they were not counted)
     used_bytes: int = 0
 
@@ -70,8 +71,8 @@ class Choice:
 
     @property
     def counted_s(self) -> float:
-        """Seconds for comparisons: with half of the gathers, as for plans."""
-        return self.step_s + COUNTED_SHARE * max(0.0, self.most_s - self.step_s)
+        """Seconds for comparisons, as for plans."""
+        return self.step_s + self.gathers_s
 
     @property
     def label(self) -> str:
@@ -220,8 +221,8 @@ class Rivals:
             plan = build_plan(number, problem.lengths, placed, problem.shapes, costs)
             needed = self._most_bytes(plan, way.setting)
             if needed <= way.setting.left_bytes:
-                step_s, most_s = predicted_s(plan, costs, self.scenario.costs)
-                return Choice(name, step_s, plan.folded_layout, "", way.degree, way.setting.label, most_s, needed)
+                step_s, most_s, gathers_s = predicted_s(plan, costs, self.scenario.costs)
+                return Choice(name, step_s, plan.folded_layout, "", way.degree, way.setting.label, most_s, gathers_s, needed)
             share = (1 - _MARGIN) * way.setting.left_bytes / needed
             problem = replace(problem, capacity=int(share * problem.capacity))
             if longest > (way.degree or problem.degrees[-1]) * problem.capacity:
@@ -256,10 +257,11 @@ def _lengths(group: SequenceGroup) -> tuple[object, ...]:
     return group.shape, tuple(span.num_tokens for span in group.chunks[0].spans)
 
 
-def predicted_s(plan: StepPlan, costs: CostModel, plain: CostModel) -> tuple[float, float]:
-    """Predicts seconds of a step, without and with gathers, sums and the optimizer, none hidden, as for our own plans.
+def predicted_s(plan: StepPlan, costs: CostModel, plain: CostModel) -> tuple[float, float, float]:
+    """Predicts seconds of a step, as for our own plans: without and with gathers, sums and the optimizer, and gathers that count.
 
     plain: costs without replays, for gathers of weights.
     """
     run = evaluate_plan(plan, costs, with_events=False)
-    return run.step_s, weight_seconds(plan, plain).step_bounds_s(run.step_s, run.once_s, run.ranks)[1]
+    most_s = weight_seconds(plan, plain).step_bounds_s(run.step_s, run.once_s, run.ranks)[1]
+    return run.step_s, most_s, run.gathers_s

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import FloatArray, GroupShape
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
+from hf_longctx.plan.cost.weight_traffic import whole_gathers
 
 # (degree, sequences) of one group; a layout is a list of micro-batches, each a list of groups
 Group = tuple[int, tuple[int, ...]]
@@ -93,7 +93,7 @@ class GroupingProblem:
             group_s=tuple(costs.group_s(shape) for shape in shapes.values()),
             block_ranks=block_ranks if config.nested and not config.one_micro_batch else 0,
             overlaps=0 < block_ranks < num_ranks,
-            micro_batch_s=COUNTED_SHARE * round_gather_s(costs),
+            micro_batch_s=whole_gathers(costs).least_s(),
         )
 
     def group_seconds(self, group: Group) -> float:

@@ -18,6 +18,7 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.memory.stage import accumulated_bytes, most_tokens_at_once
@@ -79,7 +80,8 @@ class StagedStep:
         self.degrees = tuple(degree for degree in config.degrees if degree <= per_stage)
         self.shapes = {degree: self._shape(degree) for degree in self.degrees}
         tokens = self.lengths.astype(np.float64)
-        self.rates = {degree: busiest_rates(costs, shape, ranges, tokens) for degree, shape in self.shapes.items()}
+        self.gathers = stage_gathers(costs, ranges, self.block_ranks)
+        self.rates = {degree: busiest_rates(costs, shape, ranges, tokens, self.gathers) for degree, shape in self.shapes.items()}
         self.seconds = {degree: rates.sequences_s(tokens) for degree, rates in self.rates.items()}
         self.room = StageRoom(costs, ranges, config)
         self.longest = {degree: degree * self.room.longest_tokens for degree in self.degrees}
@@ -138,7 +140,7 @@ class StagedStep:
     def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
         """Seconds of a group's pipeline, including recomputation if memory is short; infinite if it cannot fit."""
         shape = self.shapes[group.degree]
-        seconds, held = pipeline_s(chunks, shape, self.costs, self.ranges, self.schedule, self.leaves_node)
+        seconds, held = pipeline_s(chunks, shape, self.costs, self.ranges, self.schedule, self.leaves_node, self.gathers)
         return seconds + self.room.added_s(held, self.work_s(group))
 
     def lower_bound_s(self) -> float:
@@ -218,10 +220,30 @@ class StageRates:
         return rates.pair_s * tokens * rates.pairs.seen(np.zeros_like(tokens), tokens) + rates.token_s * tokens + self.document_s
 
 
-def busiest_rates(costs: CostModel, shape: GroupShape, ranges: Ranges, tokens: FloatArray) -> StageRates:
-    """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage."""
+def stage_gathers(costs: CostModel, ranges: Ranges, block_ranks: int) -> list[list[StageGathers]]:
+    """Collectives of every layer range of every stage, among blocks of `block_ranks` ranks."""
+    last = len(ranges) - 1, len(ranges[0]) - 1
+    return [
+        [
+            StageGathers.of(costs, block_ranks, (each.num_layers, stage == place == 0, (stage, place) == last), len(ranges))
+            for place, each in enumerate(own)
+        ]
+        for stage, own in enumerate(ranges)
+    ]
+
+
+def busiest_rates(
+    costs: CostModel, shape: GroupShape, ranges: Ranges, tokens: FloatArray, gathers: Sequence[Sequence[StageGathers]] = ()
+) -> StageRates:
+    """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage.
+
+    gathers: see `stage_gathers`; what every chunk counts for them beside any computing is part of `chunk_s`.
+    """
     rates = [_rates(costs, shape, own, stage == len(ranges) - 1) for stage, own in enumerate(ranges)]
-    return max(rates, key=lambda each: float(each.sequences_s(tokens).sum()))
+    place = max(range(len(rates)), key=lambda place: float(rates[place].sequences_s(tokens).sum()))
+    busiest = rates[place]
+    added_s = sum(each.least_s(2) - each.least_s() for each in gathers[place]) if gathers else 0.0
+    return replace(busiest, chunk_s=busiest.chunk_s + added_s)
 
 
 def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
@@ -245,12 +267,14 @@ def pipeline_s(
     ranges: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
+    gathers: Sequence[Sequence[StageGathers]] = (),
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of a group's chunks on all stages with everything kept, and the most tokens a rank of each stage holds at once.
 
     The seconds equal the full prediction for groups that do not cross nodes unnecessarily.
 
-    leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the first).
+    leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the first). gathers:
+    see `stage_gathers`.
     """
     on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
@@ -263,7 +287,10 @@ def pipeline_s(
     documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
     num_stages, num_ranges = len(ranges), len(ranges[0])
     seconds = np.empty((num_ranges, num_stages, len(chunks), 2))
+    compute_s = np.empty_like(seconds)
     for is_backward in (False, True):
+        fixed_s, sent_s = costs.exchange_line(shape, is_backward)
+        exchange_s = (fixed_s + sent_s * tokens) / costs.model.num_layers
         hidden_s = np.array([costs.chunk_hidden_s(chunk, shape, is_backward) for chunk in chunks])
         found = {
             pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents, hidden_s)
@@ -274,12 +301,16 @@ def pipeline_s(
                 has_head = stage == num_stages - 1 and place == num_ranges - 1
                 layer_s, head_s = found[pairs_of[stage][place]]
                 seconds[place, stage, :, int(is_backward)] = layer_s * layer_range.num_layers + (head_s if has_head else 0.0)
+                compute_s[place, stage, :, int(is_backward)] = (layer_s - exchange_s) * layer_range.num_layers
     hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
     # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
     orders = compute_orders(chunks, num_stages, schedule, num_ranges)
     kinds, of_chunks, of_ranges = zip(*orders, strict=True)
     wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
+    if gathers and gathers[0][0].passes:
+        last_chunks = [int(chunk[-1]) for chunk in of_chunks]
+        seconds += counted_passes_s(gathers, compute_s, last_chunks)
     stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
     held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_ranges) for kind, chunk, _ in orders)
     return stop_s, held

@@ -41,7 +41,7 @@ from hf_longctx.plan.chunks import LEAST_SLICE_TOKENS
 from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Span, small_tile
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
+from hf_longctx.plan.cost.weight_traffic import whole_gathers
 from hf_longctx.plan.groups.problem import GroupingProblem
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.layer import Load, OutsideBytes
@@ -184,7 +184,8 @@ class MemoryLimitedStep:
         whole_s = fixed_s + problem.micro_batch_s
         if not self._is_sliceable:
             return whole_s
-        further_s = fixed_s + COUNTED_SHARE * (round_gather_s(self.costs, 2) - round_gather_s(self.costs, 1))
+        gathers = whole_gathers(self.costs)
+        further_s = fixed_s + gathers.least_s(2) - gathers.least_s(1)
         room = self.budget.device_bytes + max(self._other_room(degree, by_link) for degree in problem.degrees)
         return min(whole_s, further_s + whole_s * self._lacking_bytes / max(1, room))
 

@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import Action, Chunk, GroupShape, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import (
+    Action,
+    Chunk,
+    GroupShape,
+    MicroBatch,
+    SequenceGroup,
+    StepPlan,
+    meets_in_every_pass,
+)
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.weight_traffic import StageGathers
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.predict.lending import run_lent_pipeline
@@ -64,6 +73,8 @@ class Evaluation:
     # every F and B of every rank, and the communication inside each
     events: tuple[TimelineEvent, ...]
     exchange_s: tuple[float, ...]
+    # seconds that plans of one stage count for gathers of weights and reduce-scatters of gradients, beside `step_s`
+    gathers_s: float
     # for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range
     # where it waits
     in_flight: tuple[int, ...]
@@ -106,6 +117,10 @@ class _Run:
         self.exchange_s: list[float] = []
         # (shape, near ranks, is backward) -> seconds of an exchange, fixed and per token; many groups have equal keys
         self.exchanges: dict[tuple[GroupShape, int, bool], tuple[float, float]] = {}
+        whole = known.gathers(plan, costs, costs.model.num_layers, True, True) if plan.num_stages == 1 else StageGathers()
+        # passes of every block in the present micro-batch (see `StageGathers.counted_s`), the slowest group's in each place
+        self.gathers, self.passes = whole, [list[tuple[bool, float]]() for _ in range(plan.num_ranks // self.block_ranks)]
+        self.counted_s = [whole.once_s] * len(self.passes)
 
     def enter_all(self, micro_batch: MicroBatch) -> None:
         """Runs all groups of a micro-batch; those of several chunks that share weights run in step.
@@ -147,6 +162,7 @@ class _Run:
     def _add_run(self, group: SequenceGroup, ranks: Sequence[int], run: StageRun) -> None:
         """Adds the run of one stage of a group to its ranks."""
         self._add(ranks, run.times, run.exchange_s)
+        self._note_passes(ranks, run)
         for rank in ranks:
             self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
             self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
@@ -166,6 +182,7 @@ class _Run:
             inside.append(exchange_s)
             clock_s = stop_s
         self._add(group.positions, times, inside)
+        self._note_passes(group.positions, StageRun(stage.actions, tuple(times), tuple(inside), 0, 0, 0))
         chunk_bytes = self.known.byte_model(self.costs.model).kept_peak(group)
         for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
             self.tokens[position] = max(self.tokens[position], tokens)
@@ -190,6 +207,18 @@ class _Run:
             self.busy[rank] += busy_s
             self.exchanging[rank] += sum(exchange_s)
 
+    def _note_passes(self, ranks: Sequence[int], run: StageRun) -> None:
+        """Notes for how long the passes of a group compute, if gathers run beside them."""
+        if not self.gathers.passes:
+            return
+        passes = run.passes
+        if not meets_in_every_pass(self.plan.parameters):
+            # groups of a block may have different numbers of chunks, of which only the first and the last one meet
+            passes = [passes[0], passes[-1]]
+        for block in {rank // self.block_ranks for rank in ranks}:
+            known = self.passes[block] or passes
+            self.passes[block] = [max(pair) for pair in zip(known, passes, strict=True)]
+
     def _record(
         self, group: SequenceGroup, ranks: Sequence[int], action: Action, time: tuple[float, float], exchange_s: float
     ) -> None:
@@ -202,6 +231,9 @@ class _Run:
     def leave_together(self) -> None:
         """Ends a micro-batch: ranks that hold one copy of the shards wait for the last of them."""
         block = self.block_ranks
+        for place, passes in enumerate(self.passes):
+            self.counted_s[place] += self.gathers.counted_s(passes)
+            self.passes[place] = []
         if block > 1:
             for first in range(0, len(self.clocks), block):
                 self.clocks[first : first + block] = [max(self.clocks[first : first + block])] * block
@@ -222,6 +254,7 @@ class _Run:
             host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),
+            gathers_s=max(self.counted_s),
             in_flight=tuple(self.in_flight),
         )
 

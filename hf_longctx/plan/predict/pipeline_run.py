@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import compress, pairwise
 
 import numpy as np
@@ -23,8 +24,9 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import message_bytes, most_tokens_at_once
+from hf_longctx.plan.memory.stage import layer_shard_bytes, message_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -46,6 +48,14 @@ class StageRun:
     host_bytes: int
     # most tokens that wait for their backward on the fullest rank
     peak_tokens: int
+
+    @property
+    def passes(self) -> list[tuple[bool, float]]:
+        """Whether each action is a backward, and for how long it computes. Exchanges need the links of gathers."""
+        return [
+            (action.kind == "B", stop_s - start_s - inside_s)
+            for action, (start_s, stop_s), inside_s in zip(self.actions, self.times, self.exchange_s, strict=True)
+        ]
 
     def later(self, seconds: float) -> StageRun:
         """Returns this run, started later."""
@@ -71,9 +81,14 @@ def near_ranks(ranks: Sequence[int], ranks_per_node: int) -> int:
 
 
 class PredictionCache:
-    """Cache for all plans of one step under one cost model: bytes and seconds of chunks, and predicted runs of groups."""
+    """Cache for all plans of one step under one cost model: bytes and seconds of chunks, and predicted runs of groups.
 
-    def __init__(self) -> None:
+    counts_gathers: passes of pipelines take the seconds that count for gathers of weights and sums of gradients, too.
+    """
+
+    def __init__(self, counts_gathers: bool = False) -> None:
+        self.counts_gathers = counts_gathers
+        self._gathers: dict[tuple[int, int, bool, bool], StageGathers] = {}
         self._bytes: ByteModel | None = None
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
@@ -87,6 +102,13 @@ class PredictionCache:
         if self._bytes is None or self._bytes.model != model:
             self._bytes = ByteModel(model)
         return self._bytes
+
+    def gathers(self, plan: StepPlan, costs: CostModel, num_layers: int, is_first: bool, is_last: bool) -> StageGathers:
+        """Returns the collectives of a part of the model, with the embedding if first and the head if last."""
+        key = plan.block_ranks, num_layers, is_first, is_last
+        if key not in self._gathers:
+            self._gathers[key] = plan_gathers(plan, costs, num_layers, is_first, is_last)
+        return self._gathers[key]
 
     def wiring(self, group: SequenceGroup) -> Wiring:
         """Returns the wiring of the group's F and B, or of all its actions if messages do not stand beside these.
@@ -109,6 +131,13 @@ class PredictionCache:
         if key not in self._seconds:
             self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
         return self._seconds[key][1]
+
+
+def plan_gathers(plan: StepPlan, costs: CostModel, num_layers: int, is_first: bool, is_last: bool) -> StageGathers:
+    """Collectives of a part of the model under a plan, with the embedding if first and the head if last."""
+    host_bytes = layer_shard_bytes(costs.model, num_layers, plan.parameters, plan.block_ranks)
+    costs = replace(costs, parameters=plan.parameters)
+    return StageGathers.of(costs, plan.block_ranks, (num_layers, is_first, is_last), plan.num_stages, host_bytes)
 
 
 def run_pipeline(
@@ -279,7 +308,7 @@ class StageSeconds:
     """Seconds of a group's actions; each number is computed once."""
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> None:
-        self.group, self.costs = group, costs
+        self.plan, self.group, self.costs, self.known = plan, group, costs, known
         self.chunks = (PredictionCache() if known is None else known).seconds(group, costs)
         self.tokens = self.chunks.tokens
         per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
@@ -311,7 +340,25 @@ class StageSeconds:
             for (chunk, layer_range), policy in policies.items():
                 for is_backward in (False, True):
                     table[layer_range, stage, chunk, int(is_backward)] += self._under_policy(stage, policy, is_backward)[0]
-        return table
+        return table + self.gathers
+
+    @cached_property
+    def gathers(self) -> FloatArray:
+        """Seconds that every pass counts for gathers of weights and sums of gradients, in the shape of `table`."""
+        own_s = self._by_layer(0)
+        if self.known is None or not self.known.counts_gathers or self.plan.num_stages == 1:
+            return np.zeros_like(own_s)
+        stages, known = self.group.stages, partial(self.known.gathers, self.plan, self.costs)
+        last = len(stages) - 1, len(stages[0].layer_ranges) - 1
+        gathers = [
+            [
+                known(each.num_layers, stage == place == 0, (stage, place) == last)
+                for place, each in enumerate(of_stage.layer_ranges)
+            ]
+            for stage, of_stage in enumerate(stages)
+        ]
+        last_chunks = [next(each.chunk for each in reversed(stage.actions) if each.kind == "B") for stage in stages]
+        return counted_passes_s(gathers, own_s - self._by_layer(2), last_chunks)
 
     def exchanges(self) -> FloatArray:
         """Seconds of communication in every pass, as `exchange_s` returns them, in the shape of `table`."""
@@ -346,6 +393,7 @@ class StageSeconds:
         stage = self.group.stages[action.stage]
         is_last = action.stage == len(self.group.stages) - 1 and action.layer_range == len(stage.layer_ranges) - 1
         seconds = body_s * stage.layer_ranges[action.layer_range].num_layers + (head_s if is_last else 0.0)
+        seconds += float(self.gathers[action.layer_range, action.stage, action.chunk, int(action.kind == "B")])
         return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
 
     def exchange_s(self, action: Action) -> float:

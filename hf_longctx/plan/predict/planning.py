@@ -14,11 +14,11 @@ from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic
 from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
 from hf_longctx.plan.policies.fit import FittedGroups
 from hf_longctx.plan.predict.evaluate import Evaluation, RankUse, evaluate_plan, state_bytes
-from hf_longctx.plan.predict.pipeline_run import PredictionCache
+from hf_longctx.plan.predict.pipeline_run import PredictionCache, plan_gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,15 @@ class WeightSeconds:
     # copies of shards that leave for the host and come back, once per step
     away_s: float = 0.0
 
+    # most seconds of a rank for copies into and out of the buffers of gathers and reduce-scatters
+    copies_s: float = 0.0
+    # factor by which idle stages at both ends of a pipeline lengthen what each of its chunks adds
+    drains: float = 1.0
+
     @property
     def gather_s(self) -> float:
         """Seconds of the gathers and reduce-scatters of the rank that has most of them."""
         return max(self.gathers_s, default=0.0)
-
-    def counted_gathers_s(self, step_s: float, once_s: float, ranks: Sequence[RankUse]) -> float:
-        """Seconds of gathers that plans count: those during which links are busy after all computing, and a share of the others.
-
-        `COUNTED_SHARE` says why.
-        """
-        if not self.gathers_s:
-            return 0.0
-        least_s = max(step_s, once_s + self._on_links_s(ranks)) - step_s
-        return least_s + COUNTED_SHARE * (self.gather_s - least_s)
 
     def _on_links_s(self, ranks: Sequence[RankUse]) -> float:
         """Most seconds for which exchanges and gathers keep a rank's links busy."""
@@ -65,12 +60,14 @@ class WeightSeconds:
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
         replicated weights, or their copies to the host, run beside the last backward. Most: they run alone, for example if the
         step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards that
-        leave and come back.
+        leave and come back, and copies into and out of buffers.
         """
         alone_s = self.sum_s + self.update_s + self.away_s
         if not self.gathers_s:
             return step_s + alone_s - self.hidden_s, step_s + alone_s
-        return max(step_s, once_s + self._on_links_s(ranks)) + alone_s - self.hidden_s, step_s + self.gather_s + alone_s
+        alone_s += self.copies_s
+        most_s = step_s + self.drains * self.gather_s + alone_s
+        return max(step_s, once_s + self._on_links_s(ranks)) + alone_s - self.hidden_s, most_s
 
 
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
@@ -88,8 +85,8 @@ def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     left_s = max(each.sum_s - each.hidden_s for each in found)
     update_s = _update_s(plan, costs)
     hidden_s = longest.sum_s - left_s + update_s - _update_s(plan, costs, is_early=True)
-    away_s = max(each.away_s for each in found)
-    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s)
+    away_s, copies_s, drains = (max(getattr(each, name) for each in found) for name in ("away_s", "copies_s", "drains"))
+    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s, copies_s, drains)
 
 
 def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> float:
@@ -165,22 +162,28 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     cluster, block = costs.cluster, plan.block_ranks
     stage = plan.micro_batches[0].groups[0].stages[place]
     weights = StageWeights.of(costs.model, stage.num_layers, place == 0, place == plan.num_stages - 1)
+    collectives = plan_gathers(plan, costs, stage.num_layers, place == 0, place == plan.num_stages - 1)
     # a gather reads shards that were copied before it, while others compute
     copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
-    gathers = [0.0] * (plan.ranks_per_stage // block)
+    links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
+    copies, slots = [collectives.once.copies_s] * len(links), [0] * len(links)
     for micro_batch in plan.micro_batches:
         # blocks may leave out micro-batches; all groups of a block run equally many chunks
         chunks = {
             position // block: _num_forwards(group.stages[place]) for group in micro_batch.groups for position in group.positions
         }
         for index, num_chunks in chunks.items():
-            traffic = round_traffic(weights, cluster, plan.parameters, block, num_chunks)
-            gathers[index] += costs.coefficients.forward.exchange_s(traffic) + 2 * num_chunks * copy_s
+            passes = collectives.in_round(num_chunks)
+            links[index] += sum(each.links_s for each in passes)
+            copies[index] += sum(each.copies_s for each in passes)
+            slots[index] += num_chunks
     to_copies = copies_traffic(weights, cluster, block, plan.ranks_per_stage // block)
-    gathers_s = tuple(gathers[position // block] for position in range(plan.ranks_per_stage))
+    gathers_s = tuple(links[position // block] for position in range(plan.ranks_per_stage))
     sum_s = costs.coefficients.forward.exchange_s(to_copies)
     hidden_s = _hidden_s(plan, place, costs, sum_s) if sum_s else 0.0
-    return WeightSeconds(gathers_s, sum_s, hidden_s=hidden_s, away_s=2 * copy_s)
+    # a pipeline fills and drains in every micro-batch
+    drains = 1 + (plan.num_stages - 1) * len(plan.micro_batches) / max(1, *slots)
+    return WeightSeconds(gathers_s, sum_s, hidden_s=hidden_s, away_s=2 * copy_s, copies_s=max(copies), drains=drains)
 
 
 def _hidden_s(plan: StepPlan, place: int, costs: CostModel, sum_s: float) -> float:
@@ -212,35 +215,32 @@ def _num_forwards(stage: StagePlan) -> int:
 class Planning:
     """Inputs for planning one step, and two caches that all plans of the step share.
 
-    known: bytes and runs of groups predicted so far. fitted: groups that were made to fit.
+    known: bytes and runs of groups predicted so far, those of pipelines with gathers. fitted: groups that were made to fit.
     """
 
     costs: CostModel
     config: PlannerConfig
-    known: PredictionCache = field(default_factory=PredictionCache)
+    known: PredictionCache = field(default_factory=lambda: PredictionCache(counts_gathers=True))
     fitted: FittedGroups = field(default_factory=FittedGroups)
     _runs: dict[int, tuple[StepPlan, Evaluation]] = field(default_factory=dict)
 
     def predict(self, plan: StepPlan) -> Evaluation:
-        """Predicts the plan's run, without events; once for each plan."""
+        """Predicts the plan's run, without events; once for each plan. Passes of pipelines include the gathers that count."""
         if id(plan) not in self._runs:
             # the plan is stored too, so that its id is not reused
             self._runs[id(plan)] = plan, evaluate_plan(plan, self.costs, with_events=False, known=self.known)
         return self._runs[id(plan)][1]
 
     def gathers_s(self, plan: StepPlan) -> float:
-        """Seconds of gathers of sharded weights that plans of one stage count beside their predicted seconds.
-
-        Pipelines do not count them.
-        """
-        if plan.num_stages > 1 or plan.parameters == "replicated":
-            return 0.0
-        run = self.predict(plan)
-        return weight_seconds(plan, self.costs).counted_gathers_s(run.step_s, run.once_s, run.ranks)
+        """Seconds that the plan counts for gathers of sharded weights and reduce-scatters of gradients."""
+        if plan.num_stages == 1 or plan.parameters == "replicated":
+            return self.predict(plan).gathers_s
+        return self.counted_s(plan) - evaluate_plan(plan, self.costs, with_events=False).step_s
 
     def counted_s(self, plan: StepPlan) -> float:
         """Seconds by which plans are compared: predicted ones, and those of gathers that count."""
-        return self.predict(plan).step_s + self.gathers_s(plan)
+        run = self.predict(plan)
+        return run.step_s + run.gathers_s
 
     def limit_bytes(self, plan: StepPlan) -> int:
         """Most bytes that a rank may hold: the largest states of any stage plus the budget; 0 means that no budget is set."""

@@ -45,7 +45,7 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
-from hf_longctx.plan.cost.weight_traffic import COUNTED_SHARE, round_gather_s
+from hf_longctx.plan.cost.weight_traffic import whole_gathers
 from hf_longctx.plan.memory.capacity import may_rerun
 from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
 from hf_longctx.plan.memory.stage import message_bytes, most_in_flight
@@ -68,7 +68,14 @@ from hf_longctx.plan.policies.fit import (
 from hf_longctx.plan.policies.joint_program import choose_jointly
 from hf_longctx.plan.policies.slots import Slot, SlotTable, chunk_slot
 from hf_longctx.plan.predict.evaluate import in_step
-from hf_longctx.plan.predict.pipeline_run import PredictionCache, busiest_stage_s, kept_pipeline_s, run_alone, run_pipeline
+from hf_longctx.plan.predict.pipeline_run import (
+    PredictionCache,
+    StageRun,
+    busiest_stage_s,
+    kept_pipeline_s,
+    run_alone,
+    run_pipeline,
+)
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.cells import GroupCells, hidden_share, recomputed_layer
 
@@ -241,8 +248,7 @@ class GroupRoom(Room):
     ) -> None:
         super().__init__(costs, budget, known, fitted)
         self.allows_slices = allows_slices
-        # seconds of the gathers of a micro-batch by its number of chunks
-        self._round_gathers_s: dict[int, float] = {}
+        self._gathers = whole_gathers(costs)
         self._accumulated_bytes = self.byte_model.accumulated(costs.parameters, costs.shard_ranks)
 
     def fitting(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[SequenceGroup, ...]:
@@ -383,28 +389,21 @@ class GroupRoom(Room):
         """Seconds of groups that wait for one another at every action, with gathers that a whole chunk would not need."""
         runs = [run_alone(group, self.costs, self.predictions) for group in groups]
         seconds = max(run.times[-1][1] for run in in_step(runs))
-        exchange_s = max(sum(run.exchange_s) for run in runs)
-        return seconds + self._gathers_s(len(groups[0].chunks), seconds, exchange_s)
+        return seconds + self._gathers_s(runs)
 
     def _run_s(self, group: SequenceGroup) -> tuple[float, float]:
         run = run_alone(group, self.costs, self.predictions)
-        seconds = run.times[-1][1]
-        return seconds, self._gathers_s(len(group.chunks), seconds, sum(run.exchange_s))
+        return run.times[-1][1], self._gathers_s([run])
 
-    def _gathers_s(self, num_chunks: int, seconds: float = math.inf, exchange_s: float = 0.0) -> float:
-        """Seconds that count for gathers of weights which one chunk would not need, beside `seconds` with these exchanges.
+    def _gathers_s(self, runs: Sequence[StageRun]) -> float:
+        """Seconds that count for gathers of weights which one chunk would not need, in a round of several chunks.
 
-        All fit beside infinitely many seconds, which gives the least that counts.
+        runs: of groups that gather together.
         """
-        if num_chunks == 1:
+        if len(runs[0].actions) == 2:
             return 0.0
-        for count in (1, num_chunks):
-            if count not in self._round_gathers_s:
-                self._round_gathers_s[count] = round_gather_s(self.costs, count)
-        once_s, all_s = self._round_gathers_s[1], self._round_gathers_s[num_chunks]
-        # gathers that keep links busy after all computing count in full
-        after_s = max(0.0, exchange_s + all_s - seconds)
-        return after_s + COUNTED_SHARE * (all_s - after_s) - COUNTED_SHARE * once_s
+        passes = [max(pair) for pair in zip(*(run.passes for run in runs), strict=True)]
+        return self._gathers.counted_s(passes) - self._gathers.least_s()
 
     def _kept_s(self, group: SequenceGroup) -> float:
         """Seconds of a group that keeps everything."""
@@ -420,7 +419,8 @@ class GroupRoom(Room):
         """
         if not self.costs.model.states.is_empty:
             return 0.0
-        return self._kept_s(group) + (count - 1) * self.costs.group_s(group.shape) + self._gathers_s(count)
+        gathers_s = self._gathers.least_s(count) - self._gathers.least_s()
+        return self._kept_s(group) + (count - 1) * self.costs.group_s(group.shape) + gathers_s
 
     @cached_property
     def _rates(self) -> SpanRates:

@@ -116,7 +116,7 @@ def _step(forecast: Forecast) -> list[str]:
     bound_s = forecast.lower_bound_s
     counted_s, gap = forecast.counted_s, forecast.gap
     counts_gathers = counted_s > forecast.step_s
-    limits = "these degrees and this memory" + (", with half of the gathers" if counts_gathers else "")
+    limits = "these degrees and this memory" + (", with gathers that nothing hides" if counts_gathers else "")
     counted = f"takes {duration(counted_s)} with them and " if counts_gathers else ""
     over = f"mean of {len(forecast.steps)} steps" if len(forecast.steps) > 1 else "one step"
     return [
