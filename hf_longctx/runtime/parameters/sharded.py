@@ -3,9 +3,9 @@
 `hf` calls `shard_mesh` and `shard_model` at start-up; the executor drives `ShardedParameters`.
 
 Parameters are sharded over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), but never
-over a sequence group: a plan moves tokens, not weights. Either every backward reduce-scatters its gradients as a sum into shards
-(`sums_every_backward`), or each rank accumulates whole gradients for the last backward of a micro-batch. With HSDP the sums of the
-blocks are added once, after the last micro-batch of the step.
+over a sequence group: a plan moves tokens, not weights. Every backward reduce-scatters its gradients as a sum into shards
+(`sums_every_backward`), or each rank accumulates whole gradients for the last backward of a micro-batch. With HSDP the sums of
+the blocks are added once, after the last micro-batch of the step.
 FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a finished
 block would wait in the shared group for one that waits for it elsewhere.
 """

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.orders import Schedule, pipelined
-from hf_longctx.plan.core.types import Chunk, Method, MicroBatch, Parameters, Ranges, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.orders import Schedule, families, pipelined
+from hf_longctx.plan.core.types import (
+    Chunk,
+    Method,
+    MicroBatch,
+    Parameters,
+    Ranges,
+    SequenceGroup,
+    Span,
+    StepPlan,
+    meets_in_every_pass,
+)
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
@@ -25,6 +36,18 @@ def stage_ranges(model: ModelSpec, num_stages: int, num_ranges: int = 1) -> Rang
     return layer_ranges(model.num_layers, num_stages, num_ranges, head_layers)
 
 
+def in_one_order(groups: Sequence[SequenceGroup], ranges: Ranges, schedule: Schedule) -> list[SequenceGroup]:
+    """Pipelines that meet in every pass: dummy chunks pad all groups, and families of chunks of any group hold for all."""
+    most = max(len(group.chunks) for group in groups)
+    padded = [replace(each, chunks=(*each.chunks, *map(Chunk, range(len(each.chunks), most)))) for each in groups]
+    # places whose chunk is in one family with the next one
+    joined = {place for each in padded for family in families(each.chunks) for place in family[:-1]}
+    sequences = list(accumulate(int(place - 1 not in joined) for place in range(most)))
+    chunks = tuple(Chunk(place, (Span(sequence, place, place + 1),)) for place, sequence in enumerate(sequences))
+    stages = pipelined(SequenceGroup((0,), "local", chunks, ()), ranges, schedule).stages
+    return [replace(each, stages=stages) for each in padded]
+
+
 def pipeline_plan(
     lengths: Sequence[int],
     micro_batches: Sequence[Sequence[tuple[int, Chunks]]],
@@ -34,10 +57,12 @@ def pipeline_plan(
     num_ranges: int = 1,
     parameters: Parameters = "replicated",
     method: Method = "ulysses",
+    shard_ranks: int = 0,
 ) -> StepPlan:
-    """The validated plan of micro-batches of (degree, chunks) at consecutive positions, each a pipeline of its own.
+    """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
-    method: how groups of several ranks share attention.
+    Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
+    of several ranks share attention.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
     rounds = []
@@ -50,10 +75,15 @@ def pipeline_plan(
                 chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
                 stages=(),
             )
-            found.append(pipelined(bare, ranges, schedule))
+            found.append(bare)
             first += degree
+        if meets_in_every_pass(parameters):
+            found = in_one_order(found, ranges, schedule)
+        else:
+            found = [pipelined(each, ranges, schedule) for each in found]
         rounds.append(MicroBatch(tuple(found)))
-    plan = StepPlan(0, tuple(lengths), num_stages, sum(degree for degree, _ in micro_batches[0]), parameters, tuple(rounds))
+    num_positions = sum(degree for degree, _ in micro_batches[0])
+    plan = StepPlan(0, tuple(lengths), num_stages, num_positions, parameters, tuple(rounds), shard_ranks=shard_ranks)
     return validate_plan(plan)
 
 

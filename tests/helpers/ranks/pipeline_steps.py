@@ -49,11 +49,8 @@ def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
     return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
 
 
-def stage_step_on_rank(
-    case: ModelCase, plan_json: str, rows: Rows, lora: bool = False
-) -> tuple[float, dict[str, torch.Tensor], list[str], Any]:
-    """Runs one step on this rank; returns loss, gradients of its stage, forwards and backwards in order, and memory."""
-    plan = plan_from_json(plan_json)
+def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple[StepExecutor, ActivationEngine | None]:
+    """An executor of this rank's stage, cut and sharded as the plan says, and the engine for the plan's activation policies."""
     pool = stage_pool(plan.num_stages)
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
@@ -61,16 +58,24 @@ def stage_step_on_rank(
     cut_model(model, ranges, pool.stage)
     stage = stage_model(model, ranges, pool.stage)
     if plan.parameters != "replicated":
-        shard_model(model, build_model(case)._no_split_modules, stage_mesh(plan.num_stages, pool.ranks_per_stage))
+        shard_model(model, build_model(case)._no_split_modules, stage_mesh(plan.num_stages, plan.block_ranks))
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     is_last = pool.stage == plan.num_stages - 1
     head = OutputHead(output_head(model), change=logit_change(model)) if has_policies and is_last else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
     routers = router_balance(model, CPU)
-    executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss])
-    batch = rank_inputs(plan, rows, pool.rank)
-    result = executor.run(plan.for_rank(pool.rank), batch["chunks"], total_weight(rows), engine=engine)
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss]), engine
+
+
+def stage_step_on_rank(
+    case: ModelCase, plan_json: str, rows: Rows, lora: bool = False
+) -> tuple[float, dict[str, torch.Tensor], list[str], Any]:
+    """Runs one step on this rank; returns loss, gradients of its stage, forwards and backwards in order, and memory."""
+    plan = plan_from_json(plan_json)
+    executor, engine = stage_executor(case, plan, lora)
+    batch = rank_inputs(plan, rows, executor.pool.rank)
+    result = executor.run(plan.for_rank(executor.pool.rank), batch["chunks"], total_weight(rows), engine=engine)
+    gradients = {name: whole(p.grad) for name, p in executor.model.named_parameters() if p.grad is not None}
     words = [interval.name for interval in result.intervals() if interval.round >= 0]
     return float(result.loss), gradients, words, result.memory
 

@@ -1,0 +1,225 @@
+"""Stages whose weights are sharded: losses, gradients and clipped steps of one process, and no gather that the plan lacks.
+
+Ranks of a stage meet in every pass ("sharded", as ZeRO-3) or in every backward ("gathered_per_step", as ZeRO-2), in fp64, on
+gloo ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from helpers.models.reference import random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.pipeline_plans import LENGTHS, pipeline_plan, random_chunks
+from helpers.plans.policies import layer_policies, num_policies, replayed, with_policies
+from helpers.plans.sliced_plans import Rows, cut
+from helpers.ranks.pipeline_steps import check_pipeline, stage_executor
+from helpers.ranks.rank_steps import rank_inputs, whole
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.types import ActivationPolicy, Parameters, StepPlan
+from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
+
+MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_step")
+CASE = ModelCase(num_layers=4)
+POLICIES = [replayed(0.0, 0.5), replayed(1.0, mlp=0.5, input_host=1.0)]
+# a long sequence in slices with a hybrid, packs, and other slices
+LONG = [*([span] for span in cut(0, [15, 11, 9, 5])[:-1]), [cut(0, [15, 11, 9, 5])[-1], (2, 0, 9)]]
+MIXED = [*([span] for span in cut(1, [12, 11])), [(3, 0, 7), (4, 0, 5)]]
+# name -> (stages, ranks of a stage, groups of every micro-batch)
+SHAPES: dict[str, tuple[int, int, list[list[tuple[int, Any]]]]] = {
+    "2 x 2": (2, 2, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 17)], [(5, 17, 30)]])]]),
+    "2 x 4": (2, 4, [[(2, LONG), (1, MIXED), (1, [[(5, 0, 30)]])]]),
+    "4 x 2": (4, 2, [[(2, LONG)], [(1, MIXED), (1, [[(5, 0, 30)]])]]),
+}
+
+
+def plan_of(shape: str, parameters: Parameters, **changes: Any) -> StepPlan:
+    """The plan of a shape, in which some layers of some chunks are recomputed or offloaded."""
+    num_stages, _, groups = SHAPES[shape]
+    plan = pipeline_plan(LENGTHS, groups, num_stages, parameters=parameters, **changes)
+    policies = [
+        ActivationPolicy(0, 0, tuple(POLICIES[: place % 3]), tile_tokens=4 * (place % 2)) for place in range(num_policies(plan))
+    ]
+    return with_policies(plan, policies)
+
+
+def num_ranks(plan: StepPlan) -> int:
+    return plan.num_stages * plan.ranks_per_stage
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slices_packs_and_policies_match(ranks, shape: str, parameters: Parameters) -> None:
+    plan = plan_of(shape, parameters)
+    results = check_pipeline(ranks(num_ranks(plan)), CASE, plan)
+    assert any(memory.host for *_, memory in results)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_other_orders_match(ranks, schedule: Any, parameters: Parameters) -> None:
+    check_pipeline(ranks(4), CASE, plan_of("2 x 2", parameters, schedule=schedule))
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_copies_of_shards_match(ranks, parameters: Parameters) -> None:
+    plan = plan_of("2 x 4", parameters, shard_ranks=2)
+    check_pipeline(ranks(8), ModelCase(num_layers=4, tied=True), plan)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_rings_match(ranks, parameters: Parameters) -> None:
+    plan = pipeline_plan(
+        [40, 23, 9],
+        [[(2, [*LONG[:3], [*LONG[3]]])], [(2, [[(1, 0, 13)], [(1, 13, 23)]])]],
+        2,
+        parameters=parameters,
+        method="ring",
+    )
+    check_pipeline(ranks(4), ModelCase("mistral_window", num_layers=4), plan)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_interleaved_ranges_match(ranks, parameters: Parameters) -> None:
+    plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)
+    check_pipeline(ranks(4), ModelCase(num_layers=8), plan)
+
+
+NUM_STEPS, MAX_NORM, LEARNING_RATE = 10, 0.5, 1e-2
+
+
+def train_on_rank(plans_json: list[str], rows: list[Rows]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and norms of steps that accumulate over all plans, and the final weights of this rank's stage."""
+    plans = [plan_from_json(text) for text in plans_json]
+    executor, engine = stage_executor(CASE, plans[0])
+    weights, pool = list(executor.model.parameters()), executor.pool
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
+    count = sum(label != -100 for each in rows for row in each for label in row["labels"][1:])
+    losses, norms = [], []
+    for _ in range(NUM_STEPS):
+        total = 0.0
+        for place, (plan, each) in enumerate(zip(plans, rows, strict=True)):
+            chunks = rank_inputs(plan, each, pool.rank)["chunks"]
+            is_last = place == len(plans) - 1
+            total += float(executor.run(plan.for_rank(pool.rank), chunks, count, reduce=is_last, engine=engine).loss)
+        losses.append(total)
+        norms.append(float(clip_stage_gradients(weights, MAX_NORM, pool.links.pipe)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: whole(weight.detach()).clone() for name, weight in executor.model.named_parameters()}
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ten_clipped_steps_of_two_plans_each_follow_one_process(ranks, shape: str, parameters: Parameters) -> None:
+    num_stages, per_stage, _ = SHAPES[shape]
+    other = pipeline_plan([24, 6], [[(per_stage, [[(0, 0, 14)], [(0, 14, 24), (1, 0, 6)]])]], num_stages, parameters=parameters)
+    plans, rows = [plan_of(shape, parameters), other], [random_rows(LENGTHS), random_rows([24, 6], seed=1)]
+    model = build_model(CASE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, norms = [], []
+    for _ in range(NUM_STEPS):
+        losses.append(reference_step(model, [row for each in rows for row in each])[0])
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    expected = dict(model.named_parameters())
+    assert min(norms) > MAX_NORM
+    for found in ranks(num_ranks(plans[0])).run(train_on_rank, [plan_to_json(plan) for plan in plans], rows):
+        assert found[0] == pytest.approx(losses, rel=1e-10) and found[1] == pytest.approx(norms, rel=1e-10)
+        assert max(relative_error(weight, expected[name].detach()) for name, weight in found[2].items()) <= 1e-10
+
+
+def collectives_on_rank(plan_json: str, rows: Rows) -> dict[str, Counter[str]]:
+    """Counts of FSDP2's gathers and reduce-scatters in a step and an evaluation after it, by unit ("": embedding and head)."""
+    plan = plan_from_json(plan_json)
+    executor, engine = stage_executor(CASE, plan)
+    path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, rows, executor.pool.rank)["chunks"]
+    with torch.profiler.profile() as step:
+        executor.run(path, chunks, 1, engine=engine)
+    with torch.profiler.profile() as evaluation:
+        executor.evaluate(path, chunks, engine=engine)
+    return {
+        "gathers": counted(step, "FSDP::all_gather"),
+        "sums": counted(step, "FSDP::post_backward_reduce"),
+        "evaluation": counted(evaluation, "FSDP::all_gather"),
+    }
+
+
+def counted(profile: torch.profiler.profile, label: str) -> Counter[str]:
+    words = [event.name.split(" ") for event in profile.events()]
+    return Counter(each[1].strip("()") if len(each) > 1 else "" for each in words if each[0] == label)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("num_ranges", [1, 2])
+def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Parameters, num_ranges: int) -> None:
+    if num_ranges == 1:
+        plan = plan_of("4 x 2", parameters)
+    else:
+        plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 4, 2, parameters)
+    for rank, found in enumerate(ranks(num_ranks(plan)).run(collectives_on_rank, plan_to_json(plan), random_rows(LENGTHS))):
+        path = plan.for_rank(rank)
+        num_chunks = sum(len(group.chunks) for group, _ in path.rounds)
+        layers = {
+            f"model.layers.{layer}"
+            for layers in path.rounds[0][1].layer_ranges
+            for layer in range(layers.first_layer, layers.first_layer + layers.num_layers)
+        }
+        # the first stage has the embedding, the last one norm and head
+        outside = {""} if plan.place(rank)[0] in (0, plan.num_stages - 1) else set()
+        is_kept = parameters == "gathered_per_step"
+        assert found["gathers"] == {**dict.fromkeys(layers, 1 if is_kept else 2 * num_chunks), **dict.fromkeys(outside, 1)}
+        assert found["sums"] == dict.fromkeys(layers | outside, num_chunks)
+        assert found["evaluation"] == {**dict.fromkeys(layers, 1 if is_kept else num_chunks), **dict.fromkeys(outside, 1)}
+
+
+@st.composite
+def sharded_pipelines(draw: st.DrawFn, num_stages: int, per_stage: int) -> StepPlan:
+    """Random chunks of groups of one or two ranks, in one order, with dummy chunks, policies, layer ranges and micro-batches."""
+    lengths = [draw(st.integers(8, 24)), *draw(st.lists(st.integers(1, 24), max_size=5))]
+    parameters = draw(st.sampled_from(MODES))
+    num_ranges = draw(st.integers(1, 2))
+    schedule = "interleaved" if num_ranges > 1 else draw(st.sampled_from(["1f1b", "elastic", "gpipe"]))
+    place = draw(st.integers(1, len(lengths)))
+    rounds = [range(place), range(place, len(lengths))] if place < len(lengths) else [range(place)]
+    micro_batches = []
+    for sequences in rounds:
+        degrees = draw(st.sampled_from([[1] * per_stage, [2] * (per_stage // 2), [2, *[1] * (per_stage - 2)]]))
+        dealt = [[each for each in sequences if each % len(degrees) == group] for group in range(len(degrees))]
+        chunks = [draw(random_chunks(own, lengths)) or [[]] for own in dealt]
+        micro_batches.append(list(zip(degrees, chunks, strict=True)))
+    shard_ranks = draw(st.sampled_from([0, 2]))
+    plan = pipeline_plan(
+        lengths, micro_batches, num_stages, schedule, 2 * num_stages, num_ranges, parameters, shard_ranks=shard_ranks
+    )
+    layers = st.lists(layer_policies(), max_size=2).map(tuple)
+    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
+    count = num_policies(plan)
+    return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
+
+
+@pytest.mark.parametrize("num_stages,per_stage,examples", [(2, 2, 60), (2, 4, 25), (4, 2, 25)])
+def test_random_plans_match(ranks, num_stages: int, per_stage: int, examples: int) -> None:
+    """Runs 110 random plans in all; none may hang."""
+    pool = ranks(num_stages * per_stage)
+    case = ModelCase("qwen3", num_layers=2 * num_stages)
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(sharded_pipelines(num_stages, per_stage))
+    def matches(plan: StepPlan) -> None:
+        check_pipeline(pool, case, plan)
+
+    matches()
