@@ -7,6 +7,7 @@ gloo ranks.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -136,48 +137,56 @@ def test_ten_clipped_steps_of_two_plans_each_follow_one_process(ranks, shape: st
         assert max(relative_error(weight, expected[name].detach()) for name, weight in found[2].items()) <= 1e-10
 
 
-def collectives_on_rank(plan_json: str, rows: Rows) -> dict[str, Counter[str]]:
-    """Counts of FSDP2's gathers and reduce-scatters in a step and an evaluation after it, by unit ("": embedding and head)."""
+# (what FSDP2 does with a unit, its name; "" for embedding and head), in the order of the host
+Collectives = list[tuple[str, str]]
+
+
+def collectives_on_rank(plan_json: str, rows: Rows) -> tuple[Collectives, Collectives]:
+    """FSDP2's gathers and reduce-scatters in a step, and in an evaluation after it."""
     plan = plan_from_json(plan_json)
-    executor, engine = stage_executor(CASE, plan)
+    executor, engine = stage_executor(ModelCase(num_layers=8), plan)
     path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, rows, executor.pool.rank)["chunks"]
     with torch.profiler.profile() as step:
         executor.run(path, chunks, 1, engine=engine)
     with torch.profiler.profile() as evaluation:
         executor.evaluate(path, chunks, engine=engine)
-    return {
-        "gathers": counted(step, "FSDP::all_gather"),
-        "sums": counted(step, "FSDP::post_backward_reduce"),
-        "evaluation": counted(evaluation, "FSDP::all_gather"),
-    }
+    return collectives_in(step), collectives_in(evaluation)
 
 
-def counted(profile: torch.profiler.profile, label: str) -> Counter[str]:
-    words = [event.name.split(" ") for event in profile.events()]
-    return Counter(each[1].strip("()") if len(each) > 1 else "" for each in words if each[0] == label)
+def collectives_in(profile: torch.profiler.profile) -> Collectives:
+    kinds = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "sum"}
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    words = [[*event.name.split(" "), ""] for event in events]
+    return [(kinds[label], name.strip("()")) for label, name, *_ in words if label in kinds]
 
 
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("num_ranges", [1, 2])
 def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Parameters, num_ranges: int) -> None:
     if num_ranges == 1:
-        plan = plan_of("4 x 2", parameters)
+        plan = plan_of("4 x 2", parameters, num_layers=8)
     else:
-        plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 4, 2, parameters)
-    for rank, found in enumerate(ranks(num_ranks(plan)).run(collectives_on_rank, plan_to_json(plan), random_rows(LENGTHS))):
+        plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)
+    results = ranks(num_ranks(plan)).run(collectives_on_rank, plan_to_json(plan), random_rows(LENGTHS))
+    for rank, (step, evaluation) in enumerate(results):
         path = plan.for_rank(rank)
         num_chunks = sum(len(group.chunks) for group, _ in path.rounds)
-        layers = {
-            f"model.layers.{layer}"
-            for layers in path.rounds[0][1].layer_ranges
-            for layer in range(layers.first_layer, layers.first_layer + layers.num_layers)
-        }
+        ranges = [range(each.first_layer, each.first_layer + each.num_layers) for each in path.rounds[0][1].layer_ranges]
+        layers = {f"model.layers.{layer}" for own in ranges for layer in own}
         # the first stage has the embedding, the last one norm and head
         outside = {""} if plan.place(rank)[0] in (0, plan.num_stages - 1) else set()
         is_kept = parameters == "gathered_per_step"
-        assert found["gathers"] == {**dict.fromkeys(layers, 1 if is_kept else 2 * num_chunks), **dict.fromkeys(outside, 1)}
-        assert found["sums"] == dict.fromkeys(layers | outside, num_chunks)
-        assert found["evaluation"] == {**dict.fromkeys(layers, 1 if is_kept else num_chunks), **dict.fromkeys(outside, 1)}
+        gathers, sums = (Counter(unit for kind, unit in step if kind == wanted) for wanted in ("gather", "sum"))
+        assert gathers == {**dict.fromkeys(layers, 1 if is_kept else 2 * num_chunks), **dict.fromkeys(outside, 1)}
+        assert sums == dict.fromkeys(layers | outside, num_chunks)
+        assert Counter(unit for _, unit in evaluation) == {
+            **dict.fromkeys(layers, 1 if is_kept else num_chunks),
+            **dict.fromkeys(outside, 1),
+        }
+        # the layer that a backward runs next is gathered before the sums of the one before it
+        before = {f"model.layers.{layer}": f"model.layers.{layer - 1}" for own in ranges for layer in own[1:]}
+        for (_, last), (kind, unit) in pairwise(step):
+            assert is_kept or kind != "sum" or last == before.get(unit, last)
 
 
 @st.composite
