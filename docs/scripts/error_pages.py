@@ -44,9 +44,7 @@ SUBJECTS = {
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",
             "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",
             "Streams": "hf/data/streams",
-            "Classifiers": (
-                "hf/data/labels hf/rules/models:_CLASSIFIERS hf/rules/models:_PROBLEM_TYPE hf/rules/models:padding_problems"
-            ),
+            "Classifiers": ("hf/data/labels hf/rules/models:_CLASSIFIERS hf/rules/models:_PROBLEM_TYPE hf/rules/models:PADDING"),
         },
     ),
     "models": Subject(
@@ -60,7 +58,9 @@ SUBJECTS = {
             "Dropout": "hf/models/dropout runtime/core/dropout runtime/attention/context:weight_dropout",
             "Layers with a state": "hf/models/states runtime/states",
             "Experts": "hf/models/experts",
-            "Compiled layers and Liger's kernels": "hf/models/kernel_places hf/models/kernels runtime/core/kernels",
+            "Compiled layers and Liger's kernels": (
+                "hf/rules/arguments:_LIGER hf/models/kernel_places hf/models/kernels runtime/core/kernels"
+            ),
             "Hooks, replaced forwards and shared modules": "hf/rules/user_code",
             "Self-test": "hf/self_test",
         },
@@ -72,8 +72,8 @@ SUBJECTS = {
             "Recipes": "recipes/settings",
             "Settings": "hf/config hf/rules/arguments hf/rules/training_arguments:VALUES plan/core/settings:check_degrees",
             "Launching, ranks and versions": (
-                "hf/rules/arguments:_LAUNCH hf/ranks hf/rules/hooks hf/rules/trl:trl_problems "
-                "hf/rules/trl:version_problems hf/rules/training_arguments "
+                "hf/rules/arguments:_LAUNCH hf/ranks hf/rules/hooks hf/rules/trl:_TRL_VERSION "
+                "hf/rules/trl:VERSIONS hf/rules/training_arguments "
                 "hf/trainer/start"
             ),
             "Sharded parameters and host memory": (
@@ -84,7 +84,7 @@ SUBJECTS = {
             "Pipeline stages": (
                 "hf/rules/arguments:STAGES hf/rules/arguments:_SETUP hf/start/stages "
                 "hf/models/cutting hf/models/refusing hf/run/placement:check_trained "
-                "hf/run/run:_lone_stage_problems plan/pipeline/staged_step:check_stages"
+                "hf/run/run:_lone_stage_problems plan/pipeline/staged_step:check_stages plan/stage_count"
             ),
         },
     ),
@@ -107,7 +107,7 @@ SUBJECTS = {
         "Errors about trainers",
         "Losses, evaluation, the callback, and trainers of TRL",
         {
-            "Losses": "hf/start/losses hf/rules/arguments:OVERRIDES hf/run/run:_warn_of_forward",
+            "Losses": "hf/start/losses hf/rules/arguments:SET_LOSSES hf/rules/arguments:OVERRIDES hf/run/run:_warn_of_forward",
             "Evaluation and metrics": (
                 "hf/evaluation hf/rules/arguments:METRICS hf/trainer/predictions hf/trainer/row_scores "
                 "hf/trainer/trainer:_evaluated "

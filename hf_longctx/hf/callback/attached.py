@@ -22,15 +22,14 @@ from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.rules.arguments import METRICS, argument_problems
+from hf_longctx.hf.rules.arguments import METRICS, SET_LOSSES, argument_problems
 from hf_longctx.hf.rules.callbacks import ATTACHED, SIGNALS, WHOLE_LOGITS
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.rule import Facts, refusals
-from hf_longctx.hf.rules.trl import attach_problems, read_columns, trainer_problems
+from hf_longctx.hf.rules.trl import NOT_ATTACHED, read_columns, trainer_problems
 from hf_longctx.hf.run.run import RunRequest
 from hf_longctx.hf.run.saver import ReplicaCheck
 from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
-from hf_longctx.hf.start.losses import trainer_loss_problems
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
@@ -207,9 +206,9 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
     facts = Facts(config=config, args=trainer.args, given={"model_init": trainer.model_init})
     problems = argument_problems(facts) + refusals(SIGNALS, facts)
-    if outside := attach_problems(type(trainer)) or trainer_problems(type(trainer), trainer.args, config):
+    if outside := refusals(NOT_ATTACHED, Facts(trainer=type(trainer))) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
-    problems += refusals(ATTACHED, replace(facts, given=vars(trainer))) + trainer_loss_problems(trainer)
+    problems += refusals(ATTACHED | SET_LOSSES, replace(facts, given=vars(trainer)))
     if config.stages != 1:
         problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer)
     return problems

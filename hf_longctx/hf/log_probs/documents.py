@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
 from hf_longctx.hf.ranks.agreement import gather_objects
-from hf_longctx.hf.start.losses import WAY_OUT
+from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
 
 # TRL's keyword for a forward that returns values per token

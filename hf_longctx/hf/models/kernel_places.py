@@ -27,7 +27,6 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.towers import text_part
-from hf_longctx.runtime.core import kernels as liger
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward, wrapped
 
 ROTARY = "apply_rotary_pos_emb"
@@ -122,42 +121,7 @@ def _values(code: Any) -> tuple[Any, ...]:
     return tuple(value for value in code.co_consts if not (isinstance(value, str) and "\n" in value))
 
 
-# pieces of Liger that `liger_kernel_config` may name, with those that are refused and why
-_PIECES = ("rms_norm", "swiglu", "geglu")
-_REFUSED = {
-    "rope": "its rotary embedding writes over queries and keys that plans keep",
-    "cross_entropy": "plans compute the loss in tiles inside the output head",
-    "fused_linear_cross_entropy": "plans compute the loss in tiles inside the output head",
-}
-_LEFT_OUT = (
-    "left out: its rotary embedding, which writes over tensors that plans keep, and its losses, which plans compute in tiles"
-)
 _INSTEAD = "leave it out, and set use_liger_kernel=True (TrainingArguments) or LongContextConfig(compile_layers=True)"
-
-
-def liger_problems(args: TrainingArguments, compile_layers: bool | None, draws_batches: bool) -> list[str]:
-    """Problems with `use_liger_kernel`. draws_batches: whether plans run the model, not the trainer's own loop."""
-    if not args.use_liger_kernel:
-        return []
-    if not draws_batches or type(args).__module__.startswith("trl."):
-        return [
-            "use_liger_kernel=True is not supported here, since the trainer would use Liger's losses and rotary embedding; leave "
-            "it out, and use LongContextTrainer with it, or LongContextConfig(compile_layers=True) with a trainer under plans"
-        ]
-    problems = []
-    if not liger.is_installed():
-        problems.append("use_liger_kernel=True needs the package liger-kernel; pip install liger-kernel, or leave it out")
-    if compile_layers:
-        problems.append("use_liger_kernel=True and compile_layers=True would make the same kernels; leave one of them out")
-    for name, value in (args.liger_kernel_config or {}).items():
-        if value and name not in _PIECES:
-            why = _REFUSED.get(name, f"only {', '.join(_PIECES)} are exact under plans")
-            problems.append(f"liger_kernel_config sets {name}={value!r}, but {why}; set it to False or leave it out")
-        elif not value and name in _PIECES:
-            problems.append(
-                f"liger_kernel_config sets {name}={value!r}, which cannot be left out alone; leave use_liger_kernel out"
-            )
-    return problems
 
 
 @contextmanager

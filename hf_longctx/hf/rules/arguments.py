@@ -23,7 +23,6 @@ from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.experts import has_balance, spread_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.index import indexed_attention
-from hf_longctx.hf.models.kernel_places import liger_problems
 from hf_longctx.hf.models.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.states import mixers_of
@@ -33,17 +32,18 @@ from hf_longctx.hf.rules.models import lacking_problems, model_problems
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.hf.rules.training_arguments import VALUES
 from hf_longctx.hf.rules.trl import (
+    VERSIONS,
     is_planned,
     is_replaced,
     is_scored,
     takes_metrics,
     trainer_problems,
     trl_class,
-    version_problems,
 )
 from hf_longctx.hf.rules.user_code import may_call_super, user_code_problems
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.settings import check_degrees
+from hf_longctx.runtime.core import kernels as liger
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
@@ -197,10 +197,70 @@ _ARGUMENTS = {
 }
 
 
+# pieces of Liger that `liger_kernel_config` may name, with those that are refused and why
+_PIECES = ("rms_norm", "swiglu", "geglu")
+_REFUSED = {
+    "rope": "its rotary embedding writes over queries and keys that plans keep",
+    "cross_entropy": "plans compute the loss in tiles inside the output head",
+    "fused_linear_cross_entropy": "plans compute the loss in tiles inside the output head",
+}
+
+
+def _runs_liger(run: Facts) -> bool:
+    """Whether plans are asked for Liger's kernels, and not the loop of another trainer."""
+    return run.args.use_liger_kernel and run.draws_batches and not type(run.args).__module__.startswith("trl.")
+
+
+def _refused_pieces(run: Facts) -> Iterator[dict[str, Any]]:
+    for name, value in (run.args.liger_kernel_config or {}).items():
+        if _runs_liger(run) and value and name not in _PIECES:
+            yield {"name": name, "value": value, "why": _REFUSED.get(name, f"only {', '.join(_PIECES)} are exact under plans")}
+
+
+def _missed_pieces(run: Facts) -> Iterator[dict[str, Any]]:
+    for name, value in (run.args.liger_kernel_config or {}).items():
+        if _runs_liger(run) and not value and name in _PIECES:
+            yield {"name": name, "value": value}
+
+
+# use_liger_kernel, and its liger_kernel_config
+_LIGER = {
+    "liger-without-plans": Rule(
+        "use_liger_kernel=True is not supported here, since the trainer would use Liger's losses and rotary embedding",
+        "leave it out, and use LongContextTrainer with it, or LongContextConfig(compile_layers=True) with a trainer under plans",
+        lambda run: run.args.use_liger_kernel and not _runs_liger(run),
+        "args.use_liger_kernel = True; draws_batches = False",
+    ),
+    "liger-not-installed": Rule(
+        "use_liger_kernel=True needs the package liger-kernel",
+        "pip install liger-kernel, or leave it out",
+        lambda run: _runs_liger(run) and not liger.is_installed(),
+        "sys.modules['liger_kernel'] = None; args.use_liger_kernel = True",
+    ),
+    "liger-and-compiled-layers": Rule(
+        "use_liger_kernel=True and compile_layers=True would make the same kernels",
+        "leave one of them out",
+        lambda run: _runs_liger(run) and bool(run.config.compile_layers),
+        "args.use_liger_kernel = True; config = LongContextConfig(compile_layers=True)",
+    ),
+    "pieces-of-liger": Rule(
+        "liger_kernel_config sets {name}={value!r}, but {why}",
+        "set it to False or leave it out",
+        _refused_pieces,
+        "args.use_liger_kernel, args.liger_kernel_config = True, {'rope': True}",
+    ),
+    "missing-pieces-of-liger": Rule(
+        "liger_kernel_config sets {name}={value!r}, which cannot be left out alone",
+        "leave use_liger_kernel out",
+        _missed_pieces,
+        "args.use_liger_kernel, args.liger_kernel_config = True, {'rms_norm': False}",
+    ),
+}
+
+
 def argument_problems(facts: Facts) -> list[str]:
     """Problems with the settings of a trainer that do not work under plans, or would mean something else there."""
-    found = version_problems() + read_problems() + liger_problems(facts.args, facts.config.compile_layers, facts.draws_batches)
-    return found + refusals(_ARGUMENTS, facts)
+    return refusals(VERSIONS, facts) + read_problems() + refusals(_LIGER, facts) + refusals(_ARGUMENTS, facts)
 
 
 def run_problems(
@@ -406,6 +466,25 @@ def _overrides(run: Facts) -> Iterator[tuple[str, type | None, type | None]]:
             yield name, first, None
         elif owner is not None:
             yield name, None, owner
+
+
+# the loss that plans train if a user gives one
+WAY_OUT = "pass the loss of a token as LongContextTrainer(..., token_loss=...) or attach(trainer, token_loss=...)"
+# losses that were set on a built trainer; `given` has its attributes
+SET_LOSSES = {
+    "loss-set-on-a-trainer": Rule(
+        "compute_loss_func was set on the trainer, but plans would never call it",
+        WAY_OUT,
+        lambda run: run.given.get("compute_loss_func") is not None,
+        "given['compute_loss_func'] = print",
+    ),
+    "loss-replaced-on-a-trainer": Rule(
+        "compute_loss was replaced on the trainer instance and would not run under plans",
+        WAY_OUT,
+        lambda run: "compute_loss" in run.given,
+        "given['compute_loss'] = print",
+    ),
+}
 
 
 # methods of a Trainer's subclass that would never be called, although plans may not do the same work

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMix
 from transformers.trainer_utils import align_special_tokens
 
 from hf_longctx.hf.checkpoints.deferred import source_of
-from hf_longctx.hf.data.labels import HeadTask, Problem
+from hf_longctx.hf.data.labels import Problem
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.adapters import adapter_problems, hidden_dtype, is_adapted, kind_problems, own_dtypes
 from hf_longctx.hf.models.attention import attention_problems
@@ -282,16 +282,18 @@ def align_padding(kind: HeadKind, base: Any, processing_class: Any) -> Callable[
     return undo
 
 
-def padding_problems(task: HeadTask, model: Any, processing_class: Any) -> list[str]:
-    """The problem of a padding token that changed after the run's labels were placed by it."""
-    if task.kind != "document":
-        return []
-    base = inner_model(model)
-    align_padding(task.kind, base, processing_class)
-    current = base.config.get_text_config().pad_token_id
-    if current == task.pad_token_id:
-        return []
-    return [
-        f"the padding token of the model or its tokenizer was changed from {task.pad_token_id} to {current} after the start, and "
-        f"labels of documents stand on the last token that is no padding; change it back, or make a new trainer"
-    ]
+def _padding_of(run: Facts) -> int | None:
+    found: int | None = inner_model(run.model).config.get_text_config().pad_token_id
+    return found
+
+
+# changes after labels were placed; ask after `align_padding`
+PADDING = {
+    "changed-padding": Rule(
+        "the padding token of the model or its tokenizer was changed from {task.pad_token_id} to {now} after the start, and "
+        "labels of documents stand on the last token that is no padding",
+        "change it back, or make a new trainer",
+        lambda run: [{"now": now}] if run.task.kind == "document" and (now := _padding_of(run)) != run.task.pad_token_id else (),
+        "model.config.pad_token_id = 7",
+    ),
+}

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from hf_longctx.hf.config import LongContextConfig
+
+
+class _Installed(dict[str, str]):
+    """Versions of installed packages by name, each read when it is asked for."""
+
+    def __missing__(self, package: str) -> str:
+        return self.setdefault(package, version(package))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class Facts:
     mixin: type = object
     # the launcher's `LaunchEnvironment`
     launch: Any = None
+    # versions of installed packages by name
+    versions: Mapping[str, str] = field(default_factory=_Installed)
 
     @property
     def optim(self) -> str:

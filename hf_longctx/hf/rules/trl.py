@@ -50,20 +50,26 @@ _KNOWN = {
 }
 
 
-def version_problems() -> list[str]:
-    """Problems with the installed version of transformers."""
-    least, _ = _KNOWN["transformers"]
-    if Version(__version__) < Version(least):
-        return [f"transformers {__version__} is installed, {least} or newer is needed; pip install -U transformers"]
-    return []
-
-
-def trl_problems() -> list[str]:
-    """Problems with the installed version of TRL, for runs that use one of its trainers."""
-    installed = version("trl")
-    if Version(installed).release[:2] != Version(_TRL).release:
-        return [f"trl {installed} is installed, but its trainers are tested with {_TRL}; pip install 'trl=={_TRL}.*'"]
-    return []
+# versions that every run needs
+VERSIONS = {
+    "old-transformers": Rule(
+        "transformers {versions[transformers]} is installed, {least} or newer is needed",
+        "pip install -U transformers",
+        lambda run: (
+            {"least": least} for least in [_KNOWN["transformers"][0]] if Version(run.versions["transformers"]) < Version(least)
+        ),
+        "versions = {'transformers': '5.9.2'}",
+    ),
+}
+# versions for runs that use a trainer of TRL
+_TRL_VERSION = {
+    "other-trl": Rule(
+        f"trl {{versions[trl]}} is installed, but its trainers are tested with {_TRL}",
+        f"pip install 'trl=={_TRL}.*'",
+        lambda run: Version(run.versions["trl"]).release[:2] != Version(_TRL).release,
+        "versions = {'trl': '1.15.2'}",
+    ),
+}
 
 
 def known_version(package: str) -> str:
@@ -128,14 +134,31 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
     if found is None:
         return []
     facts = Facts(trainer=found, args=args, config=config)
-    if is_scored(trainer):
-        return trl_problems() + refusals(_OFFLOADING | _SCORED_RULES, facts)
-    if not is_planned(trainer):
-        return [
-            f"{found.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
-            f"the cross-entropy; use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans"
-        ]
-    return trl_problems() + refusals(_OFFLOADING | _SFT, facts)
+    own = _SCORED_RULES if is_scored(trainer) else _SFT
+    return refusals(_OTHER_TRAINERS, facts) or refusals(_TRL_VERSION | _OFFLOADING | own, facts)
+
+
+# trainers of TRL that full plans do not run
+_OTHER_TRAINERS = {
+    "other-trainer-of-trl": Rule(
+        "{trainer.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
+        "the cross-entropy",
+        f"use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans",
+        lambda run: trl_class(run.trainer) is not None and not is_scored(run.trainer) and not is_planned(run.trainer),
+        "trainer = of_trl('PRMTrainer')",
+    ),
+}
+# trainers of TRL to which full plans cannot be attached
+NOT_ATTACHED = {
+    "attach-and-scored-trainer": Rule(
+        "attach does not serve {name}, whose reference model would have to run under plans too",
+        "write class Mine(LongContextMixin, {trainer.__name__}), or, for DPOTrainer, use the callback in callbacks=[...] alone",
+        lambda run: (
+            {"name": found.__name__} for found in [trl_class(run.trainer)] if found is not None and is_scored(run.trainer)
+        ),
+        "trainer = of_trl('KTOTrainer')",
+    ),
+}
 
 
 # class of TRL -> groups of columns; a training set has all columns of one group
@@ -169,17 +192,6 @@ def unprepared_problems(trainer: type, args: Any, sets: dict[str, Any], given: d
             wanted = ", or ".join(" and ".join(group) for group in dict.fromkeys(groups))
             problems.append(f"{which} has the columns {listed(columns) or '(none)'}, and {name} reads {wanted}; rename them")
     return problems
-
-
-def attach_problems(trainer: type) -> list[str]:
-    """Reason why full plans cannot be attached to a trainer of TRL that has been built."""
-    if not is_scored(trainer):
-        return []
-    name = getattr(trl_class(trainer), "__name__", "")
-    return [
-        f"attach does not serve {name}, whose reference model would have to run under plans too; write class "
-        f"Mine(LongContextMixin, {trainer.__name__}), or, for DPOTrainer, use the callback in callbacks=[...] alone"
-    ]
 
 
 def scored_temperature(trainer: Any) -> float:
@@ -325,19 +337,25 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
         for field, rate in weight_rates(base_of(model).config.get_text_config()).items()
     ]
     if name in _WITH_LOGITS and trainer.compute_metrics is not None:
-        problems += whole_logits_problems(trainer.longctx_config, f"compute_metrics of {name} gets")
+        given = {"reason": f"compute_metrics of {name} gets"}
+        problems += refusals(_WHOLE_LOGITS, Facts(config=trainer.longctx_config, given=given))
     return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
 
 
-def whole_logits_problems(config: LongContextConfig, reason: str) -> list[str]:
-    """Problems with whole logits, which TRL computes in its own forward; reason: what needs them."""
-    return [
-        f"{reason} whole logits, which TRL computes by a forward of the whole model on every rank, but "
-        f"{setting}={getattr(config, setting)!r} leaves a rank a part of it; set {setting}={needed!r}, or leave compute_metrics "
-        f"out, since rewards and log-probabilities are logged without it"
-        for setting, needed in WHOLE.items()
-        if getattr(config, setting) != needed
-    ]
+# whole logits, which TRL computes in its own forward; `given` has the reason why they are needed
+_WHOLE_LOGITS = {
+    "whole-logits-of-trl": Rule(
+        "{given[reason]} whole logits, which TRL computes by a forward of the whole model on every rank, but {setting}={value!r} "
+        "leaves a rank a part of it",
+        "set {setting}={needed!r}, or leave compute_metrics out, since rewards and log-probabilities are logged without it",
+        lambda run: (
+            {"setting": setting, "value": value, "needed": needed}
+            for setting, needed in WHOLE.items()
+            if (value := getattr(run.config, setting)) != needed
+        ),
+        "config = LongContextConfig(stages=2); given['reason'] = 'compute_metrics of DPOTrainer gets'",
+    ),
+}
 
 
 def _reference_problems(name: str, model: Any, reference: Any) -> list[str]:
@@ -384,17 +402,27 @@ PREPARED = {
 }
 
 
+# trainers of TRL that do not train under the callback alone, by the class of their arguments
+_OTHER_ALONE = {
+    "other-config-of-trl": Rule(
+        "{name} is for a trainer of TRL whose forwards are not tested under plans",
+        f"use {' or '.join(_ALONE.values())}",
+        lambda run: (
+            {"name": found.__name__}
+            for found in [trl_class(type(run.args))]
+            if found is not None and found.__name__ not in _ALONE
+        ),
+        "args = of_trl('GRPOConfig')()",
+    ),
+}
+
+
 def alone_problems(args: Any) -> list[str]:
     """Reasons why the trainer of TRL that takes these arguments cannot train under the callback alone."""
-    found = trl_class(type(args))
-    if found is None:
+    if trl_class(type(args)) is None:
         return []
-    if found.__name__ not in _ALONE:
-        return [
-            f"{found.__name__} is for a trainer of TRL whose forwards are not tested under plans; use "
-            f"{' or '.join(_ALONE.values())}"
-        ]
-    return trl_problems() + refusals(_OFFLOADING, Facts(args=args))
+    facts = Facts(args=args)
+    return refusals(_OTHER_ALONE, facts) or refusals(_TRL_VERSION | _OFFLOADING, facts)
 
 
 def _shorter(run: Facts) -> Iterator[dict[str, int]]:

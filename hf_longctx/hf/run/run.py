@@ -48,6 +48,7 @@ from hf_longctx.hf.ranks.agreement import (
     raise_together,
 )
 from hf_longctx.hf.ranks.heartbeats import follow_launcher
+from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.models import align_padding, classifier_problems
@@ -66,7 +67,7 @@ from hf_longctx.hf.self_test.check import SelfTest, probed
 from hf_longctx.hf.self_test.reduced_copy import user_forward
 from hf_longctx.hf.self_test.rounded import find_rounded
 from hf_longctx.hf.self_test.specimen import RunPlace
-from hf_longctx.hf.start.losses import WAY_OUT, chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
+from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss_problems, stock_loss_problems
 from hf_longctx.hf.start.setup import OtherResidents, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import own_stage

@@ -50,12 +50,13 @@ from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import host_bytes
+from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.hf.self_test.independent import functions_added, original_left_alone
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, HiddenTrace, Rows, RunPlace, Specimen, agreed_errors, differences, largest
-from hf_longctx.hf.start.losses import WAY_OUT, loss_name, token_loss_problems
+from hf_longctx.hf.start.losses import loss_name, token_loss_problems
 from hf_longctx.plan.core.types import Span, StepPlan
 from hf_longctx.plan.setup import Setup
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, SquaredError, TokenLoss, ValueLoss

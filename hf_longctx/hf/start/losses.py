@@ -18,6 +18,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, BinaryCrossEntropy, LabelSmoothing, SquaredError, TokenLoss, ValueLoss
 
 # losses of transformers that plans train by default, by kind of head: module and names
@@ -33,7 +34,6 @@ _ROUNDING = 1e-4
 # largest difference in fp32 at which a loss counts as cross-entropy
 _EQUAL = 1e-6
 # remedy for a loss that plans would not call
-WAY_OUT = "pass the loss of a token as LongContextTrainer(..., token_loss=...) or attach(trainer, token_loss=...)"
 
 
 def chosen_loss(
@@ -149,16 +149,6 @@ def _called(function: Any, logits_1TV: Tensor, labels_1T: Tensor, is_shifted: bo
     num_items, vocab_size = torch.tensor(7, device=labels_1T.device), logits_1TV.shape[-1]
     loss: Tensor = function(logits=logits_1TV, labels=labels_1T, vocab_size=vocab_size, num_items_in_batch=num_items, **shifted)
     return loss
-
-
-def trainer_loss_problems(trainer: Any) -> list[str]:
-    """Problems with losses that were set on a built trainer, where plans would never call them."""
-    problems = []
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        problems.append(f"compute_loss_func was set on the trainer, but plans would never call it; {WAY_OUT}")
-    if "compute_loss" in vars(trainer):
-        problems.append(f"compute_loss was replaced on the trainer instance and would not run under plans; {WAY_OUT}")
-    return problems
 
 
 def smoother_problems(trainer: Any, token_loss: TokenLoss | ValueLoss | None) -> list[str]:

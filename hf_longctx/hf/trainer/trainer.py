@@ -32,6 +32,7 @@ from hf_longctx.hf.log_probs.trl_methods import LogProbMixin
 from hf_longctx.hf.log_probs.two_passes import LoaderCheck, TwoPasses
 from hf_longctx.hf.models.dropout import noise_problems
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.heads import inner_model
 from hf_longctx.hf.models.kernel_places import without_liger
 from hf_longctx.hf.models.towers import freeze_towers
 from hf_longctx.hf.ranks.agreement import START, joint_call, raise_together
@@ -44,6 +45,7 @@ from hf_longctx.hf.rules.arguments import (
     KINDS,
     OF_LOGITS,
     OVERRIDES,
+    SET_LOSSES,
     TOGETHER,
     argument_problems,
     likeliest_form,
@@ -52,7 +54,7 @@ from hf_longctx.hf.rules.arguments import (
 )
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.hooks import hook_problems
-from hf_longctx.hf.rules.models import padding_problems
+from hf_longctx.hf.rules.models import PADDING, align_padding
 from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import hidden_from_trainer
 from hf_longctx.hf.rules.trl import (
@@ -72,7 +74,7 @@ from hf_longctx.hf.run.run import Run, RunRequest, meet, start_run
 from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import TEST_SET, chosen_evaluation_set, evaluation_set_problems, named_sets
 from hf_longctx.hf.run.steps import OWN_LOADER, Forwards, Refusal, StepRunner, check_planned, start_two_passes
-from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems, trainer_loss_problems
+from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.parameters import ParameterMixin, of_all_ranks
 from hf_longctx.hf.trainer.predictions import TokenMetrics, classified, evaluated
@@ -506,8 +508,9 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         Also if another token has become padding since documents' labels were placed.
         """
         run = self.longctx_run
-        problems = trainer_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
-        problems += padding_problems(run.task, self.model, self.processing_class)
+        problems = refusals(SET_LOSSES, Facts(given=vars(self))) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
+        align_padding(run.task.kind, inner_model(self.model), self.processing_class)
+        problems += refusals(PADDING, Facts(task=run.task, model=self.model))
         if self._two_passes is None:
             problems += smoother_problems(self, run.token_loss)
             problems += collator_of_own_problems(self, self._first_collator) if self.plans_evaluation else []

@@ -36,6 +36,7 @@ def facts_of(code: str, folder: Path) -> Facts:
         num_ranks=4,
         launch=launch,
         task=HeadTask("document", 2),
+        versions={"transformers": transformers.__version__, "trl": "1.16.0"},
     )
     names: dict[str, Any] = {
         "__name__": "example",

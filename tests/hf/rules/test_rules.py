@@ -24,13 +24,14 @@ RULES = {name: rule for name, rule, _, _ in rules()}
 @pytest.fixture(autouse=True)
 def kept_environment() -> Iterator[None]:
     """Takes back what examples change outside of their run; TrainingArguments also writes an FSDP setting there."""
-    before, torchao = dict(os.environ), sys.modules.get("torchao.optim", os)
+    before, modules = dict(os.environ), {name: sys.modules.get(name, os) for name in ("torchao.optim", "liger_kernel")}
     yield
     os.environ.clear()
     os.environ.update(before)
-    sys.modules["torchao.optim"] = torchao
-    if torchao is os:
-        del sys.modules["torchao.optim"]
+    for name, module in modules.items():
+        sys.modules[name] = module
+        if module is os:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", RULES)
