@@ -509,8 +509,9 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """
         run = self.longctx_run
         problems = refusals(SET_LOSSES, Facts(given=vars(self))) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
-        align_padding(run.task.kind, inner_model(self.model), self.processing_class)
-        problems += refusals(PADDING, Facts(task=run.task, model=self.model))
+        model: Any = self.model
+        align_padding(run.task.kind, inner_model(model), self.processing_class)
+        problems += refusals(PADDING, Facts(task=run.task, model=model))
         if self._two_passes is None:
             problems += smoother_problems(self, run.token_loss)
             problems += collator_of_own_problems(self, self._first_collator) if self.plans_evaluation else []
