@@ -28,6 +28,10 @@ long contexts leave little to defer, and slices have already filled most of the 
 
 Eight slices instead of four save more, take less memory, and do not change the modules' own backward.
 
+Several micro-batches can follow one schedule (`in_turns`), in which no stage drains between them. Its slots are the places of the
+chunks of all micro-batches, one micro-batch after the other; the chunks of a micro-batch's groups at one place share a slot. Two
+slots are in one family if they are for any of these groups, since all of them run one order.
+
 A receive comes right before the action that needs the message, and a send right after the action that makes it. Sends do not
 block. A stage sends over a link in the order of its own compute actions; these schedules give both ends of a link the same order
 of chunks, so receives get messages in the order of sending, without deadlocks.
@@ -37,12 +41,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
-from hf_longctx.plan.core.types import Action, ActionKind, Chunk, IntArray, LayerRange, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import (
+    Action,
+    ActionKind,
+    Chunk,
+    IntArray,
+    LayerRange,
+    MicroBatch,
+    Ranges,
+    SequenceGroup,
+    StagePlan,
+)
 
 _MESSAGES = ("SF", "RF", "SB", "RB")
 # action -> (receive before it, send after it)
@@ -112,13 +126,17 @@ Unit = tuple[int, int]
 ComputeOrder = tuple[IntArray, IntArray, IntArray]
 
 
-def families(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-    """Returns the indices of every family's chunks, in order. Chunks between two slices of a sequence are in its family."""
-    last = {span.sequence: place for place, chunk in enumerate(chunks) for span in chunk.spans}
+def families(*chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
+    """Returns the indices of every family's chunks, in order. Chunks between two slices of a sequence are in its family.
+
+    chunks: those of one group, or equally many of each of several groups that run one order.
+    """
+    slots = [[span.sequence for chunk in slot for span in chunk.spans] for slot in zip(*chunks, strict=True)]
+    last = {sequence: place for place, slot in enumerate(slots) for sequence in slot}
     found: list[tuple[int, ...]] = []
     first = stop = 0
-    for place, chunk in enumerate(chunks):
-        stop = max(stop, place, *(last[span.sequence] for span in chunk.spans))
+    for place, slot in enumerate(slots):
+        stop = max(stop, place, *(last[sequence] for sequence in slot))
         if stop == place:
             found.append(tuple(range(first, place + 1)))
             first = place + 1
@@ -198,6 +216,85 @@ def pipelined(
         known.stages[key] = [known.actions(stage, num_stages, num_ranges, each) for stage, each in enumerate(passes)]
     actions = zip(ranges, known.stages[key], strict=True)
     return replace(group, stages=tuple(StagePlan(stage, tuple(own), each) for stage, (own, each) in enumerate(actions)))
+
+
+def in_turns(
+    micro_batches: Sequence[MicroBatch], ranges: Ranges, schedule: Schedule = "elastic", known: MessagedPasses | None = None
+) -> tuple[tuple[MicroBatch, ...], tuple[tuple[int, ...], ...]]:
+    """Gives all groups stage plans of one schedule through the micro-batches, and returns the turns of `StepPlan`.
+
+    The groups of a micro-batch get one order of passes. A single micro-batch needs no turns, nor does a single stage. Nothing is
+    offloaded or recomputed. known: actions made for other groups. Raises ValueError if the groups of a micro-batch have
+    different numbers of chunks.
+    """
+    known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), len(ranges[0])
+    members: list[tuple[int, ...]] = []
+    firsts = [0]
+    for index, micro_batch in enumerate(micro_batches):
+        counts = {len(group.chunks) for group in micro_batch.groups}
+        if len(counts) != 1:
+            raise ValueError(
+                f"the groups of micro-batch {index} have {sorted(counts)} chunks; groups that run one order need equally many: "
+                f"pad them with dummy chunks"
+            )
+        own = families(*(group.chunks for group in micro_batch.groups))
+        members += [tuple(firsts[-1] + chunk for chunk in family) for family in own]
+        firsts.append(firsts[-1] + counts.pop())
+    stages: list[list[StagePlan]] = [[] for _ in micro_batches]
+    turns: list[tuple[int, ...]] = []
+    for stage, (kinds, slots, of_ranges) in enumerate(_family_orders(members, num_stages, schedule, num_ranges)):
+        owners = np.searchsorted(firsts, slots, side="right") - 1
+        turns.append(tuple(owners.tolist()))
+        for index, first in enumerate(firsts[:-1]):
+            own_passes = owners == index
+            columns = kinds[own_passes], slots[own_passes] - first, of_ranges[own_passes]
+            passes = zip(*(each.tolist() for each in columns), strict=True)
+            actions = known.actions(stage, num_stages, num_ranges, passes)
+            stages[index].append(StagePlan(stage, tuple(ranges[stage]), actions))
+    made = tuple(
+        MicroBatch(tuple(replace(group, stages=tuple(own_stages)) for group in micro_batch.groups))
+        for micro_batch, own_stages in zip(micro_batches, stages, strict=True)
+    )
+    return made, tuple(turns) if len(made) > 1 and num_stages > 1 else ()
+
+
+def running_order(actions: Sequence[Sequence[Action]], turns: Sequence[int]) -> list[tuple[int, Action]]:
+    """Returns every action with the index of its micro-batch, in running order on one stage.
+
+    actions: those of each micro-batch in order. turns: micro-batch of each forward and backward, (): one micro-batch after the
+    other. An F or B takes with it the receives before it and the sends after it.
+    """
+    if not turns:
+        return [(index, action) for index, own in enumerate(actions) for action in own]
+    blocks = [iter(_with_messages(own)) for own in actions]
+    return [(index, action) for index in turns for action in next(blocks[index])]
+
+
+def joined_stages(micro_batches: Sequence[MicroBatch], turns: Sequence[Sequence[int]]) -> tuple[StagePlan, ...]:
+    """Returns stages with the actions of all micro-batches in running order, and their chunks renumbered as slots of the step.
+
+    Actions are those of each micro-batch's first group; all its groups run one order.
+    """
+    groups = [micro_batch.groups[0] for micro_batch in micro_batches]
+    firsts = list(accumulate((len(group.chunks) for group in groups), initial=0))
+    stages = []
+    for stage, own_turns in zip(groups[0].stages, turns, strict=True):
+        order = running_order([group.stages[stage.stage].actions for group in groups], own_turns)
+        stages.append(replace(stage, actions=tuple(replace(each, chunk=firsts[index] + each.chunk) for index, each in order)))
+    return tuple(stages)
+
+
+def _with_messages(actions: Sequence[Action]) -> list[list[Action]]:
+    """Splits actions into one list per F and B, which begins with its receives and ends with its sends."""
+    blocks: list[list[Action]] = []
+    has_pass = True
+    for action in actions:
+        if has_pass and action.kind not in ("SF", "SB"):
+            blocks.append([])
+            has_pass = False
+        blocks[-1].append(action)
+        has_pass |= action.kind in ("F", "B")
+    return blocks
 
 
 def _check_request(num_chunks: int, num_stages: int, schedule: str, num_ranges: int) -> None:

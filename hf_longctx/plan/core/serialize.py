@@ -156,7 +156,7 @@ def _decode_field(kind: type, name: str, value: Any, path: str) -> Any:
 
 
 def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
-    """Decodes a number, a string or a list of integers, checked against the field's annotation."""
+    """Decodes a number, a string, a list of integers or a list of such lists, checked against the field's annotation."""
     annotation = str(kind.__annotations__[name])
     if annotation == "int":
         return _integer(value, path)
@@ -167,7 +167,9 @@ def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
             raise ValueError(f"{path}: {shown(value)} is not a number that a plan can have")
         return float(value)
     if annotation.startswith("tuple[int"):
-        return tuple(_integer(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+        return _integers(value, path)
+    if annotation.startswith("tuple[tuple[int"):
+        return tuple(_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if not isinstance(value, str):
         raise ValueError(f"{path}: expected a string, found {shown(value)}")
     return value
@@ -184,6 +186,10 @@ def _items(value: Any, path: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{path}: expected a list, found {shown(value)}")
     return value
+
+
+def _integers(value: Any, path: str) -> tuple[int, ...]:
+    return tuple(_integer(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
 
 
 def _integer(value: Any, path: str) -> int:

@@ -338,16 +338,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's path through a step: its group and stage in every micro-batch in which it takes part.
-
-    forwards_first: property of the whole plan, which a rank cannot derive from its own path.
-    """
+    """One rank's path through a step: its group and stage in every micro-batch in which it takes part."""
 
     rank: int
     step: int
     parameters: Parameters
     rounds: tuple[tuple[SequenceGroup, StagePlan], ...]
+    # property of the whole plan, which a rank cannot derive from its own path
     forwards_first: bool = False
+    # index in `rounds` of every forward and backward in running order; (): one round after the other
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +356,8 @@ class StepPlan:
 
     shard_ranks: with sharded parameters, the number of consecutive positions that share one copy of them and run every
     micro-batch together; 0: all positions of a stage.
+    turns: one schedule through the step. For every stage, the micro-batch of each of its forwards and backwards in running
+    order, so that a micro-batch begins while those before it still drain; (): one micro-batch after the other.
     """
 
     step: int
@@ -366,6 +368,7 @@ class StepPlan:
     micro_batches: tuple[MicroBatch, ...]
     estimate: Estimate = Estimate()
     shard_ranks: int = 0
+    turns: tuple[tuple[int, ...], ...] = ()
 
     @property
     def block_ranks(self) -> int:
@@ -436,13 +439,15 @@ class StepPlan:
     def for_rank(self, rank: int) -> RankPlan:
         """Returns the group and stage of global rank `rank` in each of its micro-batches, in order."""
         stage, position = self.place(rank)
-        rounds = tuple(
-            (group, group.stages[stage])
-            for micro_batch in self.micro_batches
+        found = [
+            (index, (group, group.stages[stage]))
+            for index, micro_batch in enumerate(self.micro_batches)
             for group in micro_batch.groups
             if position in group.positions
-        )
-        return RankPlan(rank, self.step, self.parameters, rounds, self.forwards_first)
+        ]
+        rounds = {index: place for place, (index, _) in enumerate(found)}
+        turns = tuple(rounds[index] for index in self.turns[stage] if index in rounds) if self.turns else ()
+        return RankPlan(rank, self.step, self.parameters, tuple(own for _, own in found), self.forwards_first, turns)
 
 
 def _times(text: str, sign: str, count: int) -> str:

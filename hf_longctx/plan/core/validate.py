@@ -11,6 +11,8 @@ The planner validates every plan it makes, and the command line every plan it re
 - sends and receives between two stages come in the same order
 - layer ranges and policies fit the layers of the stage
 - with sharded parameters all groups of a micro-batch run the same order of action kinds
+- with turns, all groups of a micro-batch run one order of passes with messages beside them, turns name every pass once, and the
+  stages can run them
 - the predicted peak of every rank is within the limit, if one is given
 """
 
@@ -19,9 +21,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hf_longctx.plan.core.lending import lender_fault
 from hf_longctx.plan.core.messages import shortened
+from hf_longctx.plan.core.orders import MessagedPasses, joined_stages
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import (
     ACTION_KINDS,
@@ -248,6 +252,8 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
     _check_every_rank(plan)
     _check_same_layers(plan)
     _check_interleaving(plan)
+    if plan.turns:
+        _check_turns(plan)
     if limit_bytes and plan.estimate.peak_bytes > limit_bytes:
         raise PlanError(
             f"the plan of step {plan.step} is predicted to need {plan.estimate.peak_bytes / 2**30:.2f} GiB on a rank, but the "
@@ -272,6 +278,73 @@ def _check_interleaving(plan: StepPlan) -> None:
         )
 
 
+def _check_turns(plan: StepPlan) -> None:
+    """Checks that every stage can run its micro-batches in the order of the plan's turns, at every position.
+
+    A position that is in some of the micro-batches runs a part of its stage's order. Nothing waits for what comes later in that
+    order, so that it suffices to run the whole order.
+    """
+    if plan.parameters == "gathered_per_round":
+        raise PlanError(
+            "the plan has turns with parameters 'gathered_per_round', which hold the gathered weights of one micro-batch at a "
+            "time; use 'gathered_per_step', 'sharded' or 'replicated', or leave turns out"
+        )
+    if plan.num_stages == 1:
+        raise PlanError("the plan has turns on one stage, where nothing drains between micro-batches; leave turns out")
+    if len(plan.turns) != plan.num_stages:
+        raise PlanError(
+            f"the plan has turns of {len(plan.turns)} stages, but {plan.num_stages} stages; give turns for each stage"
+        )
+    for index, micro_batch in enumerate(plan.micro_batches):
+        _check_one_order(index, micro_batch)
+    groups = [micro_batch.groups[0] for micro_batch in plan.micro_batches]
+    for stage, turns in enumerate(plan.turns):
+        for index, group in enumerate(groups):
+            num_passes = sum(action.kind in ("F", "B") for action in group.stages[stage].actions)
+            if turns.count(index) != num_passes:
+                raise PlanError(
+                    f"turns of stage {stage} name micro-batch {index} {turns.count(index)} times, but it has {num_passes} "
+                    f"forwards and backwards there; name it once for each"
+                )
+        if unknown := set(turns) - set(range(len(groups))):
+            raise PlanError(f"turns of stage {stage} name micro-batch {min(unknown)}, but the plan has {len(groups)}")
+    chunks = itertools.chain.from_iterable(group.chunks for group in groups)
+    slots = tuple(replace(chunk, index=index) for index, chunk in enumerate(chunks))
+    joined = replace(groups[0], chunks=slots, stages=joined_stages(plan.micro_batches, plan.turns))
+    chain = [
+        (stage, layer_range) for layer_range in range(len(joined.stages[0].layer_ranges)) for stage in range(plan.num_stages)
+    ]
+    name = "the schedule of all micro-batches, whose chunks are numbered one after the other"
+    _check_layer_ranges_in_order(name, joined, chain)
+    _check_messages(name, joined, chain)
+    _check_progress(name, joined, chain)
+
+
+def _check_one_order(index: int, micro_batch: MicroBatch) -> None:
+    """Checks that all groups of a micro-batch with turns run equal actions, and that messages stand beside their passes."""
+    first, *others = micro_batch.groups
+    for group in others:
+        if len(group.chunks) != len(first.chunks):
+            raise PlanError(
+                f"micro-batch {index}: with turns all groups need equally many chunks, but group {first.positions} has "
+                f"{len(first.chunks)} and group {group.positions} has {len(group.chunks)}; pad groups with dummy chunks"
+            )
+        if any(stage.actions != of_first.actions for stage, of_first in zip(group.stages, first.stages, strict=True)):
+            grids = "\n".join(f" group {each.positions}\n{schedule_grid(each)}" for each in (first, group))
+            raise PlanError(f"micro-batch {index}: with turns all groups must run the same actions\n{grids}")
+    known = MessagedPasses()
+    for stage in first.stages:
+        passes = [action for action in stage.actions if action.kind in ("F", "B")]
+        if any(action.lenders for action in passes):
+            raise PlanError(f"micro-batch {index}: stage {stage.stage} is lent ranks, but the plan has turns; leave one out")
+        units = ((action.kind == "B", action.chunk, action.layer_range) for action in passes)
+        if known.actions(stage.stage, len(first.stages), len(stage.layer_ranges), units) != stage.actions:
+            raise PlanError(
+                f"micro-batch {index}: with turns every receive must come right before its F or B, and every send right after "
+                f"it\n{schedule_grid(first)}"
+            )
+
+
 def describe_plan(plan: StepPlan) -> str:
     """Prints the whole plan: a line for every micro-batch and group, with chunks and schedule."""
     lines = [
@@ -288,6 +361,9 @@ def describe_plan(plan: StepPlan) -> str:
             )
             lines.append(f" group {group.positions} {group.method}: {chunks}")
             lines.append(schedule_grid(group))
+    if plan.turns:
+        lines.append("one schedule through the step, by the micro-batch of each forward and backward")
+        lines += [f"  stage {stage}: " + " ".join(map(str, turns)) for stage, turns in enumerate(plan.turns)]
     return "\n".join(lines)
 
 

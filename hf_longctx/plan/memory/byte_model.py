@@ -312,7 +312,8 @@ class ByteModel:
         saved, on_host = _in_flight(device, is_forward), _in_flight(host, is_forward)
         book = book_moments(self.model, stage, self._book(group, position), len(group.chunks), place, is_forward)
         work = np.where(is_forward, forward_workspace, backward_workspace)
-        return RoundMoments(saved, on_host, book.most + book.others, work, _peak(numbers, saved, is_forward, book))
+        after = np.stack([_after(device, is_forward), _after(host, is_forward), book.after])
+        return RoundMoments(saved, on_host, book.most + book.others, work, _peak(numbers, saved, is_forward, book), after)
 
     def least_peak(self, group: SequenceGroup, stage: StagePlan, waiting: int = 0) -> int:
         """Returns a lower bound on the peak of `moments` on the first rank: the peak of a few passes that probably need most.
@@ -513,7 +514,13 @@ class _Policy:
 
 def _in_flight(each: Numbers, is_forward: BoolArray) -> Numbers:
     """Sums bytes of all chunks in flight, each from its forward to the end of its backward, in every pass."""
-    held: Numbers = np.cumsum(np.where(is_forward, each, -each)) + np.where(is_forward, 0, each)
+    held: Numbers = _after(each, is_forward) + np.where(is_forward, 0, each)
+    return held
+
+
+def _after(each: Numbers, is_forward: BoolArray) -> Numbers:
+    """Sums bytes of all chunks that wait for their backward after every pass."""
+    held: Numbers = np.cumsum(np.where(is_forward, each, -each))
     return held
 
 
@@ -530,7 +537,8 @@ def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMom
     """
     device, _, forward_workspace, backward_workspace, ending = numbers
     work = np.where(is_forward, forward_workspace, backward_workspace)
-    peak: Numbers = np.maximum(saved + work + book.first, saved - device + ending + book.last) + book.others
+    first, last = saved + work + book.first, saved - device + ending + book.last
+    peak: Numbers = np.where(is_forward, first, np.maximum(first, last)) + book.others
     return peak
 
 

@@ -36,6 +36,8 @@ class BookMoments(NamedTuple):
     most: IntArray
     # bytes that other layer ranges of the stage hold during the pass
     others: IntArray
+    # bytes of all layer ranges after the pass
+    after: IntArray
 
 
 class _Changes(NamedTuple):
@@ -131,11 +133,12 @@ def book_moments(
         first[own] = np.where(goes_forward, after, before + first_run[chunk])
         last[own] = np.where(goes_forward, 0, before + last_run[chunk])
         most[own] = np.where(goes_forward, after, before + fullest[chunk])
-    others = np.cumsum(change)
+    after = np.cumsum(change)
+    others = after.copy()
     for layer_range in range(num_ranges):
         own = place % num_ranges == layer_range
         others[own] -= np.cumsum(change[own])
-    return BookMoments(first, last, most, others)
+    return BookMoments(first, last, most, others, after)
 
 
 # bytes for every chunk: change by its forward, change by its backward; then, relative to the book before its backward, bytes

@@ -266,18 +266,49 @@ class RoundBytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundMoments:
-    """Bytes of each pass of a round; fields as in `RoundBytes`."""
+    """Bytes of each pass of a round; fields as in `RoundBytes`.
+
+    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book.
+    """
 
     saved: IntArray
     host: IntArray
     book: IntArray
     workspace: IntArray
     peak: IntArray
+    after: IntArray
 
     @property
     def most(self) -> RoundBytes:
         """Returns the largest of each over all passes."""
         return RoundBytes(*(int(getattr(self, one.name).max(initial=0)) for one in fields(RoundBytes)))
+
+
+def joined_moments(rounds: Sequence[RoundMoments], turns: IntArray) -> RoundMoments:
+    """Returns bytes of rounds that one rank runs in turns, in each pass: those of its round and what stays of the others.
+
+    turns: the round of each pass, in running order.
+    """
+    num_passes = len(turns)
+    saved, host, book, workspace, peak = np.zeros((5, num_passes), dtype=np.int64)
+    after = np.zeros((3, num_passes), dtype=np.int64)
+    for index, own in enumerate(rounds):
+        places = np.flatnonzero(turns == index)
+        # nothing stays after a round
+        stays = np.concatenate([own.after[:, :-1], np.zeros((3, 1), dtype=np.int64)], axis=1)
+        change = np.zeros((3, num_passes), dtype=np.int64)
+        change[:, places] = np.diff(stays, axis=1, prepend=0)
+        held = np.cumsum(change, axis=1)
+        after += held
+        # a pass of this round adds its own moment, and every other pass what the round holds then
+        others = turns != index
+        for target, of_pass, stays_then in zip((saved, host, book), (own.saved, own.host, own.book), held, strict=True):
+            target[places] += of_pass
+            target[others] += stays_then[others]
+        workspace[places] = own.workspace
+        peak[places] += own.peak
+        peak[others] += (held[0] + held[2])[others]
+    return RoundMoments(saved, host, book, workspace, peak, after)
 
 
 def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> IntArray:

@@ -108,6 +108,7 @@ def _candidates(plan: StepPlan, group: SequenceGroup) -> Iterator[SequenceGroup]
     """
     can_lend = (
         plan.parameters == "replicated"
+        and not plan.turns
         and 1 < len(group.stages) <= len(group.chunks) + 1
         and group.shape.num_blocks == 1
         and all(len(stage.layer_ranges) == 1 and not stage.activations for stage in group.stages)

@@ -22,6 +22,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.predict.lending import run_lent_pipeline
 from hf_longctx.plan.predict.pipeline_run import PredictionCache, StageRun, near_ranks, run_pipeline
+from hf_longctx.plan.predict.schedule_run import run_schedule
 from hf_longctx.timeline import TimelineEvent
 
 
@@ -92,7 +93,10 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     cannot be predicted yet: lent ranks together with interleaving, policies or packs. Raises PlanError for a deadlock.
     """
     run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
-    for micro_batch in plan.micro_batches:
+    if plan.turns:
+        run.enter_schedule(plan.micro_batches, plan.turns)
+        run.leave_together()
+    for micro_batch in plan.micro_batches if not plan.turns else ():
         run.enter_all(micro_batch)
         run.leave_together()
     return run.result()
@@ -123,15 +127,19 @@ class _Run:
         self.counted_s = [whole.once_s] * len(self.passes)
 
     def enter_all(self, micro_batch: MicroBatch) -> None:
-        """Runs all groups of a micro-batch; those of several chunks that share weights run in step.
+        """Runs all groups of a micro-batch; those that share weights run in step.
 
-        One forward and one backward take about the same shares of every group's seconds, so that waits inside do not count.
+        On one stage only those of several chunks: one forward and one backward take about the same shares of every group's
+        seconds, so that waits inside do not count.
         """
         groups = micro_batch.groups
-        has_several = self.plan.num_stages == 1 and any(len(group.chunks) > 1 for group in groups)
-        for places in self.plan.in_step(micro_batch) if has_several else [range(len(groups))]:
+        has_waits = self.plan.num_stages > 1 or any(len(group.chunks) > 1 for group in groups)
+        for places in self.plan.in_step(micro_batch) if has_waits else [range(len(groups))]:
             own = [groups[place] for place in places]
-            if has_several and len(own) > 1 and len(own[0].chunks) > 1:
+            if self.plan.num_stages > 1 and len(own) > 1:
+                turns = [[0] * sum(action.kind in ("F", "B") for action in stage.actions) for stage in own[0].stages]
+                self.enter_schedule((MicroBatch(tuple(own)),), turns)
+            elif has_waits and len(own) > 1 and len(own[0].chunks) > 1:
                 self._enter_in_step(own)
             else:
                 for group in own:
@@ -150,6 +158,13 @@ class _Run:
         run = run_lent_pipeline if is_lent(group) and len(group.stages) > 1 else run_pipeline
         for of_stage, stage_run in zip(ranks, run(self.plan, group, self.costs, starts, self.known), strict=True):
             self._add_run(group, of_stage, stage_run)
+
+    def enter_schedule(self, micro_batches: Sequence[MicroBatch], turns: Sequence[Sequence[int]]) -> None:
+        """Runs micro-batches in turns, and groups in step."""
+        for each in run_schedule(self.plan, micro_batches, turns, self.costs, tuple(self.clocks), self.known):
+            place = each.ranks[0] // self.plan.ranks_per_stage
+            self.in_flight[place] = max(self.in_flight[place], each.in_flight)
+            self._add_run(each.group, each.ranks, each.run)
 
     def _enter_in_step(self, groups: Sequence[SequenceGroup]) -> None:
         """Runs groups on one stage that gather weights together in every action, and so wait for one another."""

@@ -17,7 +17,7 @@ back is requested when the stage begins its previous backward, both of which nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -193,7 +193,7 @@ class Wiring:
         """Times of all actions, and the copies to the host, as in `run`."""
         clocks = list(start_s) or [0.0] * self.num_stages
         begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
-        links = [_Links(runs_ahead) for _ in clocks]
+        links = [HostLinks(runs_ahead) for _ in clocks]
         copied: list[CopiedOut] = []
         for number, stage, source in self.order:
             clock_s = clocks[stage]
@@ -216,7 +216,7 @@ class Wiring:
         start_s: float,
         seconds: float,
         steps: tuple[CopyStep, ...],
-        links: _Links,
+        links: HostLinks,
         copied: list[CopiedOut],
     ) -> float:
         """Queues the copies of a pass; returns when the pass stops."""
@@ -260,7 +260,7 @@ def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: i
 
 
 @dataclass(slots=True)
-class _Links:
+class HostLinks:
     """Channels between one stage and the host."""
 
     runs_ahead: bool
@@ -270,9 +270,11 @@ class _Links:
     # start of the stage's latest backward
     begun_s: float = 0.0
     # for each chunk, the times at which its copies out are done, in the order of the forward
-    done: dict[int, list[float]] = field(default_factory=dict)
+    done: dict[Hashable, list[float]] = field(default_factory=dict)
 
-    def forward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> tuple[float, tuple[float, ...]]:
+    def forward(
+        self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]
+    ) -> tuple[float, tuple[float, ...]]:
         """Queues the copies out of a forward that starts at `start_s`; returns when it stops, and when each of them is done."""
         done = []
         clock_s, out_s, waits = start_s, self.out_s, not self.runs_ahead
@@ -288,7 +290,7 @@ class _Links:
         self.done[chunk] = done
         return (max(clock_s, out_s) if waits else clock_s) + rest_s, tuple(done)
 
-    def backward(self, chunk: int, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
+    def backward(self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
         # the head, and layers without copies, run before the first copy step
         clock_s = start_s + seconds - sum([step.compute_s for step in steps])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.orders import Schedule, families, pipelined
+from hf_longctx.plan.core.orders import Schedule, in_turns, pipelined
 from hf_longctx.plan.core.types import (
     Chunk,
     Method,
@@ -36,18 +35,6 @@ def stage_ranges(model: ModelSpec, num_stages: int, num_ranges: int = 1) -> Rang
     return layer_ranges(model.num_layers, num_stages, num_ranges, head_layers)
 
 
-def in_one_order(groups: Sequence[SequenceGroup], ranges: Ranges, schedule: Schedule) -> list[SequenceGroup]:
-    """Pipelines that meet in every pass: dummy chunks pad all groups, and families of chunks of any group hold for all."""
-    most = max(len(group.chunks) for group in groups)
-    padded = [replace(each, chunks=(*each.chunks, *map(Chunk, range(len(each.chunks), most)))) for each in groups]
-    # places whose chunk is in one family with the next one
-    joined = {place for each in padded for family in families(each.chunks) for place in family[:-1]}
-    sequences = list(accumulate(int(place - 1 not in joined) for place in range(most)))
-    chunks = tuple(Chunk(place, (Span(sequence, place, place + 1),)) for place, sequence in enumerate(sequences))
-    stages = pipelined(SequenceGroup((0,), "local", chunks, ()), ranges, schedule).stages
-    return [replace(each, stages=stages) for each in padded]
-
-
 def pipeline_plan(
     lengths: Sequence[int],
     micro_batches: Sequence[Sequence[tuple[int, Chunks]]],
@@ -58,32 +45,40 @@ def pipeline_plan(
     parameters: Parameters = "replicated",
     method: Method = "ulysses",
     shard_ranks: int = 0,
+    has_turns: bool = False,
 ) -> StepPlan:
     """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
     Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
-    of several ranks share attention.
+    of several ranks share attention. has_turns: all micro-batches follow one schedule.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
-    rounds = []
+    in_one_order = has_turns or meets_in_every_pass(parameters)
+    bare = []
     for groups in micro_batches:
         first, found = 0, []
-        for degree, chunks in groups:
-            bare = SequenceGroup(
-                positions=tuple(range(first, first + degree)),
-                method="local" if degree == 1 else method,
-                chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
-                stages=(),
+        most = max(len(chunks) for _, chunks in groups)
+        for degree, own in groups:
+            chunks = [*own, *[[]] * (most - len(own) if in_one_order else 0)]
+            found.append(
+                SequenceGroup(
+                    positions=tuple(range(first, first + degree)),
+                    method="local" if degree == 1 else method,
+                    chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
+                    stages=(),
+                )
             )
-            found.append(bare)
             first += degree
-        if meets_in_every_pass(parameters):
-            found = in_one_order(found, ranges, schedule)
-        else:
-            found = [pipelined(each, ranges, schedule) for each in found]
-        rounds.append(MicroBatch(tuple(found)))
+        bare.append(MicroBatch(tuple(found)))
+    turns: tuple[tuple[int, ...], ...] = ()
+    if has_turns:
+        rounds, turns = in_turns(bare, ranges, schedule)
+    elif in_one_order:
+        rounds = tuple(made for batch in bare for made in in_turns([batch], ranges, schedule)[0])
+    else:
+        rounds = tuple(MicroBatch(tuple(pipelined(group, ranges, schedule) for group in batch.groups)) for batch in bare)
     num_positions = sum(degree for degree, _ in micro_batches[0])
-    plan = StepPlan(0, tuple(lengths), num_stages, num_positions, parameters, tuple(rounds), shard_ranks=shard_ranks)
+    plan = StepPlan(0, tuple(lengths), num_stages, num_positions, parameters, rounds, shard_ranks=shard_ranks, turns=turns)
     return validate_plan(plan)
 
 
@@ -100,6 +95,38 @@ def random_chunks(draw: st.DrawFn, sequences: Sequence[int], lengths: Sequence[i
         else:
             chunks += [[span] for span in spans]
     return chunks
+
+
+@st.composite
+def random_schedules(
+    draw: st.DrawFn, most_stages: int = 4, most_ranks: int = 4, most_tokens: int = 60, parameters: Parameters | None = None
+) -> StepPlan:
+    """Random micro-batches in one schedule: layouts of powers of two on a stage, each with random chunks of some sequences."""
+    num_stages = draw(st.integers(2, most_stages))
+    per_stage = draw(st.sampled_from([count for count in (1, 2, 4) if count <= most_ranks]))
+    num_ranges = draw(st.sampled_from([1, 1, 2])) if parameters in (None, "replicated") else 1
+    layouts = {1: [(1,)], 2: [(2,), (1, 1)], 4: [(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1), (1, 1, 2)]}[per_stage]
+    lengths: list[int] = []
+    micro_batches: list[list[tuple[int, Chunks]]] = []
+    for layout in draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=3)):
+        groups: list[tuple[int, Chunks]] = []
+        for degree in layout:
+            own = draw(st.lists(st.integers(1, most_tokens), max_size=3))
+            sequences = range(len(lengths), len(lengths) + len(own))
+            lengths += own
+            groups.append((degree, draw(random_chunks(sequences, lengths)) or [[]]))
+        micro_batches.append(groups)
+    kinds: list[Parameters] = ["replicated"] if num_ranges > 1 else ["replicated", "sharded", "gathered_per_step"]
+    return pipeline_plan(
+        lengths,
+        micro_batches,
+        num_stages,
+        "interleaved" if num_ranges > 1 else draw(st.sampled_from(["elastic", "1f1b", "gpipe"])),
+        num_layers=max(4, num_stages * num_ranges),
+        num_ranges=num_ranges,
+        parameters=draw(st.sampled_from(kinds)) if parameters is None else parameters,
+        has_turns=True,
+    )
 
 
 def planned_words(plan: StepPlan, rank: int) -> list[str]:
