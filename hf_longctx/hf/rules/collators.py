@@ -259,11 +259,6 @@ def forward_columns(base: Any, args: transformers.TrainingArguments) -> list[str
     return [*named, "labels", "label", "label_ids", LOSS_WEIGHTS, *own]
 
 
-def collator_problems(collator: Any, dataset: Any, kind_of_head: HeadKind = "next_token") -> list[str]:
-    """Returns why plans would learn other tokens than batches of `collator` over `dataset`; see `Collation`."""
-    return Collation(collator, kind_of_head).problems(dataset)
-
-
 def _is_known(collator: Any, kind_of_head: HeadKind) -> bool:
     """Whether the effect of a collator on rows is known; false for subclasses, which may do anything."""
     kind = type(collator)

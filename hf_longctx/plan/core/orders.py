@@ -58,20 +58,8 @@ from hf_longctx.plan.core.types import (
     StagePlan,
 )
 
-_MESSAGES = ("SF", "RF", "SB", "RB")
 # action -> (receive before it, send after it)
 _AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
-
-
-def without_messages(group: SequenceGroup) -> SequenceGroup:
-    """Removes all sends and receives of a group."""
-    return replace(
-        group,
-        stages=tuple(
-            replace(stage, actions=tuple(action for action in stage.actions if action.kind not in _MESSAGES))
-            for stage in group.stages
-        ),
-    )
 
 
 def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action, ...]:

@@ -136,7 +136,14 @@ def has_position_table(config: Mapping[str, Any]) -> bool:
     return bool(traits_of(decoder_config(config)).positions)
 
 
-def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+class Fields(dict[str, Any]):
+    """Fields of a config by name; raises ValueError for one that is read as `fields[name]` and is missing."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"the model config has no {name}; the config of a decoder-only model is needed")
+
+
+def config_fields(config: Mapping[str, Any]) -> Fields:
     """The fields of a config, or of the decoder's config inside one; missing fields are left out."""
     text = decoder_config(config)
     parts = [text[name] for name in _NESTED if isinstance(text.get(name), Mapping)]
@@ -148,7 +155,7 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(experts := fields.get("moe_intermediate_size"), list | tuple):
         # Ernie 4.5 VL has experts for text, and others for images
         fields["moe_intermediate_size"] = experts[0]
-    return {**fields, **_layers(fields), **_width(fields), **_positions(fields), **_most_kv(fields)}
+    return Fields(fields | _layers(fields) | _width(fields) | _positions(fields) | _most_kv(fields))
 
 
 def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hf_longctx.plan.model.config import (
     NO_EXPERTS,
     NO_POSITIONS,
     ExpertSpec,
+    Fields,
     HeadSizes,
     config_fields,
     config_heads,
@@ -64,11 +65,6 @@ class AdapterSpec:
     reads_attention: bool = False
     reads_second_norm: bool = False
     reads_product: bool = False
-
-    @property
-    def layer_saved_bytes(self) -> int:
-        """Bytes per token that the adapters of a layer save for backward."""
-        return self.attention_saved_bytes + self.mlp_saved_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -269,18 +265,16 @@ class ModelSpec:
         traits = traits_of(config)
 
         def get(name: str) -> int:
-            if config.get(name) is not None:
-                return int(config[name])
-            raise ValueError(f"the model config has no {name}; the config of a decoder-only model is needed")
+            return int(config[name] if config.get(name) is not None else Fields()[name])
 
         num_layers, hidden_size = get("num_hidden_layers"), get("hidden_size")
         states = config_states(config, num_layers)
         if states.layers and not any(states.attending):
             # such models number no positions, and have a head for each state
             own = {"num_attention_heads": states.heads, "max_position_embeddings": NO_POSITIONS, "num_key_value_heads": None}
-            config = {**config, **own, "head_dim": max(1, hidden_size // states.heads)}
+            config = Fields({**config, **own, "head_dim": max(1, hidden_size // states.heads)})
         if traits.mlp == "in_mixer":
-            config = {**config, "intermediate_size": 0}
+            config = Fields({**config, "intermediate_size": 0})
         num_heads = get("num_attention_heads")
         head_dim = int(config.get("head_dim") or hidden_size // num_heads)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -133,3 +134,14 @@ def with_messages(stages: Stages, num_ranges: int = 1) -> Stages:
             full += [Action(f"S{kind}", a.stage, a.chunk, a.layer_range)] if sends else []  # type: ignore[arg-type]
         result.append(tuple(full))
     return tuple(result)
+
+
+def without_messages(group: SequenceGroup) -> SequenceGroup:
+    """Removes all sends and receives of a group."""
+    return replace(
+        group,
+        stages=tuple(
+            replace(stage, actions=tuple(action for action in stage.actions if action.kind not in ("SF", "RF", "SB", "RB")))
+            for stage in group.stages
+        ),
+    )

@@ -281,7 +281,7 @@ def test_plans_count_the_bytes_that_lie_in_memory() -> None:
     gathered = weights + trained * (4 + 4)
     assert ByteModel(found).states("sharded", 2) == (weights + trained * (4 + 4 + 8)) // 2 + gathered + beside
     # the dtype of hidden states, not of bytes
-    assert found.adapters.layer_saved_bytes == 7 * 2 * 4
+    assert found.adapters.attention_saved_bytes + found.adapters.mlp_saved_bytes == 7 * 2 * 4
     assert largest_packed([PackedSpec(3, 1, 2), PackedSpec(1, 4, 2)]) == PackedSpec(3, 4, 2)
 
 

@@ -192,7 +192,8 @@ def test_adapters_are_counted_with_their_own_bytes() -> None:
     assert found == AdapterSpec(trained, 4 * trained, last_parameters=head, last_bytes=2 * head, **parts)
     above = model_spec(adapted(build_model(case), layers_to_transform=[1], **settings)).adapters
     # sizes of the layer with the most, in its own dtype
-    assert (above.layer_parameters, above.layer_bytes, above.layer_saved_bytes) == (trained, 2 * trained, 2 * 2 * 2)
+    saved_bytes = above.attention_saved_bytes + above.mlp_saved_bytes
+    assert (above.layer_parameters, above.layer_bytes, saved_bytes) == (trained, 2 * trained, 2 * 2 * 2)
     # which reads without copies
     assert (above.reads_first_norm, above.reads_attention, above.reads_second_norm, above.reads_product) == (1, 0, 0, 1)
     both = largest_adapters([replace(found, last_bytes=0), AdapterSpec(last_bytes=7, reads_attention=True)])

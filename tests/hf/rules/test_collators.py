@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, default_data_collator
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.callback.exchange import read_documents
 from hf_longctx.hf.data.scan import scan_dataset
-from hf_longctx.hf.rules.collators import Collation, collator_problems
+from hf_longctx.hf.rules.collators import Collation
 
 CASE = ModelCase(dtype=torch.float32)
 LABELLED = datasets.Dataset.from_list(random_rows([5, 3, 8, 1]))
@@ -45,7 +45,7 @@ ACCEPTED: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_an_accepted_collator_teaches_the_labels_of_plans(name: str) -> None:
     collator, dataset = ACCEPTED[name]
-    assert collator_problems(collator, dataset) == []
+    assert Collation(collator, "next_token").problems(dataset) == []
     found = read_documents({**collator(list(dataset)), "num_items_in_batch": torch.tensor(1)})
     expected = []
     for row in dataset:
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_collator_that_teaches_something_else_is_refused(name: str) -> None:
     collator, dataset, message = REFUSED[name]
-    (problem,) = collator_problems(collator, dataset)
+    (problem,) = Collation(collator, "next_token").problems(dataset)
     assert message in problem
     # rows of a stream are looked at as they come
     with pytest.raises(ValueError) as refused:
@@ -102,13 +102,13 @@ class Sized(torch.utils.data.IterableDataset):
 
 
 def test_rows_of_a_sized_stream_are_not_looked_up() -> None:
-    assert collator_problems(default_data_collator, Sized()) == []
+    assert Collation(default_data_collator, "next_token").problems(Sized()) == []
 
 
 def test_masked_language_modelling_is_refused() -> None:
     words = {str(number): number for number in range(65)}
     masked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="64", mask_token="63")
-    (problem,) = collator_problems(transformers.DataCollatorForLanguageModeling(masked), UNLABELLED)
+    (problem,) = Collation(transformers.DataCollatorForLanguageModeling(masked), "next_token").problems(UNLABELLED)
     assert "mlm=True" in problem
 
 

@@ -7,11 +7,11 @@ from collections import defaultdict, deque
 from dataclasses import replace
 
 import pytest
-from helpers.plans.stage_orders import chunks_of, family_shapes, plan_of, random_shapes
+from helpers.plans.stage_orders import chunks_of, family_shapes, plan_of, random_shapes, without_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.orders import SCHEDULES, Schedule, without_messages
+from hf_longctx.plan.core.orders import SCHEDULES, Schedule
 from hf_longctx.plan.core.types import Action, SequenceGroup
 
 # where a chunk's activations, or their gradients, have been: (kind, stage, layer range)

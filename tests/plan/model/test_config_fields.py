@@ -92,3 +92,11 @@ def test_names_of_other_files_are_read() -> None:
     assert ModelSpec.from_config({**llama, "intermediate_size": None, "n_inner": None}).intermediate_size == 256
     with pytest.raises(ValueError, match="no intermediate_size"):
         ModelSpec.from_config({**llama, "intermediate_size": None})
+
+
+@pytest.mark.parametrize("name", ["linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"])
+def test_a_hybrid_config_without_a_field_of_its_states_is_refused_with_the_fields_name(name: str) -> None:
+    config = transformers.AutoConfig.for_model("qwen3_next").to_dict()
+    del config[name]
+    with pytest.raises(ValueError, match=f"the model config has no {name}; the config of a decoder-only model is needed"):
+        ModelSpec.from_config(config)

@@ -7,12 +7,11 @@ import itertools
 
 import pytest
 from helpers.plans.fixture_plans import fixture
-from helpers.plans.stage_orders import chunks_of, plan_of
+from helpers.plans.stage_orders import chunks_of, plan_of, without_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.lending import lent_order
-from hf_longctx.plan.core.orders import without_messages
 from hf_longctx.plan.core.types import Action, MicroBatch, SequenceGroup
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.predict.lending import lent_group, stages_of_slice
