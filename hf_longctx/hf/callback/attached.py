@@ -15,9 +15,8 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.facts import ModelFacts
-from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.heads import HeadKind
 from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.ranks.agreement import raise_together
@@ -79,7 +78,8 @@ class AttachedMixin(LongContextMixin):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         if self.plans_evaluation:
-            raise_together(_evaluation_problems(self), self.longctx_run.control, "the evaluation cannot run under plans")
+            run = self.longctx_run
+            raise_together(_evaluation_problems(self, run.task.kind), run.control, "the evaluation cannot run under plans")
             return super().get_eval_dataloader(eval_dataset)
         loader: DataLoader[Any] = super(LongContextMixin, self).get_eval_dataloader(eval_dataset)
         keep_workers(loader)
@@ -132,9 +132,10 @@ class AttachedMixin(LongContextMixin):
 def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | None, undo: ExitStack) -> None:
     """Puts `AttachedMixin` in front of the class of this one trainer instance, and starts a planned run on it."""
     stock, own, lent, config = type(trainer), set(vars(trainer)), set[str](), callback.config
-    problems = _attach_problems(trainer, config)
-    if (ranges := loaded_ranges(cast(Any, trainer.model))) is not None:
-        undo.callback(refuse_all, cast(Any, trainer.model), own_stage(len(ranges)), len(ranges))
+    facts = ModelFacts.of(trainer.model)
+    problems = _attach_problems(trainer, facts, config)
+    if (ranges := facts.loaded_ranges) is not None:
+        undo.callback(refuse_all, facts.model, own_stage(len(ranges)), len(ranges))
     undo.callback(_unprepare, trainer)
     undo.callback(_remove_attributes, trainer, lent)
     undo.callback(setattr, trainer, "__class__", stock)
@@ -145,7 +146,6 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         planned._longctx_callback, planned.plans_evaluation = callback, config.stages != 1
         planned._first_collator = trainer.data_collator
         args, processing_class = trainer.args, trainer.processing_class
-        facts = ModelFacts.of(trainer.model)
         collation = Collation(trainer.data_collator, facts.head_kind, forward_columns(facts.base, args))
         trainer.train_dataset = read_columns(stock, trainer.train_dataset, collation.reads_all)
         sets = {"train_dataset": trainer.train_dataset}
@@ -202,7 +202,7 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
         delattr(trainer, name)
 
 
-def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
+def _attach_problems(trainer: Trainer, known: ModelFacts, config: LongContextConfig) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
     facts = Facts(config=config, args=trainer.args, given={"model_init": trainer.model_init})
     problems = argument_problems(facts) + refusals(SIGNALS, facts)
@@ -210,12 +210,11 @@ def _attach_problems(trainer: Trainer, config: LongContextConfig) -> list[str]:
         return problems + outside
     problems += refusals(ATTACHED | SET_LOSSES, replace(facts, given=vars(trainer)))
     if config.stages != 1:
-        problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer)
+        problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer, known.head_kind)
     return problems
 
 
-def _evaluation_problems(trainer: Trainer) -> list[str]:
+def _evaluation_problems(trainer: Trainer, kind: HeadKind) -> list[str]:
     """Returns why plans would evaluate something else than the trainer's own loop over batches of its collator."""
-    kind, given = head_kind(cast(Any, trainer.model)), vars(trainer)
     problems = refusals(METRICS, Facts(args=trainer.args)) if trainer.compute_metrics is not None else []
-    return problems + (refusals(WHOLE_LOGITS, Facts(given=given)) if kind == "next_token" else [])
+    return problems + (refusals(WHOLE_LOGITS, Facts(given=vars(trainer))) if kind == "next_token" else [])

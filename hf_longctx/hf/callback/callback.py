@@ -270,9 +270,10 @@ class LongContextCallback(TrainerCallback):
         """Checks everything on every rank, makes the process groups, and hooks the model."""
         assert self._stop is not None
         config, undo, trainer = self.config, self._undo, cast(CheckpointMixin, calling_trainer()[0])
-        facts = Facts(config=config, args=args, model=model, num_ranks=args.world_size, draws_batches=False)
+        known = ModelFacts.of(model)
+        facts = Facts(config=config, args=args, model=model, known=known, num_ranks=args.world_size, draws_batches=False)
         problems = argument_problems(facts) + refusals(ALONE, replace(facts, given=vars(trainer))) + alone_problems(args)
-        request = RunRequest(config, ModelFacts.of(model), args, processing_class, problems, control=self._control)
+        request = RunRequest(config, known, args, processing_class, problems, control=self._control)
         run = start_run(replace(request, mode=BORROWED, trainer=type(trainer)))
         undo.callback(run.close)
         undo.callback(freeze_towers(model))

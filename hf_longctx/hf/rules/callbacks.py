@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import runs_plans
 from hf_longctx.hf.models.experts import has_balance
-from hf_longctx.hf.models.heads import head_kind
 from hf_longctx.hf.rules.arguments import rounds_by_chance
 from hf_longctx.hf.rules.rule import Facts, Rule
 
@@ -84,7 +82,7 @@ ALONE = {
     "callback-and-classifiers": Rule(
         "model class {model_class} classifies documents or tokens, and a stock forward reads whole rows for its loss",
         "call attach(trainer), or use LongContextTrainer",
-        lambda run: [{"model_class": type(base_of(run.model)).__name__}] if head_kind(run.model) != "next_token" else (),
+        lambda run: [{"model_class": run.known.name}] if run.known.head_kind != "next_token" else (),
         "model = transformers.LlamaForSequenceClassification(model.config)",
     ),
     "callback-and-balance": Rule(

@@ -26,10 +26,10 @@ from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import named_column_problem, text_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
-from hf_longctx.hf.models.adapters import base_of, is_adapted
+from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.models.dropout import weight_rates
 from hf_longctx.hf.models.experts import balance_problems
-from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.hf.rules.training_arguments import has_other
 from hf_longctx.plan.core.messages import listed
@@ -312,18 +312,16 @@ _SCORED_RULES = {
 }
 
 
-def scored_trainer_problems(trainer: Any) -> list[str]:
+def scored_trainer_problems(trainer: Any, known: ModelFacts) -> list[str]:
     """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, after it has prepared its model."""
-    model, name = trainer.model, getattr(trl_class(type(trainer)), "__name__", "")
+    model, name = known.model, getattr(trl_class(type(trainer)), "__name__", "")
     problems = []
-    if name == "RewardTrainer" and head_kind(model) != "document":
-        problems.append(
-            f"{name} was given a {type(base_of(model)).__name__}, which has no reward per row; load ...ForSequenceClassification"
-        )
+    if name == "RewardTrainer" and known.head_kind != "document":
+        problems.append(f"{name} was given a {known.name}, which has no reward per row; load ...ForSequenceClassification")
     if getattr(trainer, "_is_vision_dataset", False) or hasattr(trainer.processing_class, "image_processor"):
         problems.append(f"{name} was given images or a processor for images, but plans run rows of text alone; pass a tokenizer")
     if getattr(trainer, "aux_loss_enabled", False):
-        problems += balance_problems(base_of(model), f"{name} adds the balance loss of the experts", NO_BALANCE)
+        problems += balance_problems(known.base, f"{name} adds the balance loss of the experts", NO_BALANCE)
         if trainer.longctx_config.lend_stages:
             problems.append(
                 f"lend_stages=True does not support the balance loss of the experts, which {name} adds; {NO_BALANCE}, or leave "
@@ -334,7 +332,7 @@ def scored_trainer_problems(trainer: Any) -> list[str]:
     # attention layers keep their rates outside of modules, where disable_dropout leaves them
     problems += [
         f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
-        for field, rate in weight_rates(base_of(model).config.get_text_config()).items()
+        for field, rate in weight_rates(known.base.config.get_text_config()).items()
     ]
     if name in _WITH_LOGITS and trainer.compute_metrics is not None:
         given = {"reason": f"compute_metrics of {name} gets"}

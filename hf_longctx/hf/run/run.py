@@ -347,7 +347,7 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
         setup = setup.in_one_micro_batch()
     sets = SequenceSets(config, args, setup, control, checked.task, request.collation)
     if request.mode.steps:
-        sets.check(model, request.datasets)
+        sets.check(checked.facts, request.datasets)
     return _Basis(setup, sets, fused, kernels_line)
 
 

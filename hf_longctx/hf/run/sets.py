@@ -24,7 +24,7 @@ from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
-from hf_longctx.hf.models.cutting import loaded_ranges
+from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.start.setup import settings_for
@@ -129,12 +129,12 @@ class SequenceSets:
         """The most tokens that a sequence may have; longer rows are errors, or are cut."""
         return min(self.setup.max_length, self.setup.room_tokens)
 
-    def check(self, model: Any, datasets: Mapping[str, Any]) -> None:
+    def check(self, facts: ModelFacts, datasets: Mapping[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows, and if sets or weights differ between ranks."""
-        problems = stream_problems(dict(datasets), self.config, self.args)
+        problems, model = stream_problems(dict(datasets), self.config, self.args), facts.model
         settings: dict[str, Any] = {"model config": model.config.to_json_string()}
         # ranks of different stages hold different weights if each loaded its own stage alone
-        if (ranges := loaded_ranges(model)) is None:
+        if (ranges := facts.loaded_ranges) is None:
             settings["initial weights"] = _weights_digest(model)
         else:
             settings["layers of the stages"] = ranges

@@ -258,7 +258,7 @@ class StartMixin(_TrainerBase):
         datasets = named_sets(self.train_dataset, self.eval_dataset)
         reference = None
         if is_scored(type(self)):
-            problems += scored_trainer_problems(self)
+            problems += scored_trainer_problems(self, facts)
             if token_loss is not None:
                 problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
             # the trainer's own loader reads its rows
