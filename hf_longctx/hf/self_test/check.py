@@ -54,7 +54,7 @@ from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.hf.self_test.independent import functions_added, original_left_alone
 from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
-from hf_longctx.hf.self_test.reduced_copy import ReducedCopy, has_user_functions, num_elements, reduced_copy
+from hf_longctx.hf.self_test.reduced_copy import ChosenLayers, ReducedCopy, has_user_functions, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, HiddenTrace, Rows, RunPlace, Specimen, agreed_errors, differences, largest
 from hf_longctx.hf.start.losses import loss_name, token_loss_problems
 from hf_longctx.plan.core.types import Span, StepPlan
@@ -112,7 +112,8 @@ class SelfTest:
             )
             return None
         boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
-        elements = num_elements(model, boundaries)
+        chosen = ChosenLayers.of(model, boundaries)
+        elements = num_elements(chosen)
         # a stage is cut from a second copy, which takes memory too
         num_cut = int(setup.num_stages > 1)
         needed = {each: elements * (own + num_cut * each.itemsize) for each, own in _BYTES_PER_ELEMENT.items()}
@@ -133,12 +134,12 @@ class SelfTest:
             long_tokens = max(long_tokens, least_lent_tokens(setup.num_stages, degree))
         long_tokens = min(most, long_tokens)
         longest_window = min(most, max(long_tokens, _MOST_TOKENS)) * 2 // 3
-        exact = reduced_copy(model, boundaries, longest_window, dtype)
+        exact = reduced_copy(chosen, longest_window, dtype)
         # make the document so long that windows and indexes hide tokens from its last third
         long_tokens = max(long_tokens, max((exact.most_chosen, *exact.windows.values())) * 3 // 2)
         is_rounded = is_autocast or facts.has_four_bits or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
-        working = reduced_copy(model, boundaries, longest_window, None) if is_working else None
+        working = reduced_copy(chosen, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
         # half of the long document is longer than its slices, and longer than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]

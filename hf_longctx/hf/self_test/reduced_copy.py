@@ -80,16 +80,40 @@ class ReducedCopy:
         return module
 
 
-def reduced_copy(
-    model: Any, boundaries: Sequence[int], longest_window: int, dtype: torch.dtype | None, seed: int = 0
-) -> ReducedCopy:
-    """Makes a reduced copy of `model` in `dtype` (None: the model's own) that shares no memory with the model's weights.
+@dataclass(frozen=True)
+class ChosenLayers:
+    """The layers of a model, of which its copies have some."""
 
-    boundaries: first layers of the layer ranges of stages; each range keeps a layer. longest_window: tokens to which longer
-    windows are shortened. Weights that are all zero get noise, since zeros would hide errors.
+    model: Any
+    layers: Sequence[nn.Module]
+    # numbers of the layers that copies have
+    kept: Sequence[int]
+    # false if copies have all layers, because the model cannot run without some of them
+    is_cut: bool
+
+    @classmethod
+    def of(cls, model: Any, boundaries: Sequence[int]) -> ChosenLayers:
+        """Chooses layers of `model`. boundaries: first layers of the layer ranges of stages; each range keeps a layer."""
+        pieces, layers = decoder_layers(model)
+        if pieces is None:
+            return cls(model, layers, range(len(layers)), is_cut=False)
+        types = layer_types(base_of(model).config.get_text_config(), len(layers))
+        return cls(model, layers, chosen_layers(layers, types, boundaries), is_cut=True)
+
+    @property
+    def left_out(self) -> list[nn.Module]:
+        """The layers that copies do not have."""
+        return [layer for place, layer in enumerate(self.layers) if place not in self.kept]
+
+
+def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype | None, seed: int = 0) -> ReducedCopy:
+    """Makes a reduced copy of a model in `dtype` (None: the model's own) that shares no memory with the model's weights.
+
+    longest_window: tokens to which longer windows are shortened. Weights that are all zero get noise, since zeros would hide
+    errors.
     """
-    is_cut, layers, kept = _layers_and_kept(model, boundaries)
-    memo: dict[int, Any] = {id(layer): Identity(layer) for place, layer in enumerate(layers) if place not in kept}
+    model, layers, kept = chosen.model, chosen.layers, chosen.kept
+    memo: dict[int, Any] = {id(layer): Identity(layer) for layer in chosen.left_out}
     base: Any = base_of(model)
     towers = [tower for tower in map(base.get_submodule, tower_names(base)) if type(tower).__name__ not in MODULES.run_on_text]
     memo |= {id(tower): Identity(tower) for tower in towers}
@@ -128,26 +152,19 @@ def reduced_copy(
         max((getattr(module, _MOST_CHOSEN, 0) for place in kept for module in own[place].modules()), default=0),
         # all layers call attention equally often, in some classes twice, perhaps also layers with a state
         num_calls if mixers_of(copied) else num_calls * len(kept) // len(layers),
-        is_cut,
+        chosen.is_cut,
     )
 
 
-def num_elements(model: Any, boundaries: Sequence[int]) -> int:
+def num_elements(chosen: ChosenLayers) -> int:
     """Counts elements in the weights of a copy, with four-bit weights unpacked."""
-    _, layers, kept = _layers_and_kept(model, boundaries)
-    left_out = {id(p) for place, layer in enumerate(layers) if place not in kept for p in layer.parameters()}
+    model = chosen.model
+    left_out = {id(p) for layer in chosen.left_out for p in layer.parameters()}
     left_out |= {id(p) for p in tower_parameters(model)}
     memo: dict[int, Any] = {}
     _cut_vocabulary(base_of(model), memo)
     counts, own = own_elements(model), dict(model.named_parameters())
     return sum(memo[id(p)].numel() if id(p) in memo else counts[name] for name, p in own.items() if id(p) not in left_out)
-
-
-def _layers_and_kept(model: Any, boundaries: Sequence[int]) -> tuple[bool, list[nn.Module], Sequence[int]]:
-    pieces, layers = decoder_layers(model)
-    if pieces is None:
-        return False, layers, range(len(layers))
-    return True, layers, chosen_layers(layers, layer_types(base_of(model).config.get_text_config(), len(layers)), boundaries)
 
 
 def chosen_layers(layers: Sequence[nn.Module], types: Sequence[str], boundaries: Sequence[int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from hf_longctx.hf.models.cutting import RANGES
 from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.independent import original_left_alone
-from hf_longctx.hf.self_test.reduced_copy import reduced_copy
+from hf_longctx.hf.self_test.reduced_copy import ChosenLayers, reduced_copy
 from hf_longctx.runtime.parameters.rounded import ROUNDED_DTYPE, without_numbers
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def find_rounded(model: Any, device: torch.device, control: dist.ProcessGroup | 
     problem = ""
     if any(weight.dtype == torch.float32 for weight in model.parameters()):
         try:
-            copied = reduced_copy(model, (0,), _NUM_TOKENS, None).model
+            copied = reduced_copy(ChosenLayers.of(model, (0,)), _NUM_TOKENS, None).model
             with original_left_alone(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 found = rounded_in_forward(copied, device)
         except Exception as error:

@@ -29,7 +29,7 @@ from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.rules.arguments import setup_problems
-from hf_longctx.hf.self_test.reduced_copy import reduced_copy
+from hf_longctx.hf.self_test.reduced_copy import ChosenLayers, reduced_copy
 from hf_longctx.runtime.states import chosen_keys
 
 
@@ -156,7 +156,7 @@ def test_stages_and_lent_ranks_are_refused_where_choices_would_have_to_travel() 
 
 def test_the_copy_of_the_self_test_chooses_fewer_keys_than_its_documents_have_and_passes_choices_on() -> None:
     model = build_any("GlmMoeDsaForCausalLM", index_topk=100, **sharing("full", "full", "shared", "shared", "full"))
-    copied = reduced_copy(model, (0,), 40, torch.float64)
+    copied = reduced_copy(ChosenLayers.of(model, (0,)), 40, torch.float64)
     # the third layer takes what the first has chosen, through the second, which is left out
     assert sorted(copied.layers) == [0, 2, 4]
     assert {layer.self_attn.indexer.index_topk for layer in copied.layers.values() if layer.self_attn.indexer} == {40}

@@ -33,7 +33,7 @@ from hf_longctx.families.family import Modules
 from hf_longctx.hf.models import attention, facts
 from hf_longctx.hf.self_test import check
 from hf_longctx.hf.self_test import reduced_copy as copies
-from hf_longctx.hf.self_test.reduced_copy import reduced_copy
+from hf_longctx.hf.self_test.reduced_copy import ChosenLayers, reduced_copy
 from hf_longctx.plan.core.types import LayerRange
 
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
@@ -353,7 +353,7 @@ def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: f
 
 
 def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None:
-    elements = check.num_elements(build_model(MIXED), [0])
+    elements = check.num_elements(ChosenLayers.of(build_model(MIXED), [0]))
     monkeypatch.setattr(check, "_free_bytes", lambda *args: 24 * elements)
     opening = start(MIXED, {}, {}, "")
     assert "tokens in float32" in opening and "float64" not in opening
@@ -419,12 +419,12 @@ def test_layers_that_differ_in_any_setting_are_all_run() -> None:
     model = build_model(ModelCase("llama", num_layers=5))
     model.model.layers[2].self_attn.scaling = 0.5
     model.model.layers[3].mlp.up_proj.weight.requires_grad_(False)
-    reduced = reduced_copy(model, [0], 64, torch.float64)
+    reduced = reduced_copy(ChosenLayers.of(model, [0]), 64, torch.float64)
     assert list(reduced.layers) == [0, 2, 3]
     assert reduced.layers[2].self_attn.scaling == 0.5
     # a layer of every stage
-    assert list(reduced_copy(model, [0, 1, 4], 64, torch.float64).layers) == [0, 2, 3, 4]
-    assert list(reduced_copy(build_model(ModelCase()), [0], 64, None).layers) == [0, 1]
+    assert list(reduced_copy(ChosenLayers.of(model, [0, 1, 4]), 64, torch.float64).layers) == [0, 2, 3, 4]
+    assert list(reduced_copy(ChosenLayers.of(build_model(ModelCase()), [0]), 64, None).layers) == [0, 1]
 
 
 def mean_of_the_row(module: Any, args: Any, output: Any) -> Any:
@@ -466,14 +466,14 @@ def test_a_method_replaced_in_one_layer_is_run() -> None:
     model = build_model(ModelCase("llama", num_layers=5))
     mlp, own = model.model.layers[2].mlp, model.model.layers[2].mlp.forward
     mlp.forward = lambda x: own(x) + own(x).mean(dim=1, keepdim=True)
-    assert list(reduced_copy(model, [0], 64, torch.float64).layers) == [0, 2]
+    assert list(reduced_copy(ChosenLayers.of(model, [0]), 64, torch.float64).layers) == [0, 2]
 
 
 def test_one_hook_on_all_layers_adds_none() -> None:
     model = build_model(ModelCase("llama", num_layers=5))
     for layer in model.model.layers:
         layer.register_forward_hook(of_one_token)
-    assert list(reduced_copy(model, [0], 64, torch.float64).layers) == [0, 4]
+    assert list(reduced_copy(ChosenLayers.of(model, [0]), 64, torch.float64).layers) == [0, 4]
 
 
 def test_hooks_that_cannot_be_tested_are_refused(monkeypatch) -> None:
@@ -497,7 +497,7 @@ def test_the_copy_knows_few_token_ids_and_shares_nothing(monkeypatch, tied: bool
     monkeypatch.setattr(copies, "NUM_TOKEN_IDS", 16)
     model = build_model(ModelCase("llama", num_layers=4, tied=tied, dtype=torch.float32))
     model.model.layers[0].self_attn.q_proj.weight.data.zero_()
-    reduced = reduced_copy(model, [0], 64, torch.float64)
+    reduced = reduced_copy(ChosenLayers.of(model, [0]), 64, torch.float64)
     assert reduced.num_token_ids == 16
     assert reduced.embedding.weight.shape == reduced.model.lm_head.weight.shape == (16, 32)
     assert (reduced.embedding.weight is reduced.model.lm_head.weight) == tied
@@ -507,7 +507,7 @@ def test_the_copy_knows_few_token_ids_and_shares_nothing(monkeypatch, tied: bool
     # weights that are all zero would hide errors in their inputs
     assert reduced.layers[0].self_attn.q_proj.weight.any()
     assert not model.model.layers[0].self_attn.q_proj.weight.any()
-    elements = copies.num_elements(model, [0])
+    elements = copies.num_elements(ChosenLayers.of(model, [0]))
     assert elements == sum(p.numel() for p in reduced.model.parameters())
 
 
