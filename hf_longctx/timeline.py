@@ -39,14 +39,21 @@ class TimelineEvent:
     detail: str = ""
 
 
-def chrome_trace(events: Sequence[TimelineEvent]) -> str:
-    """The events as JSON for chrome://tracing and Perfetto, one thread per rank."""
-    records = [
+def chrome_trace(events: Sequence[TimelineEvent], ranks_per_stage: int = 0) -> str:
+    """The events as JSON for chrome://tracing and Perfetto, one thread per rank, in one process per pipeline stage.
+
+    ranks_per_stage: 0 if there is one stage.
+    """
+    stages = sorted({event.rank // ranks_per_stage for event in events}) if ranks_per_stage else []
+    records: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": stage, "args": {"name": f"stage {stage}"}} for stage in stages
+    ]
+    records += [
         {
             "name": event.name,
             "cat": event.kind,
             "ph": "X",
-            "pid": 0,
+            "pid": event.rank // ranks_per_stage if ranks_per_stage else 0,
             "tid": event.rank,
             "ts": event.start_s * 1e6,
             "dur": (event.stop_s - event.start_s) * 1e6,
@@ -58,13 +65,19 @@ def chrome_trace(events: Sequence[TimelineEvent]) -> str:
 
 
 def save_png_timeline(
-    panels: Mapping[str, Sequence[TimelineEvent]], title: str, path: Path, most_inches: float = 9.0, wide_inches: float = 14.0
+    panels: Mapping[str, Sequence[TimelineEvent]],
+    title: str,
+    path: Path,
+    most_inches: float = 9.0,
+    wide_inches: float = 14.0,
+    ranks_per_stage: int = 0,
 ) -> None:
     """Write a PNG file with one panel per name (for example "predicted" and "measured"), one row per rank, and one time axis.
 
     Needs matplotlib (the extra `plot`). Neighbouring ranks that do the same are drawn as one box, as high as their number.
     most_inches: height of a panel of many ranks; the rows of 64 can be told apart in 9 inches. wide_inches: width of the picture;
-    the narrower it is, the larger letters are on a page that shows it at another width.
+    the narrower it is, the larger letters are on a page that shows it at another width. ranks_per_stage: lines divide the rows of
+    pipeline stages, which have names (0: there is one stage).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -79,7 +92,7 @@ def save_png_timeline(
     stop_s = max((event.stop_s for events in panels.values() for event in events), default=0.0) or 1.0
     grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, (name, events), height in zip(grid[:, 0], panels.items(), heights, strict=True):
-        _draw_panel(axes, events, stop_s, (wide_inches - 1.5, height))
+        _draw_panel(axes, events, stop_s, (wide_inches - 1.5, height), ranks_per_stage)
         axes.set_title(f"{name}: {max((e.stop_s for e in events), default=0.0):.2f} s", fontsize=10, loc="left")
     grid[-1, 0].set_xlabel("seconds; <n>: sequence group of n ranks")
     kinds = {event.kind for events in panels.values() for event in events}
@@ -89,8 +102,10 @@ def save_png_timeline(
     figure.savefig(path)
 
 
-def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, inches: tuple[float, float]) -> None:
-    """Draw one panel of so many inches, width first: boxes by kind, labels that fit into them, names of some ranks."""
+def _draw_panel(
+    axes: Any, events: Sequence[TimelineEvent], stop_s: float, inches: tuple[float, float], ranks_per_stage: int = 0
+) -> None:
+    """Draw one panel of so many inches, width first: boxes by kind, labels that fit into them, names of stages or some ranks."""
     from matplotlib.collections import PolyCollection
 
     ranks = sorted({event.rank for event in events})
@@ -119,8 +134,11 @@ def _draw_panel(axes: Any, events: Sequence[TimelineEvent], stop_s: float, inche
     axes.axvspan(0, max((event.stop_s for event in events), default=0.0), color=_WAITING, linewidth=0, zorder=0)
     axes.set_xlim(0, stop_s)
     axes.set_ylim(max(1, len(ranks)), 0)
-    named = ranks[:: max(1, -(-len(ranks) // 16))]
-    axes.set_yticks([row[rank] + 0.5 for rank in named], [f"rank {rank}" for rank in named], fontsize=8)
+    named = ranks[:: ranks_per_stage or max(1, -(-len(ranks) // 16))]
+    names = [f"stage {rank // ranks_per_stage}: rank {rank}" if ranks_per_stage else f"rank {rank}" for rank in named]
+    axes.set_yticks([row[rank] + 0.5 for rank in named], names, fontsize=8)
+    if ranks_per_stage > 1:
+        axes.hlines([row[rank] for rank in named[1:]], 0, stop_s, colors="#555555", linewidths=0.6)
     axes.tick_params(axis="y", length=0)
 
 

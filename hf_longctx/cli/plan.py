@@ -123,7 +123,17 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
     """Add the options of training under plans; returns their group."""
     how = parser.add_argument_group("how to train", "options that are left out are chosen by the program")
     how.add_argument(
-        "--parameters", choices=("replicated", "sharded", "gathered_per_round"), help="how weights and states are held"
+        "--parameters",
+        choices=("auto", "replicated", "sharded", "gathered_per_step", "gathered_per_round"),
+        help="how weights and states are held (default: auto, as memory and stages need it)",
+    )
+    how.add_argument(
+        "--stages",
+        type=_stages,
+        default=0,
+        metavar="N|auto",
+        help="number of pipeline stages, 1 for none; auto: as many as are fastest for the first step (default: auto on several "
+        "nodes with --lengths, else 1)",
     )
     how.add_argument("--shard-ranks", type=_RANKS, default=0, help="ranks sharing one copy of sharded states (default: all)")
     how.add_argument(
@@ -242,6 +252,18 @@ def _degrees(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{error}; give a list of numbers such as 1,2,4,8") from None
 
 
+def _stages(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        number = _RANKS(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give a number of stages, or auto") from None
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1; give 1 for no pipeline, or auto")
+    return number
+
+
 def run_plan(options: argparse.Namespace) -> int:
     """Print the forecast; the exit status is 1 for errors that the user can fix."""
     try:
@@ -303,15 +325,19 @@ def _forecast(options: argparse.Namespace) -> Forecast:
         workload = read_workload(options.lengths, options.limit, wanted * options.steps, options.seed, counter)
     if counter is not None and not counter.was_used:
         raise ValueError("--tokenizer has no effect, since --lengths names no column of text or messages; leave it out")
-    scenario = build_scenario(request_of(options, workload.longest if workload else 0))
     batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
+    first = workload.draw_steps(options.steps, batch, options.seed)[0] if workload else ()
+    scenario = build_scenario(request_of(options, workload.longest if workload else 0, first))
     if options.ablation and workload is None:
         raise ValueError("--ablation compares plans for sequences; give --lengths too")
     return make_forecast(scenario, workload, options.steps, batch, options.seed, options.ablation)
 
 
-def request_of(options: argparse.Namespace, longest_tokens: int) -> Request:
-    """Make the request of these options; raises ValueError for impossible numbers."""
+def request_of(options: argparse.Namespace, longest_tokens: int, step_lengths: Sequence[int] = ()) -> Request:
+    """Make the request of these options; raises ValueError for impossible numbers.
+
+    step_lengths: tokens of the sequences of a step, by which the number of stages is chosen.
+    """
     from hf_longctx.sim.scenario import Request
 
     if options.host_gib is not None and options.host_gib < 0:
@@ -325,6 +351,7 @@ def request_of(options: argparse.Namespace, longest_tokens: int) -> Request:
         "network_gbit": options.slow_network,
         "parameters": options.parameters or "",
         "longest_tokens": longest_tokens,
+        "step_lengths": tuple(step_lengths),
         "solver_time_limit_s": options.solver_time_limit,
         "host_bytes": -1 if options.host_gib is None else int(options.host_gib * 2**30),
     }
@@ -397,6 +424,7 @@ def _priced(options: argparse.Namespace, file: PlanFile) -> tuple[CostModel, Dev
         dtype=options.dtype,
         parameters=file.plan.parameters,
         shard_ranks=options.shard_ranks or (file.costs.shard_ranks if file.costs and file.costs.shard_ranks > 1 else 0),
+        stages=file.plan.num_stages,
         expert_ranks=file.costs.model.experts.num_ranks if file.costs and file.costs.model.experts.are_spread else 0,
         # for another model or machine, use the kernels that a run there would have
         compile_layers=None if file.costs is None or options.model or options.hardware else has_kernels(file.costs.model),

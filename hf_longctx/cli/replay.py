@@ -77,7 +77,8 @@ def _replay_run(options: argparse.Namespace) -> None:
         raise ValueError(f"{', '.join(unused)}: no effect on a run as it was; give --gpus and --hardware, too, or leave this out")
     if options.gpus:
         _fill_in(options)
-        found = replayed(found, build_scenario(request_of(options, max(max(plan.lengths) for plan in found.past))))
+        longest = max(max(plan.lengths) for plan in found.past)
+        found = replayed(found, build_scenario(request_of(options, longest, found.past[0].lengths)))
     if options.json:
         print(json.dumps(replay_record(found), indent=2))
     else:

@@ -175,6 +175,10 @@ class Placement:
         return len(self.ranges) > 1
 
     @property
+    def ranks_per_stage(self) -> int:
+        return self.num_ranks // max(1, len(self.ranges))
+
+    @property
     def sharing(self) -> tuple[Parameters, int, Ranges]:
         """Sharding of the states, as arguments for methods of `DeviceMemory`."""
         return self.parameters, self.shard_ranks, self.ranges
@@ -727,10 +731,10 @@ class Room:
 
 def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
     """Rooms for all placements of the states, with equal groups; shards span all ranks unless the placement says otherwise."""
-    names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_round")
+    names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_step", "gathered_per_round")
     ways = []
-    for parameters in names if placement.num_ranks > 1 else names[:1]:
-        shard_ranks = placement.shard_ranks if placement.parameters != "replicated" else placement.num_ranks
+    for parameters in names if placement.ranks_per_stage > 1 else names[:1]:
+        shard_ranks = placement.shard_ranks if placement.parameters != "replicated" else placement.ranks_per_stage
         other = replace(placement, parameters=parameters, shard_ranks=1 if parameters == "replicated" else shard_ranks)
         tokens, longest = other.tokens_per_rank(memory), other.longest_tokens(memory)
         ways.append(Room(parameters, memory.state_bytes(*other.sharing), tokens, longest))
@@ -787,7 +791,7 @@ def _changes(memory: DeviceMemory, placement: Placement, may_recompute: bool) ->
 
 
 def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
-    num_ranks, model = placement.num_ranks, memory.model
+    num_ranks, model = placement.ranks_per_stage, memory.model
     changes: list[_Change] = []
 
     def add(name: str, setting: str, memory: DeviceMemory = memory, placement: Placement = placement) -> None:
@@ -874,14 +878,14 @@ def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_to
     States that are sharded over all ranks, or held by a single rank, are sharded over all of the new ranks, unless experts are
     spread.
     """
-    heads = memory.model.num_heads
-    is_widest = placement.degrees[-1] == default_degrees(placement.num_ranks, heads, placement.method)[-1]
-    is_shared = placement.shard_ranks == placement.num_ranks and memory.model.experts.num_ranks == 1
+    heads, per_stage = memory.model.num_heads, num_ranks // max(1, len(placement.ranges))
+    is_widest = placement.degrees[-1] == default_degrees(placement.ranks_per_stage, heads, placement.method)[-1]
+    is_shared = placement.shard_ranks == placement.ranks_per_stage and memory.model.experts.num_ranks == 1
     wider = replace(
         placement,
         num_ranks=num_ranks,
-        degrees=default_degrees(num_ranks, heads, placement.method) if is_widest else placement.degrees,
-        shard_ranks=num_ranks if is_shared else placement.shard_ranks,
+        degrees=default_degrees(per_stage, heads, placement.method) if is_widest else placement.degrees,
+        shard_ranks=per_stage if is_shared else placement.shard_ranks,
         parameters="sharded" if placement.num_ranks == 1 else placement.parameters,
     )
     wanted = min(num_tokens, placement.max_length or num_tokens)

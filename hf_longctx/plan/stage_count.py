@@ -35,6 +35,11 @@ class StageOption:
     def step_s(self) -> float:
         return self.plan.estimate.step_s
 
+    @property
+    def counted_s(self) -> float:
+        """Seconds with the gathers of weights that count."""
+        return self.plan.estimate.counted_s
+
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.settings import GroupMethod, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.planning import WeightSeconds
 from hf_longctx.plan.setup import Remedy, fitting_remedies, remedies, wider_job
+from hf_longctx.plan.stage_count import StageOption, StageOptions, StageSetup, stage_options
 from hf_longctx.sim.ablation import AblationRow, Machine, ablation
 from hf_longctx.sim.execution import Execution, execute_plan
 from hf_longctx.sim.longest import Budget, LongestRow, longest_rows
@@ -71,6 +73,8 @@ class Forecast:
     context_limit: int = 0
     # the first step as each of the four systems alone would plan it, if requested
     ablation: tuple[AblationRow, ...] = ()
+    # the first step by number of stages, fastest first; empty if other numbers than one are out of the question
+    stages: StageOptions = field(default_factory=StageOptions)
 
     @property
     def longest_row(self) -> LongestRow:
@@ -186,19 +190,33 @@ def make_forecast(
             f"--ablation compares plans that recompute activations, which a run of this model never does "
             f"({scenario.kept_because}); leave it out"
         )
-    longer = remedies(scenario.memory, scenario.placement, scenario.may_recompute)
-    longest, at_limit = _longest(scenario), _at_limit(scenario)
+    longer, at_limit = _longer(scenario), _at_limit(scenario)
+    longest = _longest(scenario, at_limit)
     if workload is None:
         return Forecast(scenario, None, seed, (), (), longer, longest, at_limit)
     _check_longest(scenario, workload)
     batches = workload.draw_steps(num_steps, global_batch, seed)
-    rivals = Rivals(scenario, batches, workload.limit)
+    rivals = Rivals(scenario.flat, batches, workload.limit)
     others = rivals.baselines()
     steps = tuple(_forecast_step(number, lengths, scenario, others[number]) for number, lengths in enumerate(batches))
-    static = (rivals.static_degree(degree) for degree in scenario.placement.degrees)
+    static = (rivals.static_degree(degree) for degree in scenario.flat.placement.degrees)
     alternatives = (*static, *_other_methods(steps[0].plan, scenario))
-    rows = ablation(batches[0], _machine(scenario)) if with_ablation else ()
-    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, at_limit, workload.limit, rows)
+    rows = ablation(batches[0], _machine(scenario.flat)) if with_ablation else ()
+    stages = scenario.setup.stage_options
+    if scenario.placement.is_pipeline and not stages.fitting:
+        stages = _beside_one_stage(steps[0].plan, scenario)
+    return Forecast(scenario, workload, seed, steps, alternatives, longer, longest, at_limit, workload.limit, rows, stages)
+
+
+def _beside_one_stage(plan: StepPlan, scenario: Scenario) -> StageOptions:
+    """The plan's number of stages, which the user chose, and the same step on one stage."""
+    setup, flat = scenario.setup, scenario.flat.setup
+    own = StageOption(setup.num_stages, len(setup.ranges[0]), plan, StageSetup(setup.costs, setup.planner))
+    try:
+        other = stage_options(plan.lengths, (1,), lambda *_: StageSetup(flat.costs, flat.planner))
+    except ValueError as error:
+        return StageOptions((own,), ((1, str(error)),))
+    return StageOptions(tuple(sorted((own, *other.fitting), key=lambda option: option.step_s)))
 
 
 def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...]) -> StepForecast:
@@ -212,6 +230,8 @@ def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, othe
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
     """Prices the plan's groups with each other method of sharing attention."""
     config, costs = scenario.planner_config, scenario.costs
+    if plan.num_stages > 1:
+        return ()
     used = {group.method for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1}
     choices = []
     for method in _METHODS:
@@ -258,6 +278,13 @@ def _check_longest(scenario: Scenario, workload: Workload) -> None:
             f"{most:,} positions, which nothing extends; leave longer ones out with --limit {min(room, most)}, or use a model "
             f"with rotary embeddings"
         )
+    if scenario.placement.is_pipeline:
+        advice = "".join(f"; or {one.change} (holds {one.longest_tokens:,})" for one in _longer(scenario))
+        raise ValueError(
+            f"the longest of {workload.num_sequences:,} sequences has {workload.longest:,} tokens, but "
+            f"{counted(scenario.setup.num_stages, 'stage')} of {counted(scenario.placement.ranks_per_stage, 'rank')} hold "
+            f"{room:,}; leave longer ones out with --limit {room}{advice}"
+        )
     ranks, tokens = scenario.placement.degrees[-1], scenario.tokens_per_rank
     alone = ", more of a sequence alone" if room > ranks * tokens else ""
     too_long = int(workload.counts[workload.lengths > room].sum())
@@ -274,11 +301,22 @@ def _check_longest(scenario: Scenario, workload: Workload) -> None:
     )
 
 
-def _longest(scenario: Scenario) -> tuple[LongestRow, ...]:
-    """Returns the longest sequence of the largest group, by settings of the activation engine.
+def _longer(scenario: Scenario) -> tuple[Remedy, ...]:
+    """Changes that allow longer sequences; for a pipeline that of having none, if it does."""
+    if not scenario.placement.is_pipeline:
+        return remedies(scenario.memory, scenario.placement, scenario.may_recompute)
+    flat = scenario.flat
+    found = Remedy("no pipeline: --stages 1", flat.tokens_per_rank, flat.longest_tokens, "stages=1")
+    return (found,) if found.longest_tokens > scenario.longest_tokens else ()
+
+
+def _longest(scenario: Scenario, at_limit: StepForecast) -> tuple[LongestRow, ...]:
+    """Returns the longest sequence of the largest group, by settings of the activation engine; that of a pipeline as planned.
 
     Gathered parameters are counted by formula, since measured bytes do not list them separately.
     """
+    if scenario.placement.is_pipeline:
+        return (LongestRow("in slices through all stages", scenario.longest_tokens, at_limit.execution.step_s),)
     memory, placement = scenario.memory, scenario.placement
     ways = (memory, replace(memory, state_bytes_per_parameter=0))
     states = max(way.state_bytes(*placement.sharing) for way in ways)

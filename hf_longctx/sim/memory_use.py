@@ -12,7 +12,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.predict.pipeline_run import run_alone
+from hf_longctx.plan.predict.pipeline_run import StageSeconds, run_alone
 from hf_longctx.plan.room.room import policy_reason
 from hf_longctx.plan.setup import DeviceMemory
 from hf_longctx.sim.execution import Execution
@@ -52,12 +52,12 @@ def memory_use(
 ) -> MemoryUse:
     """Summarises how `plan` uses memory. budget: that of the plan, without which no reason is given."""
     groups = [group for mb in plan.micro_batches for group in mb.groups if any(chunk.spans for chunk in group.chunks)]
-    tiled = [group for group in groups if group.stages[0].activations and not _has_layers(group)]
+    tiled = [group for group in groups if group.stages[-1].activations and not _has_layers(group)]
     chosen = [group for group in groups if _has_layers(group)]
     sliced = [group for group in chosen if _num_slices(group) > 1]
     recomputed, on_host = _shares(chosen, costs.model)
     reason = ""
-    if budget is not None and groups:
+    if budget is not None and groups and plan.num_stages == 1:
         # groups with layers under policies come first, then tiled ones, then those with the most tokens on a rank
         fullest = max(groups, key=lambda group: (_has_layers(group), bool(group.stages[0].activations), _tokens(group)))
         reason = policy_reason(fullest, costs, budget)
@@ -71,7 +71,7 @@ def memory_use(
         on_host=on_host,
         peak_bytes=max(peak_bytes(plan, execution, costs, memory)),
         host_bytes=max(execution.host_bytes),
-        added_s=sum(_added_s(group, costs) for group in chosen),
+        added_s=sum(_added_s(plan, group, costs) for group in chosen),
         reason=reason,
     )
 
@@ -82,6 +82,8 @@ def peak_bytes(plan: StepPlan, execution: Execution, costs: CostModel, memory: D
     States are those of `memory`, which may be measured or belong to adapters.
     """
     ranks = execution.ranks
+    if plan.num_stages > 1:
+        return execution.peak_bytes
     states = memory.state_bytes(plan.parameters, costs.shard_ranks)
     if memory.is_measured and not has_policies(plan):
         return tuple(states + memory.kept_bytes(rank.peak_tokens, is_shared=False) for rank in ranks)
@@ -95,16 +97,29 @@ def has_policies(plan: StepPlan) -> bool:
     return any(stage.activations or len(group.chunks) > 1 for group in groups for stage in group.stages)
 
 
+def recomputed_share(plan: StepPlan) -> float:
+    """Returns the share of the MLPs of all layers, by tokens, that run again in backward."""
+    total = again = 0.0
+    for tokens, layer in (
+        entry for micro_batch in plan.micro_batches for group in micro_batch.groups for entry in _layers(group)
+    ):
+        total += tokens
+        again += layer.share("mlp").recompute * tokens
+    return again / total if total else 0.0
+
+
 def _has_layers(group: SequenceGroup) -> bool:
-    return any(policy.layers for policy in group.stages[0].activations)
+    return any(policy.layers for stage in group.stages for policy in stage.activations)
 
 
-def _added_s(group: SequenceGroup, costs: CostModel) -> float:
-    """Returns seconds that policies add to the group's run."""
-    (stage,) = group.stages
-    kept = replace(group, stages=(replace(stage, activations=()),))
-    own_s, kept_s = (run_alone(each, costs).times[-1][1] for each in (group, kept))
-    return own_s - kept_s
+def _added_s(plan: StepPlan, group: SequenceGroup, costs: CostModel) -> float:
+    """Returns seconds that policies add to the group's passes; in a pipeline, recomputation on the stage with most of it."""
+    kept = replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages))
+    if plan.num_stages == 1:
+        own_s, kept_s = (run_alone(each, costs).times[-1][1] for each in (group, kept))
+        return own_s - kept_s
+    own, plain = (StageSeconds(plan, each, costs).table() for each in (group, kept))
+    return float((own - plain).sum(axis=(0, 2, 3)).max())
 
 
 def _tokens(group: SequenceGroup) -> int:
@@ -132,10 +147,11 @@ def _shares(groups: list[SequenceGroup], model: ModelSpec) -> tuple[tuple[tuple[
 
 
 def _layers(group: SequenceGroup) -> Iterator[tuple[int, LayerPolicy]]:
-    """Yields tokens of the group and the policy of every layer of every chunk."""
-    (stage,) = group.stages
-    policies = {policy.chunk: policy for policy in stage.activations}
-    for chunk in group.chunks:
-        layers = policies[chunk.index].layers if chunk.index in policies else ()
-        for layer in [*layers, *[LayerPolicy()] * (stage.num_layers - len(layers))]:
-            yield chunk.num_tokens, layer
+    """Yields tokens of the chunk and the policy of every layer, for every chunk of the group."""
+    for stage in group.stages:
+        policies = {(policy.chunk, policy.layer_range): policy.layers for policy in stage.activations}
+        for chunk in group.chunks:
+            for place, owned in enumerate(stage.layer_ranges):
+                layers = policies.get((chunk.index, place), ())
+                for layer in [*layers, *[LayerPolicy()] * (owned.num_layers - len(layers))]:
+                    yield chunk.num_tokens, layer

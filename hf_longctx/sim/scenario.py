@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from hf_longctx.plan.core.settings import (
     SOLVERS,
@@ -75,6 +75,9 @@ class Request:
     tokens_per_rank: int = 0
     # tokens of the longest sequence to be planned
     longest_tokens: int = 0
+    # a number of pipeline stages, or "auto": as many as are fastest for a step of `step_lengths` (0: auto on several nodes)
+    stages: int | Literal["auto"] = 0
+    step_lengths: tuple[int, ...] = ()
     solver_time_limit_s: float = 10.0
     # rank of the adapters (0: all weights are trained)
     lora_rank: int = 0
@@ -113,6 +116,13 @@ class Scenario:
     notes: tuple[str, ...] = ()
     # reason why runs of this class of models always keep everything; empty if they may recompute
     kept_because: str = ""
+    # the same without pipeline stages, in which other systems are predicted
+    one_stage: Setup | None = None
+
+    @property
+    def flat(self) -> Scenario:
+        """The scenario on one stage: itself if it has no others."""
+        return self if self.one_stage is None else replace(self, setup=self.one_stage, one_stage=None)
 
     @property
     def costs(self) -> CostModel:
@@ -153,7 +163,9 @@ class Scenario:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the longest sequence that fits, without the model's limit of positions."""
+        """Tokens of the longest sequence that fits, without the model's limit of positions; pipelines are planned within it."""
+        if self.placement.is_pipeline:
+            return self.longest_tokens
         return replace(self.placement, max_length=0).longest_tokens(self.memory)
 
     @property
@@ -213,30 +225,37 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     # a measured run had its communicators beside the usable bytes
     takes_memory = _is_gpu(profile.spec.name) and not memory.is_measured
     measured = Measured(CostModel(model, cluster, coefficients), memory, memory.is_measured, takes_memory)
-    lengths = Lengths(lambda: request.longest_tokens)
-    setup = build_setup(measured, _wishes(request, model, cluster), lengths, partial(_check, request))
+    lengths = Lengths(lambda: request.longest_tokens, lambda: request.step_lengths, list)
+    wishes = _wishes(request, model, cluster, _stages(request, model, cluster, memory.is_measured))
+    setup = build_setup(measured, wishes, lengths, partial(_check, request))
     notes += setup.notes
-    scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept)
+    one_stage = None
+    if setup.num_stages > 1:
+        flat = replace(request, stages=1, parameters="", shard_ranks=0)
+        one_stage = build_setup(measured, _wishes(flat, model, cluster, 1), lengths, lambda *_: None)
+    scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage)
     if must_fit:
         _check_fits(scenario)
     return scenario
 
 
-def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec) -> Wishes:
+def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: int | Literal["auto"]) -> Wishes:
     """The options that the setup follows; raises ValueError for those that contradict each other."""
     if request.solver not in SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}; choose one of these")
     if min(request.degrees, default=1) < 1:
         raise ValueError(f"degrees {request.degrees} hold a number below 1; give positive numbers of ranks, for example 1,2,4,8")
-    degrees = request.degrees or default_degrees(request.num_ranks, model.num_heads, request.method)
-    check_degrees(degrees, request.num_ranks, model.num_heads, request.method)
+    num_ranks = request.num_ranks if stages == "auto" else request.num_ranks // stages
+    degrees = request.degrees or default_degrees(num_ranks, model.num_heads, request.method)
+    check_degrees(degrees, num_ranks, model.num_heads, request.method)
     if request.shard_ranks and request.parameters == "replicated":
         raise ValueError(f"--shard-ranks {request.shard_ranks} has no effect with --parameters replicated; leave one of them out")
     shard_ranks = request.shard_ranks or request.num_ranks
     if not 1 <= shard_ranks <= request.num_ranks or request.num_ranks % shard_ranks:
         raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
     is_sharded = request.shard_ranks or request.expert_ranks or request.layer_weights != "device"
-    parameters = _as_parameters(request.parameters or ("sharded" if is_sharded else "replicated"))
+    given = "" if request.parameters == "auto" else request.parameters
+    parameters = _as_parameters(given or ("sharded" if is_sharded else "replicated"))
     placement = Placement(
         request.num_ranks,
         parameters,
@@ -250,16 +269,63 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec) -> Wishes:
     return Wishes(
         PlannerConfig(1, degrees, request.solver, solver_time_limit_s=request.solver_time_limit_s),
         placement,
-        may_shard=not (request.parameters or is_sharded),
+        may_shard=not (given or is_sharded),
         expert_ranks=request.expert_ranks,
         optimizer_states=request.optimizer_states,
         layer_weights=request.layer_weights,
+        stages=stages,
     )
+
+
+def _stages(request: Request, model: ModelSpec, cluster: ClusterSpec, is_measured: bool) -> int | Literal["auto"]:
+    """The number of pipeline stages that the setup follows; raises ValueError for one that a run refuses.
+
+    By default it is chosen if there are several nodes and lengths to choose by, unless another option excludes stages.
+    """
+    found, num_ranks = request.stages, request.num_ranks
+    excludes = {
+        "--layer-weights": (request.layer_weights, "device"),
+        "--solver": (request.solver, "auto"),
+    }
+    excluding = next((f"{name} {value}" for name, (value, default) in excludes.items() if value != default), "")
+    if found == 0:
+        is_open = bool(request.step_lengths) and num_ranks > cluster.ranks_per_node and not (excluding or is_measured)
+        return "auto" if is_open else 1
+    if found == 1:
+        return 1
+    if excluding:
+        raise ValueError(f"--stages is {found}, and {excluding} has no effect on stages; leave one of them out")
+    if is_measured:
+        raise ValueError(
+            f"--stages is {found}, but {request.name or request.model} was measured on {request.hardware} without stages; leave "
+            f"--stages out, or name another hardware"
+        )
+    if found == "auto":
+        if not request.step_lengths:
+            raise ValueError("--stages auto chooses by the lengths of a step; give --lengths too, or a number of stages")
+        return found
+    if num_ranks % found:
+        fitting = [count for count in range(2, num_ranks + 1) if num_ranks % count == 0 and count <= model.num_layers]
+        raise ValueError(
+            f"--stages {found} does not divide the {num_ranks} ranks of --gpus; choose one of "
+            f"{', '.join(map(str, [1, *fitting]))}, or auto"
+        )
+    if found > model.num_layers:
+        raise ValueError(
+            f"--stages {found} is more than the {model.num_layers} layers of {request.name or request.model}; use at most one "
+            f"stage per layer"
+        )
+    return found
 
 
 def _check(request: Request, setup: Setup, measured: Measured) -> None:
     """Raise ValueError if states or layers cannot lie on the host."""
     memory, placement, free_bytes = setup.memory, setup.placement, measured.memory.host_bytes
+    if (ranks := placement.ranks_per_stage) % placement.shard_ranks:
+        raise ValueError(
+            f"--shard-ranks {placement.shard_ranks} does not divide the {ranks} ranks of a stage of {setup.num_stages}; choose a "
+            f"divisor, or other --stages"
+        )
     states_away, layers_away = memory.model.updates_on_host, memory.model.layers_on_host
     if memory.is_measured and states_away:
         raise ValueError(
@@ -377,7 +443,7 @@ def _spread(request: Request, model: ModelSpec) -> ModelSpec:
             f"--expert-ranks is {ranks}; it must be at least 2 and divide the {experts.num_experts} experts of a layer of "
             f"{request.model} and the {request.num_ranks} ranks, or be left out"
         )
-    if request.parameters not in ("", "sharded") or request.shard_ranks not in (0, ranks):
+    if request.parameters not in ("", "auto", "sharded") or request.shard_ranks not in (0, ranks):
         raise ValueError(
             f"--expert-ranks {ranks} spreads experts over the ranks that share sharded parameters; use --parameters sharded and "
             f"--shard-ranks {ranks}, or leave both out"
@@ -470,6 +536,7 @@ def _check_fits(scenario: Scenario) -> None:
     memory, placement = scenario.memory, scenario.placement
     states = memory.state_bytes(*placement.sharing)
     over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
+    stages = f" of {len(placement.ranges)} stages" if placement.is_pipeline else ""
     resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
     if resting > memory.usable_bytes:
         raise ValueError(
@@ -481,7 +548,7 @@ def _check_fits(scenario: Scenario) -> None:
     device = scenario.costs.cluster.hardware.name
     raise ValueError(
         f"{scenario.model_name} fits at no degree: weights, gradients and optimizer states ({placement.parameters}{over}) take "
-        f"{states / _GIB:.1f} GiB on each rank, and a token {memory.saved_bytes_per_token / 2**20:.2f} MiB, but only "
+        f"{states / _GIB:.1f} GiB on each rank{stages}, and a token {memory.saved_bytes_per_token / 2**20:.2f} MiB, but only "
         f"{memory.usable_bytes / _GIB:.1f} of the {memory.device_bytes / _GIB:.1f} GiB of {device} are usable. Possible changes: "
         f"{advice or 'more than twice the ranks, larger devices, or a smaller model'}"
     )

@@ -25,6 +25,7 @@ from hf_longctx.sim.forecast import Forecast, StepForecast
 from hf_longctx.sim.memory_use import memory_use, peak_bytes
 from hf_longctx.sim.output.text import length_bins
 from hf_longctx.sim.rivals import Choice
+from hf_longctx.sim.stages import stage_rows
 
 # annotation of a field -> types that its JSON value may have
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
@@ -40,6 +41,7 @@ def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str,
         "device": scenario.costs.cluster.hardware.name,
         "num_ranks": scenario.costs.cluster.num_ranks,
         "ranks_per_node": scenario.costs.cluster.ranks_per_node,
+        "num_stages": scenario.setup.num_stages,
         "parameters": scenario.placement.parameters,
         "shard_ranks": scenario.placement.shard_ranks,
         "method": scenario.costs.method,
@@ -63,6 +65,7 @@ def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str,
         "estimate": dataclasses.asdict(first.plan.estimate) if first else None,
         "baselines": [_choice_record(choice) for choice in first.baselines] if first else [],
         "alternatives": [_choice_record(choice) for choice in forecast.alternatives],
+        "stages": [dataclasses.asdict(row) for row in stage_rows(forecast.stages, scenario.placement.num_ranks)],
         "ablation": [dataclasses.asdict(row) for row in forecast.ablation],
         "mean": _mean_record(forecast) if first else None,
         "steps": [_step_record(step) for step in forecast.steps],

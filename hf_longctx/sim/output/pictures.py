@@ -30,7 +30,7 @@ def write_forecast(forecast: Forecast, folder: Path) -> None:
         first = forecast.steps[0]
         scenario = forecast.scenario
         title = f"{scenario.model_name} on {first.plan.num_ranks} x {scenario.costs.cluster.hardware.name}, first step"
-        write_timeline(first.execution, title, folder)
+        write_timeline(first.plan, first.execution, title, folder)
         save_png_lengths(forecast, folder / "lengths.png")
 
 
@@ -39,13 +39,14 @@ def write_execution(plan: StepPlan, execution: Execution, text: str, folder: Pat
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(text + "\n")
     title = f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens on {plan.num_ranks} ranks"
-    write_timeline(execution, title, folder)
+    write_timeline(plan, execution, title, folder)
 
 
-def write_timeline(execution: Execution, title: str, folder: Path) -> None:
-    """Writes timeline.png and trace.json, which chrome://tracing and Perfetto open."""
-    (folder / "trace.json").write_text(chrome_trace(execution.events))
-    save_png_timeline({"predicted": execution.events}, title, folder / "timeline.png")
+def write_timeline(plan: StepPlan, execution: Execution, title: str, folder: Path) -> None:
+    """Writes timeline.png and trace.json, which chrome://tracing and Perfetto open, by stage and rank."""
+    ranks_per_stage = plan.ranks_per_stage if plan.num_stages > 1 else 0
+    (folder / "trace.json").write_text(chrome_trace(execution.events, ranks_per_stage))
+    save_png_timeline({"predicted": execution.events}, title, folder / "timeline.png", ranks_per_stage=ranks_per_stage)
 
 
 def save_png_lengths(forecast: Forecast, path: Path) -> None:

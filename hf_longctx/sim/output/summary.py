@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hf_longctx.plan.core.messages import duration
+from hf_longctx.plan.core.messages import counted, duration
 from hf_longctx.plan.core.settings import default_degrees
-from hf_longctx.plan.setup import DeviceMemory
+from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.setup import DeviceMemory, Placement
 from hf_longctx.sim.execution import Price
 from hf_longctx.sim.forecast import Forecast
 from hf_longctx.sim.scenario import Scenario, optimizer_of
@@ -50,13 +51,23 @@ def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str
 def _where(scenario: Scenario) -> str:
     cluster, placement = scenario.costs.cluster, scenario.placement
     memory = scenario.memory
-    states = placement.parameters.replace("_", " ")
-    if placement.parameters != "replicated":
-        states += f" over {placement.shard_ranks} ranks"
+    states = states_words(placement)
     trained = "all weights trained" if not memory.lora_rank else f"LoRA of rank {memory.lora_rank}"
     trained += "" if memory.model.packed.is_empty else " over weights of four bits"
     where = "one node" if cluster.num_ranks <= cluster.ranks_per_node else f"{cluster.ranks_per_node} per node"
     return f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name} ({where}), {trained}, states {states}"
+
+
+def states_words(placement: Placement) -> str:
+    """Describes how weights and states are held: by stages, and by ranks of a stage."""
+    stages = f" in {len(placement.ranges)} stages" if placement.is_pipeline else ""
+    return f"{held_words(placement.parameters, placement.shard_ranks)}{stages}"
+
+
+def held_words(parameters: Parameters, shard_ranks: int) -> str:
+    """Describes how weights of a stage are held."""
+    words = parameters.replace("_", " ")
+    return words if parameters == "replicated" else f"{words} over {shard_ranks} ranks"
 
 
 def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
@@ -86,7 +97,31 @@ def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
         static = next((choice for choice in forecast.baselines if choice.name == "static" and choice.is_possible), None)
         beside = f", {static.step_s / forecast.step_s:.2f}x as fast as one degree for all" if static and static != best else ""
         yield "others", f"{verdict} the best of the others ({best.label}){beside}"
+    yield from stage_lines(forecast)
     yield "layout", f"of the first step, <ranks x groups>: {_shortened(forecast.steps[0].plan.folded_layout)}"
+
+
+def stage_lines(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """Makes a line that compares pipeline stages with one stage, in the first step; none if nothing else was tried."""
+    chosen, ranks = forecast.scenario.setup.num_stages, forecast.scenario.placement.num_ranks
+    seconds: dict[int, float] = {}
+    for option in forecast.stages.fitting:
+        seconds.setdefault(option.num_stages, option.counted_s)
+    own_s, one_s = seconds.get(chosen), seconds.get(1)
+    if own_s is None:
+        return
+    if chosen > 1:
+        own = f"{chosen} stages of {counted(ranks // chosen, 'rank')}"
+        yield "stages", f"{own}: {_as_fast(one_s / own_s)} as one" if one_s else f"{own}; one stage does not hold this step"
+    elif others := {count: other_s for count, other_s in seconds.items() if count > 1}:
+        count = min(others, key=lambda each: others[each])
+        yield "stages", f"one; {count} stages of {counted(ranks // count, 'rank')} would be {_as_fast(own_s / others[count])}"
+    elif forecast.stages.unfit:
+        yield "stages", "one; no pipeline holds this step (--details says why)"
+
+
+def _as_fast(factor: float) -> str:
+    return "as fast" if abs(factor - 1) < _EQUAL else f"{factor:.2f}x as fast"
 
 
 def epoch_steps(forecast: Forecast) -> int:
@@ -154,10 +189,10 @@ def state_words(memory: DeviceMemory) -> str:
 def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """Lists options of this command that would allow longer sequences, without larger devices.
 
-    With lengths, which fit, only another way of holding the states is named.
+    With lengths, which fit, only other ways of holding weights and states are named.
     """
-    needed = "--" if forecast.workload is None else "--parameters"
-    found = [one for one in forecast.remedies if needed in one.change][:_MOST_LONGER]
+    needed = ("--",) if forecast.workload is None else ("--parameters", "--stages")
+    found = [one for one in forecast.remedies if any(name in one.change for name in needed)][:_MOST_LONGER]
     if found:
         changes = (f"{one.change[one.change.index('--') :]} ({one.longest_tokens:,})" for one in found)
         yield "longer", f"{'; '.join(changes)}"
@@ -194,7 +229,9 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
     memory, placement, model = scenario.memory, scenario.placement, scenario.memory.model
     is_half, is_sharded = model.bytes_per_element == 2, placement.parameters != "replicated"
     offloads = memory.host_bytes > 0 and not memory.keeps_everything
-    defaults = default_degrees(placement.num_ranks, model.num_heads, placement.method)
+    defaults = default_degrees(placement.ranks_per_stage, model.num_heads, placement.method)
+    # groups in stages exchange heads by default
+    default_method = "ulysses" if placement.is_pipeline else "auto"
     extends = scenario.longest_tokens > model.max_positions and not model.learned_positions
     lines = {
         "max_length": str(scenario.longest_tokens),
@@ -203,9 +240,10 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "dtype": "bfloat16" if is_half else "",
         "lora_rank": str(memory.lora_rank or ""),
         "load_in_4bit": "" if model.packed.is_empty else "true",
+        "stages": str(len(placement.ranges)) if placement.is_pipeline else "",
         "parameters": placement.parameters if is_sharded else "",
         "expert_ranks": str(model.experts.num_ranks) if model.experts.are_spread else "",
-        "shard_ranks": str(placement.shard_ranks) if is_sharded and placement.shard_ranks < placement.num_ranks else "",
+        "shard_ranks": str(placement.shard_ranks) if is_sharded and placement.shard_ranks < placement.ranks_per_stage else "",
         "optim": optimizer_of(model.moment_bytes) if model.moment_bytes else "",
         "optim_args": "bf16_stochastic_round=True" if is_half and model.moment_bytes and not model.has_master_weights else "",
         "optimizer_states": "host" if model.updates_on_host else "",
@@ -217,7 +255,7 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "activations": "keep" if memory.keeps_everything and not memory.is_measured else "",
         # a run takes at most 64 GiB by default
         "host_gib": f"{math.ceil(memory.host_bytes / _GIB * 100) / 100:g}" if offloads else "",
-        "method": "" if placement.method == "auto" else placement.method,
+        "method": "" if placement.method in ("auto", default_method) else placement.method,
         "degrees": "" if placement.degrees == defaults else str(list(placement.degrees)),
         "tokens_per_rank": str(placement.max_tokens_per_rank or ""),
         "solver": "" if scenario.planner_config.solver == "auto" else scenario.planner_config.solver,

@@ -19,10 +19,11 @@ from hf_longctx.plan.setup import COMMUNICATOR_BYTES, DeviceMemory, num_communic
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
-from hf_longctx.sim.output.summary import answer, state_words
+from hf_longctx.sim.output.summary import answer, held_words, state_words, states_words
 from hf_longctx.sim.output.tables import Table, as_text
 from hf_longctx.sim.rivals import Choice
 from hf_longctx.sim.scenario import Scenario
+from hf_longctx.sim.stages import stage_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def forecast_sections(forecast: Forecast) -> list[list[str]]:
     sections = [[answer(forecast), *_head(forecast)]]
     if forecast.steps:
         sections += [_step(forecast), _why(forecast), _lengths(forecast), _baselines(forecast), _rejected(forecast)]
-        sections += [_ablation(forecast)]
+        sections += [_stages(forecast), _ablation(forecast)]
     sections += [_memory(forecast), _longest(forecast)]
     return [lines for lines in sections if lines]
 
@@ -95,9 +96,7 @@ def forecast_sections(forecast: Forecast) -> list[list[str]]:
 def _head(forecast: Forecast) -> list[str]:
     scenario, workload = forecast.scenario, forecast.workload
     cluster, placement = scenario.costs.cluster, scenario.placement
-    states = placement.parameters.replace("_", " ")
-    if placement.parameters != "replicated":
-        states += f" over {placement.shard_ranks} ranks"
+    states = states_words(placement)
     lines = [
         f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name}, {cluster.ranks_per_node} per node; "
         f"weights, gradients and optimizer states {states}"
@@ -168,7 +167,8 @@ def _reasons(forecast: Forecast, uses: Sequence[DegreeUse]) -> list[str]:
     else:
         why = "; larger groups let all ranks end at the same time" if uses[0].degree > 1 else ""
         sentences = [f"every planned sequence fits on one rank ({room:,} tokens){why}"]
-    shares = {"computing": "compute_s", "communication": "exchange_s", "waiting for other groups": "idle_s"}
+    waiting = "waiting for other stages" if forecast.scenario.placement.is_pipeline else "waiting for other groups"
+    shares = {"computing": "compute_s", "communication": "exchange_s", waiting: "idle_s"}
     ranked = sorted(((forecast.share(name), word) for word, name in shares.items()), reverse=True)
     then = f", then {ranked[1][1]} ({ranked[1][0]:.0%})" if ranked[1][0] > 0 else ""
     sentences.append(f"most rank-seconds go into {ranked[0][1]} ({ranked[0][0]:.0%}){then}")
@@ -238,6 +238,36 @@ def _rejected(forecast: Forecast) -> list[str]:
     return [f"REJECTED  for the first step, against {duration(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
 
 
+def _stages(forecast: Forecast) -> list[str]:
+    """Makes the table of numbers of pipeline stages; none if only one number was possible."""
+    chosen, num_ranks = forecast.scenario.setup.num_stages, forecast.scenario.placement.num_ranks
+    found = stage_rows(forecast.stages, num_ranks)
+    if len(found) < 2:
+        return []
+    rows = []
+    for row in found:
+        name = f"{row.num_stages}{f' of {row.num_ranges} ranges' if row.num_ranges > 1 else ''}"
+        mark = " (chosen)" if row.num_stages == chosen else ""
+        cells = ["-"] * 7
+        if row.is_possible:
+            cells = [
+                duration(row.step_s),
+                duration(row.counted_s),
+                duration(row.most_s),
+                duration(row.lower_bound_s),
+                f"{row.idle_share:.0%}",
+                f"{row.recomputed_share:.0%}",
+                _gib(row.peak_bytes),
+            ]
+        held = held_words(row.parameters, row.shard_ranks) if row.is_possible else "-"
+        rows.append([name + mark, str(row.ranks_per_stage), held, *cells, _shortened(row.detail, 90)])
+    head = ["stages", "ranks each", "weights", "seconds", "counted", "at most", "bound", "waiting", "recomputed", "peak GiB", ""]
+    return [
+        "STAGES  of the first step; compared by seconds with the gathers of weights that count, at most: with all of them",
+        *_table(head, rows),
+    ]
+
+
 def _ablation(forecast: Forecast) -> list[str]:
     if not forecast.ablation:
         return []
@@ -269,7 +299,8 @@ def _reserved(scenario: Scenario) -> list[tuple[str, str, str]]:
     kept = memory.device_bytes - memory.usable_bytes
     if costs.cluster.hardware.name == GENERIC_CPU.name or costs.cluster.num_ranks == 1:
         return [("kept for workspace and the process", _gib(kept), "")]
-    number = num_communicators(costs.cluster.num_ranks, block_sizes(placement.degrees, costs), placement.shard_ranks)
+    blocks, num_stages = block_sizes(placement.degrees, costs), max(1, scenario.setup.num_stages)
+    number = num_communicators(costs.cluster.num_ranks, blocks, placement.shard_ranks, num_stages)
     taken = number * COMMUNICATOR_BYTES
     return [
         ("kept for communicators of NCCL", _gib(taken), f"{number} of {COMMUNICATOR_BYTES / 2**30:g} GiB"),
@@ -300,7 +331,8 @@ def _memory(forecast: Forecast) -> list[str]:
             room.parameters.replace("_", " ") + (" (chosen)" if room.parameters == placement.parameters else ""),
             _gib(room.state_bytes),
             f"{room.tokens_per_rank:,}" if room.tokens_per_rank else "does not fit",
-            f"{room.longest_tokens:,}" if room.tokens_per_rank else "-",
+            # sequences are longer in the slices of a pipeline
+            f"{room.longest_tokens:,}" if room.tokens_per_rank and not placement.is_pipeline else "-",
             "",
         )
         for room in rooms(memory, placement)
