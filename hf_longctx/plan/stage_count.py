@@ -32,10 +32,6 @@ class StageOption:
     setup: StageSetup
 
     @property
-    def step_s(self) -> float:
-        return self.plan.estimate.step_s
-
-    @property
     def counted_s(self) -> float:
         """Seconds with the gathers of weights that count."""
         return self.plan.estimate.counted_s
@@ -84,14 +80,14 @@ def stage_options(
         if not options:
             continue
         unfit.pop(count, None)
-        best_s = min(option.step_s for option in options)
+        best_s = min(option.counted_s for option in options)
         num_slower, last_s = num_slower + 1 if best_s >= last_s else 0, best_s
         found += options
         if most_slower and num_slower == most_slower:
             break
     if not found:
         raise next(iter(unfit.values()), ValueError("no number of stages to choose from"))
-    ordered = sorted(found, key=lambda option: (option.step_s, option.num_stages, option.num_ranges))
+    ordered = sorted(found, key=lambda option: (option.counted_s, option.num_stages, option.num_ranges))
     return StageOptions(tuple(ordered), tuple((count, str(error)) for count, error in unfit.items()))
 
 

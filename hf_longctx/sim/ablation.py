@@ -8,10 +8,12 @@
     SPPO (arXiv 2503.10377)        equal groups, every sequence alone in slices of 2K to 16K tokens per rank, as much offloaded as
                                    the link to the host can hide
 
-Each system with stages runs at the best number of stages that fits. FlexSP and Seq1F1B choose nothing layer by layer, so each
-runs with everything kept, with selective and with full checkpointing, and the fastest that fits is shown.
-InfiniPipe and SPPO choose what to recompute and to offload by our planner's programs. With checkpointing, norms and MLPs of
-Seq1F1B also run in tiles, as in our plans.
+Each system with stages runs at the best number of stages that fits, and shares sequences inside a stage by Ulysses and weights by
+ZeRO-3, as InfiniPipe does (section 3.1) and as it runs its baseline of the kind of Seq1F1B; Seq1F1B's own experiments have tensor
+parallelism there (Megatron, 8 ranks), and SPPO's have Ulysses. All together hold weights in the fastest of the ways that fit.
+FlexSP and Seq1F1B choose nothing layer by layer, so each runs with everything kept, with selective and with full checkpointing,
+and the fastest that fits is shown. InfiniPipe and SPPO choose what to recompute and to offload by our planner's programs. With
+checkpointing, norms and MLPs of Seq1F1B also run in tiles, as in our plans.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_counts
 from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.orders import pipelined
 from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
-from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, Ranges, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, Parameters, Ranges, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -33,6 +35,7 @@ from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.pipeline_run import PredictionCache
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.room import make_room
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
@@ -59,7 +62,10 @@ _INTERLEAVE = 2
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One system alone, or all together: seconds of the step (0 if nothing fits), and how it runs or why it cannot."""
+    """One system alone, or all together: seconds of the step (0 if nothing fits), and how it runs or why it cannot.
+
+    step_s: with the gathers of weights that count, as plans are compared.
+    """
 
     name: str
     step_s: float
@@ -80,6 +86,10 @@ class _Option:
     run: Evaluation
     checkpointing: Checkpointing = KEPT
 
+    @property
+    def counted_s(self) -> float:
+        return self.run.step_s + self.run.gathers_s
+
     def fitted(self, has_policies: bool) -> AblationRow:
         """Makes the plan fit, with policies if it may have any, and returns its row; zero seconds if it does not fit."""
         plan, run = self.plan, self.run
@@ -88,14 +98,20 @@ class _Option:
                 plan = make_room(plan, Planning(self.costs, PlannerConfig(1, (1,), activations=self.budget)))
             except ValueError as error:
                 return AblationRow("", 0.0, str(error))
-            run = evaluate_plan(plan, self.costs, with_events=False)
+            run = _run(plan, self.costs)
         stages = plan.micro_batches[0].groups[0].stages
         limit = self.budget.device_bytes + max(ByteModel(self.costs.model).stage_states(stage, plan) for stage in stages)
         if (needed := max(run.peak_bytes)) > limit:
             how = "" if has_policies else f" with {self.checkpointing.name}"
             text = f"does not fit{how}: {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} on {plan.num_stages} stages"
             return AblationRow("", 0.0, text)
-        return AblationRow("", run.step_s, describe(plan) if has_policies else f"{describe(plan)}, {self.checkpointing.name}")
+        how = describe(plan) if has_policies else f"{describe(plan)}, {self.checkpointing.name}"
+        return AblationRow("", run.step_s + run.gathers_s, how)
+
+
+def _run(plan: StepPlan, costs: CostModel) -> Evaluation:
+    """Predicts a plan's run with the gathers of weights that count."""
+    return evaluate_plan(plan, costs, with_events=False, known=PredictionCache(counts_gathers=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +129,12 @@ class Machine:
         counts = stage_counts(self.costs.cluster.num_ranks, self.costs.model.num_layers, self.config.degrees)
         return [count for count in counts if count > 1]
 
-    def staged_costs(self, num_stages: int) -> CostModel:
-        """Returns costs on stages whose ranks share weights: no rings, which cannot run slices; weights gathered per round."""
+    def staged_costs(self, num_stages: int, parameters: Parameters = "sharded") -> CostModel:
+        """Returns costs on stages whose ranks share sequences by Ulysses, and weights in this way if they share any."""
         per_stage = self.costs.cluster.num_ranks // num_stages
         if per_stage == 1 or self.costs.parameters == "replicated":
             return replace(self.costs, method="ulysses", parameters="replicated", shard_ranks=1)
-        return replace(self.costs, method="ulysses", parameters="gathered_per_round", shard_ranks=per_stage)
+        return replace(self.costs, method="ulysses", parameters=parameters, shard_ranks=per_stage)
 
     def budget(self, costs: CostModel, ranges: Ranges, host_bytes: int) -> ActivationBudget:
         """Returns memory besides the states of the largest stage; raises ValueError if there is none."""
@@ -144,18 +160,23 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
     """Plans with all four systems at the best number of stages, trying numbers in turn until two in a row are slower.
 
-    Stages are interleaved only if parameters are replicated on every rank of a stage, as in a run.
+    Stages are interleaved only if parameters are replicated on every rank of a stage.
     """
 
-    def setup_of(count: int, num_ranges: int) -> StageSetup:
-        if count == 1:
-            return StageSetup(machine.costs, machine.config)
-        costs = machine.staged_costs(count)
-        if num_ranges > 1 and costs.parameters != "replicated":
-            raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
-        return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_ranges))
+    def planned(parameters: Parameters) -> AblationRow:
+        def setup_of(count: int, num_ranges: int) -> StageSetup:
+            if count == 1:
+                return StageSetup(machine.costs, machine.config)
+            costs = machine.staged_costs(count, parameters)
+            if num_ranges > 1 and costs.parameters != "replicated":
+                raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
+            return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_ranges))
 
-    return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
+        return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
+
+    ways: tuple[Parameters, ...] = ("sharded",) if machine.costs.parameters == "replicated" else ("sharded", "gathered_per_step")
+    rows = [planned(parameters) for parameters in ways]
+    return min(rows, key=lambda row: (not row.is_possible, row.step_s))
 
 
 def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
@@ -194,7 +215,7 @@ def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: 
         best = stage_options(lengths, counts, setup_of, _GIVEN_UP, interleave=_INTERLEAVE).fitting[0]
     except ValueError as error:
         return AblationRow(name, 0.0, str(error))
-    return AblationRow(name, best.step_s, describe(best.plan))
+    return AblationRow(name, best.counted_s, describe(best.plan))
 
 
 def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:
@@ -231,7 +252,7 @@ def _flexsp_under(lengths: Sequence[int], machine: Machine, checkpointing: Check
         if needed > budget.device_bytes:
             gib = f"{needed / 2**30:.1f} GiB of {budget.device_bytes / 2**30:.1f}"
             return AblationRow(name, 0.0, f"does not fit with {how}: {gib} beside the states")
-    return AblationRow(name, plan.estimate.step_s, f"{describe(plan)}, {how}")
+    return AblationRow(name, plan.estimate.counted_s, f"{describe(plan)}, {how}")
 
 
 def _checkpointed(options: Iterator[_Option | str], machine: Machine) -> Iterator[_Option | str]:
@@ -248,7 +269,7 @@ def _checkpointed(options: Iterator[_Option | str], machine: Machine) -> Iterato
                     for mb in option.plan.micro_batches
                 ),
             )
-            run = evaluate_plan(plan, option.costs, with_events=False)
+            run = _run(plan, option.costs)
             yield replace(option, plan=plan, run=run, checkpointing=checkpointing)
 
 
@@ -292,7 +313,7 @@ def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host
             plan = StepPlan(
                 0, tuple(lengths), num_stages, per_stage, costs.parameters, (MicroBatch(groups),), shard_ranks=costs.shards
             )
-            yield _Option(plan, costs, budget, evaluate_plan(plan, costs, with_events=False))
+            yield _Option(plan, costs, budget, _run(plan, costs))
 
 
 def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -> AblationRow:
@@ -301,8 +322,8 @@ def _quickest(name: str, options: Iterator[_Option | str], has_policies: bool) -
     best, reason = AblationRow(name, 0.0, ""), "there is no number of stages of two or more"
     for text in (each for each in found if isinstance(each, str)):
         reason = text
-    for option in sorted((each for each in found if isinstance(each, _Option)), key=lambda each: each.run.step_s):
-        if best.is_possible and option.run.step_s >= best.step_s:
+    for option in sorted((each for each in found if isinstance(each, _Option)), key=lambda each: each.counted_s):
+        if best.is_possible and option.counted_s >= best.step_s:
             break
         row = option.fitted(has_policies)
         if row.is_possible and (not best.is_possible or row.step_s < best.step_s):

@@ -216,7 +216,7 @@ def _beside_one_stage(plan: StepPlan, scenario: Scenario) -> StageOptions:
         other = stage_options(plan.lengths, (1,), lambda *_: StageSetup(flat.costs, flat.planner))
     except ValueError as error:
         return StageOptions((own,), ((1, str(error)),))
-    return StageOptions(tuple(sorted((own, *other.fitting), key=lambda option: option.step_s)))
+    return StageOptions(tuple(sorted((own, *other.fitting), key=lambda option: option.counted_s)))
 
 
 def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...]) -> StepForecast:

@@ -74,6 +74,8 @@ RUNS: dict[str, tuple[str, float, int, dict[str, Any]]] = {
     "states in a place": ("llama", 1.1, 1, {"optimizer_states": "auto"}),
     "states and layers in a place": ("llama", 1.3, 4, {s: "auto" for s in ("optimizer_states", "layer_weights")}),
     "states on the host": ("llama", 1.0, 2, {"parameters": "sharded", "optimizer_states": "host"}),
+    "stages": ("qwen3", 1.3, 4, {"parameters": "sharded", "stages": 2}),
+    "stages of copies": ("llama", 1.5, 2, {"parameters": "replicated", "stages": 2}),
     "layers with a state": ("qwen3_5_few", 3.0, 1, {}),
 }
 
