@@ -33,7 +33,7 @@ plan.planner
 plan.stage_count
 plan.setup
 sim.memory_use  sim.scenario
-sim.rivals  sim.run_replay
+sim.rivals  sim.run_replay  sim.stages
 hf.planning  sim.ablation
 hf.data  sim.forecast
 hf.rules  sim.output
