@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch.cuda._sanitizer as sanitizer
@@ -17,8 +18,10 @@ from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.machine.scenarios import CUDA, SIZE
 from fake_cuda.test_host_updates import num_wrong
 from fake_cuda.test_offload import dropped_unread, many_leave
+from fake_cuda.test_sharded_step import sharded_model, steps_of, two_ranks
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.parameters.gradients import GradientSum, local_shard
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +62,36 @@ def test_policies_run_without_races(name: str, traced: sanitizer.CUDASanitizerDi
     with sanitised(traced):
         error, _ = smoke_memory.check_policy(64, CUDA, *smoke_memory.POLICIES[name])
     assert error <= smoke_memory.POLICY_TOLERANCE
+
+
+@contextlib.contextmanager
+def reading_shards() -> Iterator[None]:
+    """Context in which sums read shards of gradients one by one, since the sanitizer does not look into a `DTensor`."""
+    absorb = GradientSum.absorb
+
+    def read_and_absorb(sums: GradientSum) -> None:
+        for parameter in sums.parameters:
+            if parameter.grad is not None:
+                local_shard(parameter.grad).float()
+        absorb(sums)
+
+    with patch.object(GradientSum, "absorb", read_and_absorb):
+        yield
+
+
+SEVERAL_CHUNKS = "0F0 0F1 0B1 0F2 0B0 0B2"
+
+
+def test_sums_of_every_backward_race_with_nothing(traced: sanitizer.CUDASanitizerDispatchMode, two_ranks: None) -> None:
+    with steps_of(sharded_model(), "gathered_per_step", SEVERAL_CHUNKS) as run, reading_shards(), sanitised(traced):
+        run()
+
+
+def test_planted_sums_that_do_not_follow_their_reduction_race(
+    traced: sanitizer.CUDASanitizerDispatchMode, two_ranks: None
+) -> None:
+    every, last = (f"self.model.set_is_last_backward({condition})" for condition in ("is_last or sums_every", "is_last"))
+    unordered = Removal("runtime.parameters.sharded", every, last)
+    with steps_of(sharded_model(), "gathered_per_step", SEVERAL_CHUNKS) as run, reading_shards(), removed(unordered):
+        with sanitised(traced), pytest.raises(sanitizer.CUDASanitizerErrors):
+            run()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from helpers.models.reference import TOLERANCE, random_rows
 from helpers.models.tiny_models import ModelCase
-from helpers.plans.layouts import plan_of
+from helpers.plans.layouts import FFBFBB, chunks_plan, plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
@@ -38,6 +38,7 @@ PLANS: dict[str, StepPlan] = {
     ),
     "gathered": plan_of([[(1, (0,)), (1, (1,))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="gathered_per_round"),
     ON_HOST: plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="sharded"),
+    "summed in every backward": chunks_plan((FFBFBB, FFBFBB), "gathered_per_step"),
     "early sums": plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2),
     "stages": pipeline_plan(
         [19, 11], [[(1, [[each] for each in cut(0, [8, 6, 5])])], [(1, [[(1, 0, 11)]])]], 2, num_layers=LAYERS

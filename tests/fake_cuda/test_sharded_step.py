@@ -27,6 +27,7 @@ from hf_longctx.plan.core.types import (
     ActivationPolicy,
     Chunk,
     LayerRange,
+    Parameters,
     RankPlan,
     SequenceGroup,
     Span,
@@ -70,29 +71,34 @@ def sharded_model(is_autocast: bool = False, layers_on_host: bool = False) -> An
 
 
 @contextmanager
-def steps_of(model: Any, parameters: str) -> Iterator[Callable[[], StepResult]]:
-    """Context of a function that runs a step of this rank."""
+def steps_of(model: Any, parameters: Parameters, words: str = "0F0 0B0") -> Iterator[Callable[[], StepResult]]:
+    """Context of a function that runs a step of this rank with these actions."""
     pool, tier = GroupPool((1, 2), 60.0, control=dist.new_group()), HostTier.on(CUDA, 1 << 22)
     engine = ActivationEngine(layer_modules(model), tier, OutputHead(output_head(model)))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, CUDA, True)
-    chunk = Chunk(0, (Span(0, 0, TOKENS),))
+    actions = tuple(map(Action.parse, words.split()))
+    chunks = tuple(Chunk(place, (Span(place, 0, TOKENS),)) for place in range(len(actions) // 2))
     layers = replayed(attention_host=1.0, input_host=1.0), replayed(), replayed(attention_host=1.0)
-    actions = Action("F", 0, 0), Action("B", 0, 0)
-    stage = StagePlan(0, (LayerRange(0, 3),), actions, (ActivationPolicy(0, 0, layers, 16),))
-    group = SequenceGroup((0, 1), "ulysses", (chunk,), (stage,))
+    policies = tuple(ActivationPolicy(chunk.index, 0, layers, 16) for chunk in chunks)
+    stage = StagePlan(0, (LayerRange(0, 3),), actions, policies)
+    group = SequenceGroup((0, 1), "ulysses", chunks, (stage,))
     plan = RankPlan(0, 0, parameters, ((group, stage),))
-    own = sum(piece.num_tokens for piece in rank_pieces(chunk, group.shape)[0])
+    own = sum(piece.num_tokens for piece in rank_pieces(chunks[0], group.shape)[0])
     ids, positions = torch.arange(own)[None], torch.arange(own)[None]
     inputs = ChunkInputs(ids, positions, ids).pin_memory()
-    yield lambda: executor.run(plan, [[inputs]], TOKENS, engine=engine)
+    yield lambda: executor.run(plan, [[inputs] * len(chunks)], TOKENS, engine=engine)
     engine.unbind()
     pool.close()
 
 
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["bf16", "autocast"])
-@pytest.mark.parametrize("parameters,on_host", [("sharded", False), ("gathered_per_round", False), ("sharded", True)], ids=str)
+@pytest.mark.parametrize(
+    "parameters,on_host",
+    [("sharded", False), ("gathered_per_round", False), ("gathered_per_step", False), ("sharded", True)],
+    ids=str,
+)
 def test_the_host_waits_for_nothing(
-    parameters: str, on_host: bool, is_autocast: bool, two_ranks: None, device: FakeDevice, computing: Computing
+    parameters: Parameters, on_host: bool, is_autocast: bool, two_ranks: None, device: FakeDevice, computing: Computing
 ) -> None:
     model = sharded_model(is_autocast, on_host)
     with steps_of(model, parameters) as run:

@@ -97,7 +97,12 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "unshard": ("async_op",),
         "wait_for_unshard": (),
     },
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {"_fsdp_param_group": (), "_lazy_init": ()},
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
+        "_fsdp_param_group": (),
+        "_lazy_init": (),
+        "_state_ctx": (),
+        "_training_state": (),
+    },
     "torch.distributed.tensor:DTensor": {"_spec": ()},
     "torch.nn.modules.conv": {"_ConvNd": ()},
     "torch.nn.modules.dropout": {"_DropoutNd": ()},

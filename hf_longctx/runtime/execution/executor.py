@@ -214,11 +214,12 @@ class StepExecutor:
 
     @contextmanager
     def _forgetting_broken_steps(self) -> Iterator[None]:
-        """Context that drops the state of a step that raises: the next step has no expert balance of it and no early sums."""
+        """Context that drops the state of a step that raises: the next step has no expert balance and no sums of it."""
         try:
             yield
         except BaseException:
             self._aux_loss, self._is_in_step = None, False
+            self.parameters.forget()
             # sums already started would be matched with those of a later step
             self.pool.drop_early()
             if self.routers is not None:

@@ -434,6 +434,11 @@ class GradientSum:
         self._settled.clear()
         self._asked.clear()
 
+    def forget(self) -> None:
+        """Drops the fp32 sums of a step that raised, and leaves other gradients where `zero_grad` finds them."""
+        self.unsettle()
+        self._wide.clear()
+
     def _keep(self, parameter: nn.Parameter, total: Tensor) -> None:
         if total.dtype == parameter.dtype:
             parameter.grad = total
@@ -492,12 +497,7 @@ class ReplicatedParameters:
         """
         no_sync = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
         with no_sync, self.gradients.absorbing(), self.early.in_step(early_group), self.copies.in_step(send):
-            try:
-                yield
-            except BaseException:
-                # put them back, so that `zero_grad` finds them
-                self.gradients.unsettle()
-                raise
+            yield
 
     def enter_round(self, parameters: Parameters) -> None:
         """Does nothing, since whole weights need no gather."""
@@ -520,6 +520,10 @@ class ReplicatedParameters:
 
     def free(self) -> None:
         """Does nothing, since there are no gathered weights to free."""
+
+    def forget(self) -> None:
+        """Drops sums of a step that raised."""
+        self.gradients.forget()
 
 
 def local_shard(gradient: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from hf_longctx.plan.core.types import Parameters, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
-from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
+from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights, weight_groups
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
@@ -224,6 +224,27 @@ class ShardedParameters:
     def free(self) -> None:
         """Frees weights that are still gathered: after an optimizer step, or after forwards without a backward."""
         free_gathered(self.model)
+
+    def forget(self) -> None:
+        """Drops sums of a step that raised, and ends the passes that FSDP2 believes to be running.
+
+        FSDP2 would add gradients of weights that were gathered to those of the next step, and would not end its backwards.
+        """
+        self.gradients.forget()
+        running = self.model._get_fsdp_state()._state_ctx
+        running.iter_forward_root, running.post_backward_final_callback_queued = None, False
+        for unit in _units(self.model):
+            state = unit._get_fsdp_state()
+            state._training_state = type(state._training_state).IDLE
+            for group in weight_groups(unit):
+                # a gather that nothing has read
+                group.wait_for_unshard()
+                group._training_state = state._training_state
+                for weight in group.fsdp_params:
+                    weight.unsharded_accumulated_grad = None
+                    if hasattr(weight, "_unsharded_param"):
+                        weight._unsharded_param.grad = None
+        self.free()
 
 
 def is_sharded(model: object) -> bool:

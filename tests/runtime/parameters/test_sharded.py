@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -234,6 +234,47 @@ def test_copies_are_summed_once_per_step(ranks) -> None:
         assert calls["reductions"] == 3 * 3
         # after the last micro-batch: which weights have gradients, and one bucket of them
         assert calls["copies"] == 2
+
+
+def steps_around_an_error(plan_json: str, rows: list[dict[str, list[int]]]) -> list[dict[str, torch.Tensor]]:
+    """Whole gradients of a step, and of the same step after one whose second backward raised inside a layer."""
+    plan, pool = plan_from_json(plan_json), group_pool()
+    model = build_model(ModelCase(promoted=True, dtype=torch.bfloat16))
+    patch_model(model)
+    shard_model(model, model._no_split_modules, mesh(2))
+    executor = StepExecutor(whole_model(model, 2), pool, torch.device("cpu"))
+    path, chunks = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
+    num_backwards = 0
+
+    def fail(gradient: torch.Tensor) -> None:
+        nonlocal num_backwards
+        num_backwards += 1
+        if num_backwards == 2:
+            raise ArithmeticError
+
+    def watch(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    found = []
+    for fails in (False, True, False):
+        model.zero_grad()
+        hook = model.model.layers[0].mlp.up_proj.register_forward_hook(watch)
+        num_backwards = 0 if fails else 10
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            executor.run(path, chunks, 40)
+        hook.remove()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+    return [found[0], found[2]]
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_a_step_that_raised_leaves_nothing_to_the_next_one(ranks, parameters: Parameters) -> None:
+    plan, rows = chunks_plan((FFBFBB, FFBFBB), parameters), random_rows(CHUNK_LENGTHS)
+    for before, after in ranks(2).run(steps_around_an_error, plan_to_json(plan), rows):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
 
 
 def refusals() -> list[str]:
