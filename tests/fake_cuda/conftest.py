@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks.rank_pool import RankPool
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fake_cuda.machine import mail
 from fake_cuda.machine.computing import Computing
@@ -55,3 +57,11 @@ def two_devices(device: FakeDevice, pools: list[RankPool], tmp_path: Path) -> Ra
     if not pools or not pools[-1].is_alive:
         pools.append(RankPool(2, begin=partial(mail.begin, str(tmp_path))))
     return pools[-1]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Makes this process rank 0 of 2, whose collectives move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()

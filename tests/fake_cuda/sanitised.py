@@ -18,7 +18,7 @@ from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.machine.scenarios import CUDA, SIZE
 from fake_cuda.test_host_updates import num_wrong
 from fake_cuda.test_offload import dropped_unread, many_leave
-from fake_cuda.test_sharded_step import sharded_model, steps_of, two_ranks
+from fake_cuda.test_sharded_step import sharded_model, steps_of
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.parameters.gradients import GradientSum, local_shard
@@ -92,6 +92,11 @@ def test_planted_sums_that_do_not_follow_their_reduction_race(
 ) -> None:
     every, last = (f"self.model.set_is_last_backward({condition})" for condition in ("is_last or sums_every", "is_last"))
     unordered = Removal("runtime.parameters.sharded", every, last)
-    with steps_of(sharded_model(), "gathered_per_step", SEVERAL_CHUNKS) as run, reading_shards(), removed(unordered):
-        with sanitised(traced), pytest.raises(sanitizer.CUDASanitizerErrors):
-            run()
+    with (
+        steps_of(sharded_model(), "gathered_per_step", SEVERAL_CHUNKS) as run,
+        reading_shards(),
+        removed(unordered),
+        sanitised(traced),
+        pytest.raises(sanitizer.CUDASanitizerErrors),
+    ):
+        run()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fake_cuda.machine.computing import Computing
 from fake_cuda.machine.device import FakeDevice
@@ -47,13 +46,6 @@ from hf_longctx.runtime.process_groups import GroupPool
 
 CUDA = torch.device("cuda", 0)
 TOKENS = 64
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 def sharded_model(is_autocast: bool = False, layers_on_host: bool = False) -> Any:
