@@ -145,7 +145,7 @@ def test_recomputed_attention_costs_what_the_layer_sees() -> None:
         seconds.append([use.compute_s for use in run.ranks])
     added_s = [one - other for one, other in zip(*seconds, strict=True)]
     assert added_s == pytest.approx([1e-6 * sum(map(pairs_by_hand, each)) / 4 for each in ((100, 30), (None, 100))])
-    # the joint program counts it for each stage, as the mean over its layers
+    # cells count it for each stage, as the mean over its layers
     every, without = (GroupCells(group, costs, 64, keeps, PredictionCache()).cells for keeps in (False, True))
     assert (every.layer_s - without.layer_s).tolist() == pytest.approx([each / 2 for each in added_s])
     # on one stage it is the sum over all layers

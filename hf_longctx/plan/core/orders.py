@@ -10,6 +10,11 @@ a stage never holds more chunks than with "1f1b". "gpipe" runs all forwards, the
 (arXiv 2102.07988). "interleaved" gives every stage several layer ranges; the stage switches to the next range every P
 chunks, where P is the number of stages.
 
+In an elastic window each stage is one forward ahead of the next one, which is enough if all chunks take equal seconds. If they do
+not, a stage waits for the slowest chunk of all stages in every slot. With a `lead` of more than one forward it computes
+meanwhile, and holds that many more chunks: on eight stages, chunks whose seconds vary by a fifth leave a fifth of the time idle
+with a lead of 1, and 2 % with a lead of 2.
+
 Interleaving here supports any families and any number of chunks. Seq1F1B's warm-up is too short if a family does not end inside
 its round of P chunks, so it is extended to what the backwards need. A remainder of fewer than P chunks joins the last round,
 because a round shorter than P deadlocks on four or more stages. With equal times and at least P chunks, every stage is then idle
@@ -39,6 +44,7 @@ of chunks, so receives get messages in the order of sending, without deadlocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -146,18 +152,21 @@ def compute_actions(
 
 
 def compute_orders(
-    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1
+    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1, lead: float = 1.0
 ) -> tuple[ComputeOrder, ...]:
-    """Computes the order of `compute_actions` as arrays: kinds, chunks and layer ranges of every stage's actions."""
-    return _family_orders(families(chunks), num_stages, schedule, num_ranges)
+    """Computes the order of `compute_actions` as arrays: kinds, chunks and layer ranges of every stage's actions.
+
+    lead: forwards that a stage is ahead of the next one with the elastic schedule, at least 1, as a mean over the later stages.
+    """
+    return _family_orders(families(chunks), num_stages, schedule, num_ranges, lead)
 
 
 def _family_orders(
-    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_ranges: int
+    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_ranges: int, lead: float
 ) -> tuple[ComputeOrder, ...]:
     """Computes the `compute_orders` of chunks in these families."""
     num_chunks = sum(map(len, members))
-    _check_request(num_chunks, num_stages, schedule, num_ranges)
+    _check_request(num_chunks, num_stages, schedule, num_ranges, lead)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
     longest = max(len(family) for family in members)
@@ -168,7 +177,8 @@ def _family_orders(
         needed = [_window(num_chunks, longest + num_stages - 1 - stage) for stage in range(num_stages)]
     elif schedule == "elastic":
         ahead = _elastic_window(members)
-        needed = [[count + num_stages - 1 - stage for count in ahead] for stage in range(num_stages)]
+        leads = [math.ceil(lead * (num_stages - 1 - stage)) for stage in range(num_stages)]
+        needed = [[count + own for count in ahead] for own in leads]
     else:
         rounds = _rounds(num_chunks, num_stages)
         forwards = _in_rounds(forwards, rounds, range(num_ranges))
@@ -184,10 +194,11 @@ def pipelined(
     ranges: Sequence[tuple[LayerRange, ...]],
     schedule: Schedule = "elastic",
     known: MessagedPasses | None = None,
+    lead: float = 1.0,
 ) -> SequenceGroup:
     """Gives the group a stage plan (compute actions, messages) per entry of `ranges`; nothing is offloaded or recomputed.
 
-    known: actions made for other groups.
+    known: actions made for other groups. lead: see `compute_orders`.
     """
     sizes = {len(own) for own in ranges}
     if len(sizes) != 1:
@@ -197,9 +208,9 @@ def pipelined(
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), sizes.pop()
     members = families(group.chunks)
     # chunks in equal families run in the same order
-    key = num_stages, num_ranges, schedule, *map(len, members)
+    key = num_stages, num_ranges, schedule, lead, *map(len, members)
     if key not in known.stages:
-        orders = _family_orders(members, num_stages, schedule, num_ranges)
+        orders = _family_orders(members, num_stages, schedule, num_ranges, lead)
         passes = (zip(*(each.tolist() for each in order), strict=True) for order in orders)
         known.stages[key] = [known.actions(stage, num_stages, num_ranges, each) for stage, each in enumerate(passes)]
     actions = zip(ranges, known.stages[key], strict=True)
@@ -207,13 +218,17 @@ def pipelined(
 
 
 def in_turns(
-    micro_batches: Sequence[MicroBatch], ranges: Ranges, schedule: Schedule = "elastic", known: MessagedPasses | None = None
+    micro_batches: Sequence[MicroBatch],
+    ranges: Ranges,
+    schedule: Schedule = "elastic",
+    known: MessagedPasses | None = None,
+    lead: float = 1.0,
 ) -> tuple[tuple[MicroBatch, ...], tuple[tuple[int, ...], ...]]:
     """Gives all groups stage plans of one schedule through the micro-batches, and returns the turns of `StepPlan`.
 
     The groups of a micro-batch get one order of passes. A single micro-batch needs no turns, nor does a single stage. Nothing is
-    offloaded or recomputed. known: actions made for other groups. Raises ValueError if the groups of a micro-batch have
-    different numbers of chunks.
+    offloaded or recomputed. known: actions made for other groups. lead: see `compute_orders`. Raises ValueError if the groups of
+    a micro-batch have different numbers of chunks.
     """
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), len(ranges[0])
     members: list[tuple[int, ...]] = []
@@ -230,7 +245,7 @@ def in_turns(
         firsts.append(firsts[-1] + counts.pop())
     stages: list[list[StagePlan]] = [[] for _ in micro_batches]
     turns: list[tuple[int, ...]] = []
-    for stage, (kinds, slots, of_ranges) in enumerate(_family_orders(members, num_stages, schedule, num_ranges)):
+    for stage, (kinds, slots, of_ranges) in enumerate(_family_orders(members, num_stages, schedule, num_ranges, lead)):
         owners = np.searchsorted(firsts, slots, side="right") - 1
         turns.append(tuple(owners.tolist()))
         for index, first in enumerate(firsts[:-1]):
@@ -285,7 +300,7 @@ def _with_messages(actions: Sequence[Action]) -> list[list[Action]]:
     return blocks
 
 
-def _check_request(num_chunks: int, num_stages: int, schedule: str, num_ranges: int) -> None:
+def _check_request(num_chunks: int, num_stages: int, schedule: str, num_ranges: int, lead: float) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}")
     if num_chunks < 1 or num_stages < 1:
@@ -295,6 +310,8 @@ def _check_request(num_chunks: int, num_stages: int, schedule: str, num_ranges: 
             f"schedule {schedule!r} cannot run {num_ranges} layer range(s) per stage; 'interleaved' needs at least 2, "
             f"every other schedule has 1"
         )
+    if lead < 1:
+        raise ValueError(f"a lead of {lead} forwards leaves a stage behind the next one; use at least 1")
 
 
 def _window(num_units: int, ahead: int) -> list[int]:

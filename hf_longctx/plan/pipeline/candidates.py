@@ -234,8 +234,8 @@ class Candidates:
     def __init__(self, staged: StagedStep) -> None:
         self.staged = staged
         self.passes = MessagedPasses()
-        self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...]], SequenceGroup] = {}
-        self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, tuple[Chunk, ...]]] = {}
+        self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...], float], SequenceGroup] = {}
+        self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, float, tuple[Chunk, ...]]] = {}
 
     def fastest(self, members: Sequence[int]) -> list[Candidate]:
         """Fastest pipelines for these sequences, one for each of the most promising layouts, fastest first.
@@ -269,28 +269,29 @@ class Candidates:
         """Groups with the chunks that are fastest in simulation; None if they do not fit."""
         cuts = {group: self.staged.cuts(group) for group in groups if group.members}
         chunks: dict[PlacedGroup, tuple[Chunk, ...]] = {}
+        leads: dict[PlacedGroup, float] = {}
         slowest_s = 0.0
         for group in sorted(cuts, key=lambda group: -cuts[group][0].estimate_s):
             best_s, num_fitting = math.inf, 0
             for cut in cuts[group][: _CANDIDATES.most_cuts]:
-                seconds, made = self._run(group, cut)
+                seconds, lead, made = self._run(group, cut)
                 num_fitting += seconds < math.inf
                 if seconds < best_s:
-                    best_s, chunks[group] = seconds, made
+                    best_s, leads[group], chunks[group] = seconds, lead, made
                 # a group faster than the slowest one gains nothing
                 if best_s <= slowest_s or num_fitting == _CANDIDATES.fitting_cuts:
                     break
             if math.isinf(best_s):
                 return None
             slowest_s = max(slowest_s, best_s)
-        return Candidate(slowest_s, self.micro_batch(groups, chunks))
+        return Candidate(slowest_s, self.micro_batch(groups, chunks, leads))
 
-    def _run(self, group: PlacedGroup, cut: Cut) -> tuple[float, tuple[Chunk, ...]]:
-        """Seconds and chunks of one way to cut a group's sequences; equal groups are computed once."""
+    def _run(self, group: PlacedGroup, cut: Cut) -> tuple[float, float, tuple[Chunk, ...]]:
+        """Seconds, lead and chunks of one way to cut a group's sequences; equal groups are computed once."""
         key = group.degree, group.members, cut.num_slices, cut.target_s
         if key not in self._runs:
             chunks = self._chunks(group, cut.num_slices, cut.target_s)
-            self._runs[key] = self.staged.group_s(group, chunks), chunks
+            self._runs[key] = *self.staged.group_s(group, chunks), chunks
         return self._runs[key]
 
     def _chunks(self, group: PlacedGroup, num_slices: int, target_s: float = 0.0) -> tuple[Chunk, ...]:
@@ -313,7 +314,7 @@ class Candidates:
                 return None
             most = max(map(len, made.values()), default=1)
             padded = {group: _padded(made.get(group, ()), most) for group in groups}
-            seconds = max((self.staged.group_s(group, padded[group]) for group in busy), default=0.0)
+            seconds = max((self.staged.group_s(group, padded[group])[0] for group in busy), default=0.0)
             if best is None or seconds < best[0]:
                 best = seconds, padded
         return Candidate(best[0], self.micro_batch(groups, best[1])) if best is not None and best[0] < math.inf else None
@@ -351,16 +352,26 @@ class Candidates:
         found = dict.fromkeys(tuple(self._chunks(group, count) for group in busy) for count in counts)
         return [Candidate(math.nan, self.micro_batch(groups, dict(zip(busy, each, strict=True)))) for each in found]
 
-    def micro_batch(self, placed: Sequence[PlacedGroup], chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]) -> MicroBatch:
-        """The placed groups with schedules, messages and stages; groups without chunks get one dummy chunk."""
-        groups = []
+    def micro_batch(
+        self,
+        placed: Sequence[PlacedGroup],
+        chunks: Mapping[PlacedGroup, tuple[Chunk, ...]],
+        leads: Mapping[PlacedGroup, float] | None = None,
+    ) -> MicroBatch:
+        """The placed groups with schedules, messages and stages; groups without chunks get one dummy chunk.
+
+        leads: of groups that are more than one forward ahead of the next stage (`compute_orders`).
+        """
+        groups, leads = [], leads or {}
         for each in placed:
             shape, own = self.staged.shapes[each.degree] if each.members else GroupShape(1), chunks.get(each, (Chunk(0),))
             # pipelines of equal groups, such as idle ranks, differ in their positions only
-            if (shape, own) not in self._pipelines:
+            key = shape, own, leads.get(each, 1.0)
+            if key not in self._pipelines:
                 group = SequenceGroup.of(shape, each.positions, own)
-                self._pipelines[shape, own] = pipelined(group, self.staged.ranges, self.staged.schedule, self.passes)
-            groups.append(replace(self._pipelines[shape, own], positions=tuple(each.positions)))
+                how = self.staged.schedule, self.passes, key[2]
+                self._pipelines[key] = pipelined(group, self.staged.ranges, *how)
+            groups.append(replace(self._pipelines[key], positions=tuple(each.positions)))
         return MicroBatch(tuple(groups))
 
 

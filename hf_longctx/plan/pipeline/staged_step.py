@@ -7,7 +7,7 @@ pipelines without a full prediction, since the search compares hundreds of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,6 +40,9 @@ class CutConstants:
     equal: float = 0.01
     # factor by which the estimate's held tokens may exceed the room, since it is rough
     rough: float = 1.3
+    # leads to try (`compute_orders`), least first, and the share of the seconds that a longer one has to save
+    leads: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
+    least_gain: float = 0.002
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -131,17 +134,32 @@ class StagedStep:
             # a stage of several layer ranges waits for chunks on one of them
             estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.ranges[0])
             held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
-            estimate_s += self.room.added_s([held / CUTS.rough], work_s)
+            estimate_s += self.room.added_s([held / CUTS.rough], work_s, tokens / group.degree)
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
         # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
         equal_s = (1 + CUTS.equal) * min(cut.estimate_s for cut in found)
         return sorted(found, key=lambda cut: (max(equal_s, cut.estimate_s), cut.num_chunks))
 
-    def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a group's pipeline, including recomputation if memory is short; infinite if it cannot fit."""
-        shape = self.shapes[group.degree]
-        seconds, held = pipeline_s(chunks, shape, self.costs, self.ranges, self.schedule, self.leaves_node, self.gathers)
-        return seconds + self.room.added_s(held, self.work_s(group))
+    def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> tuple[float, float]:
+        """Seconds of a group's pipeline with the lead that takes the fewest, and that lead (`compute_orders`).
+
+        The seconds include recomputation if memory is short; they are infinite if the group cannot fit.
+        """
+        shape, work_s, best_s, best_lead = self.shapes[group.degree], self.work_s(group), math.inf, CUTS.leads[0]
+        leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
+        how = self.ranges, self.schedule, self.leaves_node, leads, self.gathers
+        found = pipeline_s(chunks, shape, self.costs, *how)
+        before_s = math.inf
+        tokens = sum(chunk.num_tokens for chunk in chunks) / group.degree
+        for lead, (kept_s, held) in zip(leads, found, strict=False):
+            seconds = kept_s + self.room.added_s(held, work_s, tokens)
+            if seconds < (1 - CUTS.least_gain) * best_s or math.isinf(best_s):
+                best_s, best_lead = seconds, lead
+            # more room helps no further
+            if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds):
+                break
+            before_s = kept_s
+        return best_s, best_lead
 
     def lower_bound_s(self) -> float:
         """Lower bound on the seconds of any plan."""
@@ -174,36 +192,54 @@ class StageRoom:
     """Estimates the room on a rank of every stage, and the seconds that recomputation adds to get more."""
 
     def __init__(self, costs: CostModel, ranges: Ranges, config: PlannerConfig) -> None:
+        model, forward, backward = costs.model, costs.coefficients.forward, costs.coefficients.backward
         self.layers = [sum(each.num_layers for each in own) for own in ranges]
-        num_layers, budget = costs.model.num_layers, config.activations
+        self.budget = config.activations
         # a stage has only some of the layers, so its ranks can hold proportionally more tokens
-        self.longest_tokens = config.tokens_per_rank * num_layers // max(self.layers)
-        self.can_recompute = budget is not None
-        # room of a rank, in tokens times layers
-        self.room = budget.device_bytes / layer_class_bytes(costs.model) if budget else float(config.tokens_per_rank * num_layers)
-        # most tokens times layers of which a rank of each stage can hold the inputs, beside gradients that wait
-        self.most = [math.inf] * len(ranges)
-        if budget is not None:
+        self.longest_tokens = config.tokens_per_rank * model.num_layers // max(self.layers)
+        self.layer_bytes = layer_class_bytes(model)
+        # room of a rank without a budget, in tokens times layers
+        self.room = config.tokens_per_rank * model.num_layers
+        # bytes of gradients that wait on a rank of each stage
+        self.waiting = [0] * len(ranges)
+        if self.budget is not None:
             block_ranks, last = costs.shards or costs.cluster.num_ranks, len(ranges) - 1
             for stage, count in enumerate(self.layers):
                 part = count, stage == 0, stage == last, costs.parameters, block_ranks
-                free = budget.device_bytes + budget.host_bytes - accumulated_bytes(costs.model, *part)
-                self.most[stage] = free / class_bytes(costs.model, "layer_input")
-        forward, backward = costs.coefficients.forward, costs.coefficients.backward
+                self.waiting[stage] = accumulated_bytes(model, *part)
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
+        # a recomputed layer keeps its input, and the attention output if that fits
+        self.input_bytes, output_bytes = (class_bytes(model, name) for name in ("layer_input", "attention_output"))
+        self.freed_bytes = self.layer_bytes - self.input_bytes - output_bytes
+        # seconds to recompute all but attention, for a token of a layer
+        self.again_s = forward.token_s * (1 - costs.head_share(is_backward=False)) / model.num_layers
+        # nothing hides the copies of the last layer of a range
+        self.most_moved = [(count - len(own)) / count for count, own in zip(self.layers, ranges, strict=True)]
+        self.copy_bytes_per_s = costs.cluster.hardware.copy_bytes_per_s
 
-    def added_s(self, held_tokens: Sequence[float], work_s: float) -> float:
+    def added_s(self, held_tokens: Sequence[float], work_s: float, tokens: float) -> float:
         """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
-        held_tokens: most tokens that a rank holds at once, for each of the first stages.
+        held_tokens: most tokens that a rank holds at once, for each of the first stages. tokens: of a rank in all chunks. Copies
+        to the host that hide behind forwards come first, then all but attention runs again, then attention too.
         """
-        held = [max(tokens * layers, 1e-300) for tokens, layers in zip(held_tokens, self.layers, strict=False)]
-        over = max(1 - self.room / each for each in held)
-        if over <= 0:
-            return 0.0
-        if not self.can_recompute or any(each > most for each, most in zip(held, self.most, strict=False)):
-            return math.inf
-        return over * self.forward_share * work_s
+        found = [0.0]
+        forward_s = self.forward_share * work_s
+        for held, layers, waiting, moved in zip(held_tokens, self.layers, self.waiting, self.most_moved, strict=False):
+            if self.budget is None:
+                if held * layers > self.room:
+                    return math.inf
+                continue
+            held_bytes, all_bytes = held * layers * self.layer_bytes, max(1.0, tokens * layers * self.layer_bytes)
+            hidden_bytes = min(1.0, self.copy_bytes_per_s * forward_s / all_bytes) * moved * held_bytes
+            over = held_bytes - min(hidden_bytes, self.budget.host_bytes) - self.budget.device_bytes + waiting
+            if over <= 0:
+                continue
+            if held * layers * self.input_bytes > self.budget.device_bytes + self.budget.host_bytes - waiting:
+                return math.inf
+            share = over / (held * layers * self.freed_bytes)
+            found.append(share * tokens * layers * self.again_s if share <= 1 else forward_s)
+        return max(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +303,13 @@ def pipeline_s(
     ranges: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
+    leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
-) -> tuple[float, tuple[int, ...]]:
+) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Seconds of a group's chunks on all stages with everything kept, and the most tokens a rank of each stage holds at once.
 
-    The seconds equal the full prediction for groups that do not cross nodes unnecessarily.
+    One pair for each of `leads`, made when asked for. The seconds equal the full prediction for groups that do not cross nodes
+    unnecessarily.
 
     leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the first). gathers:
     see `stage_gathers`.
@@ -305,15 +343,15 @@ def pipeline_s(
     hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
     # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
-    orders = compute_orders(chunks, num_stages, schedule, num_ranges)
-    kinds, of_chunks, of_ranges = zip(*orders, strict=True)
-    wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
-    if gathers and gathers[0][0].passes:
-        last_chunks = [int(chunk[-1]) for chunk in of_chunks]
-        seconds += counted_passes_s(gathers, compute_s, last_chunks)
-    stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
-    held = tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_ranges) for kind, chunk, _ in orders)
-    return stop_s, held
+    for lead in leads:
+        orders = compute_orders(chunks, num_stages, schedule, num_ranges, lead)
+        kinds, of_chunks, of_ranges = zip(*orders, strict=True)
+        if lead == leads[0] and gathers and gathers[0][0].passes:
+            last_chunks = [int(chunk[-1]) for chunk in of_chunks]
+            seconds += counted_passes_s(gathers, compute_s, last_chunks)
+        wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
+        stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
+        yield stop_s, tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_ranges) for kind, chunk, _ in orders)
 
 
 def _layer_and_head_s(

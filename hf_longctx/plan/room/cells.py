@@ -1,13 +1,17 @@
-"""Translates between a pipeline and the joint program: makes cells and moments, and turns the program's answer into policies.
+"""Translates between a pipeline and `policies/levels.py`: makes cells and moments, and turns layers and shares into policies.
 
-Offloaded shares are spread over the first layers of a range, below recomputed layers and at least one that moves nothing, because
-the copies of a layer overlap with the layer after it: out with its forward, and back with its backward.
+Offloaded shares are spread over all layers of a range but the last, because the copies of a layer overlap with the layer after
+it: out with its forward, and back with its backward. The last layer is the first to be recomputed; the others follow together,
+each for an equal share of its tokens, beside those that it offloads. Where tokens of a layer cannot be split, whole layers are
+recomputed, from the last one on, and those below them offload.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -16,6 +20,7 @@ from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     Chunk,
     FloatArray,
+    IntArray,
     LayerPolicy,
     LayerRange,
     SequenceGroup,
@@ -25,10 +30,9 @@ from hf_longctx.plan.core.types import (
 )
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
-from hf_longctx.plan.memory.saved_tensors import layer_class_bytes
 from hf_longctx.plan.model.model_spec import KindShares
 from hf_longctx.plan.policies.fit import with_layers, with_stages_of
-from hf_longctx.plan.policies.joint_program import Cells, Moments
+from hf_longctx.plan.policies.levels import Cells, Moments
 from hf_longctx.plan.policies.slots import Slot, layer_slot
 from hf_longctx.plan.predict.pipeline_run import PredictionCache
 
@@ -38,38 +42,45 @@ class _CopyConstants:
     """Constants with which copies to the host are priced.
 
     link_share: largest share of a layer's pass that the copy beside it may take, since copies share a link with messages and
-    start late. idle_share: share of its time that a hidden copy costs, a tie-breaker against useless copies.
+    start late. steps, least_steps: parts of a layer's tokens, and fewest of a cell's, in which recomputed ones are counted, so
+    that layers have few different policies.
     """
 
     link_share: float = 0.9
-    idle_share: float = 1e-4
+    steps: int = 8
+    least_steps: int = 24
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
 _COPIES = _CopyConstants()
 
 
+# classes that a recomputed layer needs: its input, and the attention output unless attention runs again
+_NEEDED: tuple[TensorClass, ...] = ("layer_input", "attention_output")
+
+
 def recomputed_layer(keeps_attention: bool) -> LayerPolicy:
     """Policy of a layer that keeps its input, and the attention output if `keeps_attention`, and recomputes the rest."""
-    again: tuple[TensorClass, ...] = ("qkv", "mlp") if keeps_attention else ("attention_output", "qkv", "mlp")
-    return LayerPolicy(tuple(TensorShare(name, recompute=1.0) for name in again))
+    return _mixed_layer(1.0, 0.0, keeps_attention, ())
 
 
-def _offloaded(share: float, replayed: tuple[TensorClass, ...]) -> LayerPolicy:
-    """Policy of a layer that offloads this share of its tokens. replayed: classes that no policy keeps."""
-    kept, again = {"host": share, "device": 1 - share}, {"recompute": 1.0}
-    return LayerPolicy(tuple(TensorShare(name, **(again if name in replayed else kept)) for name in TENSOR_CLASSES))
+def _mixed_layer(
+    recompute: float, host: float, keeps_attention: bool, replayed: tuple[TensorClass, ...], moves_needed: bool = False
+) -> LayerPolicy:
+    """Policy of a layer that recomputes and offloads these shares of its tokens. replayed: classes that no policy keeps.
 
-
-def hidden_share(group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
-    """Largest share of the group's saved tensors whose copies to the host hide behind the shorter passes of layers."""
-    layer_ranges, seconds = group.stages[0].layer_ranges, known.seconds(group, costs)
-    most = max(layer_range.num_layers for stage in group.stages for layer_range in stage.layer_ranges)
-    passes = (seconds.passes(is_backward, 0, costs.attention_pairs(layer_ranges))[:, 0] for is_backward in (False, True))
-    copy_s = np.array(seconds.tokens) * layer_class_bytes(costs.model) / costs.cluster.hardware.copy_bytes_per_s
-    hidden_s = np.minimum(copy_s, _COPIES.link_share * np.minimum(*passes))
-    # nothing hides the copies of a range's last layer
-    return float(hidden_s.sum() / max(copy_s.sum(), 1e-300)) * (most - 1) / most
+    moves_needed: what recomputed tokens need goes to the host, too.
+    """
+    needed = _NEEDED if keeps_attention else _NEEDED[:1]
+    shares = []
+    for name in TENSOR_CLASSES:
+        again, moved = recompute, host
+        if name in replayed:
+            again, moved = 1.0, 0.0
+        elif name in needed:
+            again, moved = 0.0, host + (recompute if moves_needed else 0.0)
+        shares.append(TensorShare(name, again, moved, max(0.0, 1 - again - moved)))
+    return LayerPolicy(tuple(share for share in shares if share.device < 1))
 
 
 class GroupCells:
@@ -84,72 +95,107 @@ class GroupCells:
         known: PredictionCache,
         offloads: bool = True,
         kept: Collection[int] = (),
+        moves_needed: bool = False,
     ) -> None:
-        """Makes all cells. offloads: whether anything may go to the host. kept: stages that fit and so keep everything."""
+        """Makes all cells.
+
+        offloads: whether anything may go to the host. kept: stages that fit and so keep everything. moves_needed: whether what
+        recomputed layers need is offloaded, too.
+        """
         self.group, self.costs, self.tile_tokens, self.offloads, self.kept = group, costs, tile_tokens, offloads, kept
         self.bytes, self._slots = known.byte_model(costs.model), known.seconds(group, costs)
-        self._kept, self._moved = LayerPolicy(), _offloaded(1.0, costs.model.replayed_classes)
-        self.recomputed = recomputed_layer(keeps_attention)
+        model = costs.model
+        self.keeps_attention, self.moves_needed, self.replayed = keeps_attention, moves_needed, model.replayed_classes
+        # scans, spread experts and the attention of slices run again for all tokens of a layer
+        self.splits_tokens = keeps_attention and model.states.is_empty and not model.experts.are_spread
+        self._moved = _mixed_layer(0.0, 1.0, True, self.replayed)
         self.num_stages, self.num_ranges = len(group.stages), len(group.stages[0].layer_ranges)
         self.tokens = self._slots.tokens
-        # policies by layers offloaded, layers recomputed, tokens offloaded and tokens
-        self._known_layers: dict[tuple[int, int, int, int], tuple[LayerPolicy, ...]] = {}
-        # policies by tokens and tokens offloaded
-        self._known_moved: dict[tuple[int, int], LayerPolicy] = {}
+        # policies of all layers of a cell by number of layers, layers recomputed, share offloaded and tokens
+        self._known_cells: dict[tuple[int, float, float, int], tuple[LayerPolicy, ...]] = {}
+        # policies of a layer by tokens recomputed, offloaded and all
+        self._known_layers: dict[tuple[int, int, int], LayerPolicy] = {}
         self.cells = self._cells()
-        self._stages = self._stage_moments()
+        self._kept_moments = [self.bytes.moments(group, stage) for stage in group.stages]
 
     def place(self, stage: int, chunk: int, layer_range: int) -> int:
         """Place in `cells` of a chunk on a layer range of a stage."""
         return (stage * len(self.group.chunks) + chunk) * self.num_ranges + layer_range
 
+    def least_moments(self, room_bytes: Sequence[float]) -> Moments:
+        """Moments as in `moments` without workspace of policies."""
+        return self._moments([kept.peak for kept in self._kept_moments], room_bytes)
+
     def moments(self, room_bytes: Sequence[float]) -> Moments:
         """Moments (forwards and backwards) of every stage; `room_bytes`: each stage's bytes for saved tensors and workspace."""
-        starts = np.cumsum([0, *(len(stage.excess_bytes) for stage in self._stages)])
-        excess = [stage.excess_bytes - room for stage, room in zip(self._stages, room_bytes, strict=True)]
-        ends = (
-            np.concatenate([getattr(stage, name) + start for stage, start in zip(self._stages, starts, strict=False)])
-            for name in ("first", "stop")
-        )
-        return Moments(np.concatenate(excess), *ends)
+        return self._moments(self._most_bytes, room_bytes)
 
-    def under(self, layers: Sequence[int], offload: Sequence[float]) -> SequenceGroup:
+    def _moments(self, num_bytes: Sequence[IntArray], room_bytes: Sequence[float]) -> Moments:
+        """Moments of all stages that hold so many bytes if everything is kept; those of `kept` need no room."""
+        excess, first, stop, start = [], [], [], 0
+        for stage, own, room in zip(self.group.stages, num_bytes, room_bytes, strict=True):
+            passes = self.bytes.passes(stage)
+            forwards, backwards = np.flatnonzero(passes.is_forward), np.flatnonzero(~passes.is_forward)
+            ends = np.empty((2, len(forwards)), dtype=np.int64)
+            ends[0, passes.cells[forwards]], ends[1, passes.cells[backwards]] = forwards, backwards + 1
+            excess.append(np.full(len(own), -np.inf) if stage.stage in self.kept else own - room)
+            first.append(ends[0] + start)
+            stop.append(ends[1] + start)
+            start += len(own)
+        return Moments(np.concatenate(excess), np.concatenate(first), np.concatenate(stop))
+
+    def under(self, layers: Sequence[float], offload: Sequence[float]) -> SequenceGroup:
         """The group whose cells recompute so many layers and offload these shares."""
         keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_ranges))
         numbers = zip(keys, self.cells.num_layers.tolist(), layers, offload, strict=True)
         policies = {
-            key: self._layers(count, again, share, self.tokens[key[1]])
+            key: self._cell(count, again, share, self.tokens[key[1]])
             for key, count, again, share in numbers
             if key[0] not in self.kept
         }
         return with_stages_of(with_layers(self.group, policies, self.tile_tokens), self.group, self.kept)
 
-    def _layers(self, num_layers: int, num_recomputed: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
-        """Policies of a cell's first layers; layers without one keep everything. Equal policies share one object."""
-        count = min(num_layers - num_recomputed, num_layers - 1)
-        # rounded down to whole tokens
-        moved = int(min(1.0, offload * num_layers / count) * num_tokens) if count else 0
-        key = (count, num_recomputed, moved, num_tokens) if moved else (0, num_recomputed, 0, 0)
-        if key not in self._known_layers:
-            front = (self._moved_layer(num_tokens, moved),) * count if moved else ()
-            self._known_layers[key] = (*front, *(self.recomputed,) * num_recomputed)
-        return self._known_layers[key]
+    def _cell(self, num_layers: int, recompute: float, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
+        """Policies of a cell's layers; () if all keep everything. Equal policies share one object."""
+        key = num_layers, recompute, offload, num_tokens
+        if key not in self._known_cells:
+            self._known_cells[key] = self._layers(num_layers, recompute, offload * num_layers, num_tokens)
+        return self._known_cells[key]
 
-    def _moved_layer(self, num_tokens: int, moved: int) -> LayerPolicy:
-        """Policy of a layer that offloads `moved` of its tokens."""
-        key = num_tokens, moved
-        if key not in self._known_moved:
-            self._known_moved[key] = _offloaded(moved / num_tokens, self.costs.model.replayed_classes)
-        return self._known_moved[key]
+    def _layers(self, num_layers: int, recompute: float, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
+        """Policies of layers that together recompute and offload so many layers, recomputed ones rounded up to steps."""
+        steps = max(_COPIES.steps, _COPIES.least_steps // num_layers) if self.splits_tokens else 1
+        units = min(math.ceil(recompute * steps - 1e-6), num_layers * steps)
+        moved = int(min(1.0, offload / max(1, num_layers - 1)) * num_tokens + 1e-6)
+        if not units and not moved:
+            return ()
+        last = min(units, steps)
+        if moved and self.splits_tokens:
+            # equal shares of all layers but the last
+            each, more = divmod(units - last, num_layers - 1)
+            shares = [each + (place >= num_layers - 1 - more) for place in range(num_layers - 1)]
+        else:
+            shares = [min(steps, max(0, units - last - place * steps)) for place in reversed(range(num_layers - 1))]
+        if moved and not self.splits_tokens and (others := shares.count(0)):
+            moved = int(min(1.0, offload / others) * num_tokens + 1e-6)
+        front = [self._layer(share, steps, moved, num_tokens) for share in shares]
+        return (*front, *([self._layer(last, steps, 0, num_tokens)] if last else []))
+
+    def _layer(self, units: int, steps: int, moved: int, num_tokens: int) -> LayerPolicy:
+        """Policy of a layer that recomputes this many of its tokens' steps and offloads `moved` tokens, or what is left."""
+        again = math.ceil(units * num_tokens / steps)
+        moved = min(num_tokens - again, moved)
+        key = again, moved, num_tokens
+        if key not in self._known_layers:
+            shares = again / num_tokens, moved / num_tokens
+            self._known_layers[key] = _mixed_layer(*shares, self.keeps_attention, self.replayed, self.moves_needed)
+        return self._known_layers[key]
 
     def _cells(self) -> Cells:
         """The cells of all stages, chunks and layer ranges, in this order.
 
         A layer's copies overlap with the layer after it, so nothing hides those of a range's last layer.
         """
-        last_passes = self.group.stages[-1].actions
-        backwards = [action.chunk for action in last_passes if (action.kind, action.layer_range) == ("B", self.num_ranges - 1)]
-        order, last_place = np.argsort(backwards), self.num_stages * self.num_ranges - 1
         layer_ranges = [
             (stage, layer_range, owned) for stage in self.group.stages for layer_range, owned in enumerate(stage.layer_ranges)
         ]
@@ -159,22 +205,21 @@ class GroupCells:
         }
         rate, found = self.costs.cluster.hardware.copy_bytes_per_s, []
         for stage, layer_range, owned in layer_ranges:
-            count, hiding_s = owned.num_layers, self._hiding_s(stage, layer_range) if self.offloads else np.zeros(len(order))
-            kept, recomputed, offloaded, on_host, recompute_s, offload_s = ways_of[self._kinds(owned)]
+            count, hiding_s = owned.num_layers, self._hiding_s(stage, layer_range)
+            kept, recomputed, again_on_host, offloaded, on_host, recompute_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
-            hidden_s = _COPIES.link_share * hiding_s * behind
+            hidden_s = _COPIES.link_share * hiding_s * behind * self.offloads
             most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(copy_s), where=copy_s > 0))
             # shares of less than a token move nothing
             most = np.where(most * self.tokens < 1, 0.0, most)
             found.append(
                 (
-                    order + last_place - (layer_range * self.num_stages + stage.stage),
-                    np.full(len(order), count),
+                    np.full(len(self.tokens), count),
                     recompute_s,
                     kept - recomputed,
+                    again_on_host,
                     count * (kept - offloaded),
                     count * on_host,
-                    _COPIES.idle_share * copy_s + count * offload_s,
                     most,
                 )
             )
@@ -192,20 +237,21 @@ class GroupCells:
     def _layer_ways(self, layer_range: LayerRange) -> FloatArray:
         """Numbers of one layer of every chunk, as a mean over layers of the range, (6, chunks).
 
-        Device bytes if it is kept, recomputed or offloaded; host bytes if it is offloaded; seconds that recomputing and that
-        offloading adds.
+        Device bytes if it is kept; device and host bytes if it is recomputed, and if it is offloaded; seconds that recomputing
+        adds.
         """
-        kinds, replayed = self._kinds(layer_range), self.costs.model.replayed_classes
-        again = [share.tensor_class for share in self.recomputed.shares]
-        policies = (self._kept, self.recomputed, self._moved if self.offloads else self._kept)
+        kinds = self._kinds(layer_range)
+        recomputed = _mixed_layer(1.0, 0.0, self.keeps_attention, self.replayed, self.moves_needed)
+        again = [share.tensor_class for share in recomputed.shares if share.recompute]
+        policies = (LayerPolicy(), recomputed, self._moved)
         found = np.empty((6, len(self.tokens)))
         for chunk, load in zip(self.group.chunks, self.bytes.loads(self.group, 0), strict=True):
-            (found[0, chunk.index], _), (found[1, chunk.index], _), found[2:4, chunk.index] = (
+            (found[0, chunk.index], _), found[1:3, chunk.index], found[3:5, chunk.index] = (
                 self._mean_held(load, policy, kinds) for policy in policies
             )
             slot = self._slot(chunk, layer_range, kinds)
             again_s = {item.tensor_class: item.recompute_s for item in slot.saved}
-            found[4:, chunk.index] = [slot.replay_s + sum(again_s[name] for name in names) for names in (again, replayed)]
+            found[5, chunk.index] = slot.replay_s + sum(again_s[name] for name in again)
         return found
 
     def _slot(self, chunk: Chunk, layer_range: LayerRange, kinds: KindShares) -> Slot:
@@ -237,31 +283,20 @@ class GroupCells:
         shorter: FloatArray = np.minimum(*(layer_s * owned.num_layers + has_head * head_s for layer_s, head_s, _ in passes))
         return shorter
 
-    def _stage_moments(self) -> list[Moments]:
-        """Moments of every stage with a room of 0 bytes: `excess_bytes` are then all bytes on the device if everything is kept.
+    @cached_property
+    def _most_bytes(self) -> list[IntArray]:
+        """Bytes of every stage in each of its moments if everything is kept, with the largest workspace.
 
-        Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept or recomputed, and
-        with all copies that hide. Those of stages that keep everything need no room.
+        Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept, with everything
+        recomputed, and with all copies that hide and the rest recomputed.
         """
-        every, none = self.cells.num_layers.tolist(), [0] * len(self.cells.num_layers)
-        ways = [self.under(every, [0.0] * len(every))]
+        every, most = self.cells.num_layers, self.cells.most_offload
+        ways = [self.under(every.tolist(), [0.0] * len(every))]
         if self.offloads:
-            ways.append(self.under(none, self.cells.most_offload.tolist()))
+            ways.append(self.under((every * (1 - most)).tolist(), most.tolist()))
         found = []
-        for stage, *others in zip(self.group.stages, *(way.stages for way in ways), strict=True):
-            if stage.stage in self.kept:
-                found.append(self._with_ends(stage, np.full(len(self.bytes.passes(stage).cells), -np.inf)))
-                continue
-            kept, *changed = (self.bytes.moments(self.group, each) for each in (stage, *others))
-            work = np.max([each.peak - each.saved for each in (kept, *changed)], axis=0)
-            found.append(self._with_ends(stage, (kept.saved + work).astype(np.float64)))
+        for kept, *stages in zip(self._kept_moments, *(way.stages for way in ways), strict=True):
+            is_kept = stages[0].stage in self.kept
+            counts = [kept, *([] if is_kept else [self.bytes.moments(self.group, each) for each in stages])]
+            found.append(kept.saved + np.max([each.peak - each.saved for each in counts], axis=0))
         return found
-
-    def _with_ends(self, stage: StagePlan, num_bytes: FloatArray) -> Moments:
-        """Moments of a stage with these bytes, and its cells' first and last."""
-        passes = self.bytes.passes(stage)
-        cells, is_forward = passes.cells, passes.is_forward
-        forwards, backwards = np.flatnonzero(is_forward), np.flatnonzero(~is_forward)
-        first, stop = np.empty((2, len(forwards)), dtype=np.int64)
-        first[cells[forwards]], stop[cells[backwards]] = forwards, backwards + 1
-        return Moments(num_bytes, first, stop)

@@ -9,10 +9,10 @@ the tensors of each layer to keep, offload or recompute, and least memory. Slice
 with a K/V book, so that a layer works on fewer tokens at a time, and the program chooses for whole slices. Groups whose ranks
 gather weights together run one order of actions, so all of them are cut into equally many slices, or none is.
 
-On several stages (`PipelineRoom`) the programs are the joint program of `policies/joint_program.py`, which chooses for every
-chunk and stage, with attention outputs kept and without, and least memory. No program is tried for a group that exceeds the limit
-even with every layer recomputed and all inputs on the host. If it does so only without the host, most programs are skipped, since
-they would have no answer. Stages that fit with everything kept stay as they are.
+On several stages (`PipelineRoom`) the programs are the levels of `policies/levels.py`, which say for every chunk and stage what
+to offload and recompute, first with attention outputs and inputs on the device, then with both on the host, and least memory;
+after these, the same with attention recomputed. No program is tried for a group that exceeds the limit even with every layer
+recomputed and all inputs on the host. Stages that fit with everything kept stay as they are.
 
 Programs estimate workspace and copies only roughly, so a program is solved again with less room while its prediction is over the
 limit, and with more if much room is left.
@@ -65,7 +65,7 @@ from hf_longctx.plan.policies.fit import (
     with_layers,
     with_stages_of,
 )
-from hf_longctx.plan.policies.joint_program import choose_jointly
+from hf_longctx.plan.policies.levels import choose_levels
 from hf_longctx.plan.policies.slots import Slot, SlotTable, chunk_slot
 from hf_longctx.plan.predict.evaluate import in_step
 from hf_longctx.plan.predict.pipeline_run import (
@@ -77,7 +77,7 @@ from hf_longctx.plan.predict.pipeline_run import (
     run_pipeline,
 )
 from hf_longctx.plan.predict.planning import Planning
-from hf_longctx.plan.room.cells import GroupCells, hidden_share, recomputed_layer
+from hf_longctx.plan.room.cells import GroupCells, recomputed_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,10 @@ class RoomConstants:
     # pipelines. How many times the excess of a stage is taken off its room, and the share of the limit that is taken off besides,
     # since copies that wait for each other add up
     shrink: float = 1.2
-    margin: float = 0.002
+    margin: float = 0.004
     # share of a group's seconds below which a better solution is not searched for
     tolerance: float = 0.001
-    # factor on the group's seconds with everything kept, and with what the program recomputes of a single chunk, beyond which the
-    # program is solved without offloading too
+    # factor on the group's seconds with everything kept, and with what it recomputes, beyond which it is tried without offloading
     slack: float = 1.005
     # share of the limit by which the least bytes of a group may exceed it for anything to be tried, since policies of the program
     # may need slightly less workspace
@@ -111,8 +110,6 @@ class RoomConstants:
     # factor on the seconds with everything kept beyond which a program's answer is compared with recomputing every layer but for
     # attention: where little room is left, attention outputs on the host may take less time than to recompute some of them
     much_lost: float = 1.2
-    # share of saved tensors whose copies hide, from which on they may free more than to recompute them
-    much_hidden: float = 0.8
 
 
 # repeat `recipes/bench/cpu/memory.py`, `recipes/bench/papers/sppo.py`, `recipes/bench/papers/infinipipe.py` and the tables stages
@@ -624,7 +621,7 @@ class PipelineRoom(Room):
         return busiest_stage_s(self.plan, group, self.costs, self.predictions) >= seconds
 
     def _ways(self, group: SequenceGroup, found: list[Trial]) -> Iterator[Iterable[Program]]:
-        """The group as it is, in tiles alone, and then under the joint program or in least memory."""
+        """The group as it is, in tiles alone, and then with levels of recomputation and offloading, or in least memory."""
         if not self.exceeds(group):
             yield [lambda: [self.trial(group)]]
         if found:
@@ -638,11 +635,13 @@ class PipelineRoom(Room):
             yield [lambda: [self.trial(kept.group)]]
             return
         lean = self._lean(kept)
-        keeps = (True, False) if self.keeps_attention else (False,)
-        programs: list[Program] = [partial(self._programmed, kept, keeps_attention, lean) for keeps_attention in keeps]
+        hosts = tuple(dict.fromkeys((0, self.budget.host_bytes)))
+        programs: list[Program] = []
+        # attention runs again only where its outputs have room neither on the device nor on the host
         for keeps_attention in (True, False):
-            for host_bytes in dict.fromkeys((0, self.budget.host_bytes)):
-                programs.append(partial(self._least_trials, lean, keeps_attention, host_bytes))
+            if self.keeps_attention or not keeps_attention:
+                programs += [partial(self._programmed, kept, keeps_attention, host_bytes > 0) for host_bytes in hosts]
+            programs += [partial(self._least_trials, lean, keeps_attention, host_bytes) for host_bytes in hosts]
         yield programs
         is_slow = min((trial.seconds for trial in found), default=0.0) > _ROOM.much_lost * kept.seconds
         if is_slow and self.budget.host_bytes:
@@ -735,32 +734,24 @@ class PipelineRoom(Room):
         self._least.append(Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group))
         return self._least[-1:]
 
-    def _programmed(self, kept: Trial, keeps_attention: bool, lean: _LeastMemory) -> list[Trial]:
-        """The joint program's answers that fit: with offloading, and without it if that may be faster. lean: see `_lean`."""
+    def _programmed(self, kept: Trial, keeps_attention: bool, moves_needed: bool) -> list[Trial]:
+        """The group with layers recomputed and shares offloaded, and without offloading if that may be faster, if they fit.
+
+        moves_needed: see `GroupCells`.
+        """
 
         def solved(offloads: bool) -> Trial | None:
             known, tile_tokens = self.predictions, self.budget.tile_tokens
-            cells = GroupCells(kept.group, self.costs, tile_tokens, keeps_attention, known, offloads, _fitting_places(kept))
+            way = offloads, _fitting_places(kept), moves_needed
+            cells = GroupCells(kept.group, self.costs, tile_tokens, keeps_attention, known, *way)
             return self._solve(cells, kept.seconds, self.budget.host_bytes if offloads else 0)
 
-        @cache
-        def is_in_vain() -> bool:
-            """Whether least memory does not fit without the host, and few copies hide: the program mostly has no answer."""
-            leanest = lean(keeps_attention, 0)
-            is_over = any(next(of_stage) > 0 for of_stage in self._least_over(leanest, [leanest]))
-            return is_over and hidden_share(kept.group, self.costs, self.predictions) < _ROOM.much_hidden
-
-        # room is short where nothing fits with attention outputs
-        if not keeps_attention and is_in_vain():
-            return []
-        found = [solved(bool(self.budget.host_bytes))]
-        if self.budget.host_bytes:
-            (both,) = found
-            # the program counts recomputation as if each of several chunks took as long as the largest beside it, so that copies
-            # seem to save more than they do
-            counted_s = both.counted_s if both is not None and len(kept.group.chunks) == 1 else 0.0
-            if not is_in_vain() if both is None else both.seconds > _ROOM.slack * (kept.seconds + counted_s):
-                found.append(solved(False))
+        both = solved(bool(self.budget.host_bytes))
+        found = [both]
+        # copies seem to save more than they do
+        is_slow = both is not None and both.seconds > _ROOM.slack * (kept.seconds + both.counted_s)
+        if is_slow and self.budget.host_bytes and not moves_needed:
+            found.append(solved(False))
         return [trial for trial in found if trial is not None]
 
     def _solve(self, cells: GroupCells, plain_s: float, host_bytes: float) -> Trial | None:
@@ -768,8 +759,11 @@ class PipelineRoom(Room):
         group, tolerance_s = cells.group, _ROOM.tolerance * plain_s
 
         def propose(room: _StageRoom) -> Trial | None:
-            choice = choose_jointly(cells.cells, cells.moments(room[0]), room[1], tolerance_s)
-            return None if choice is None else self.trial(cells.under(choice.layers, choice.offload), counted_s=choice.cost_s)
+            levels = choose_levels(cells.cells, cells.moments(room[0]), room[1])
+            if levels is None:
+                return None
+            again_s = (levels.layers * cells.cells.layer_s).reshape(len(group.stages), -1).sum(axis=1).max()
+            return self.trial(cells.under(levels.layers.tolist(), levels.offload.tolist()), counted_s=float(again_s))
 
         def next_room(room: _StageRoom, trial: Trial) -> _StageRoom | None:
             device_bytes, host_bytes = room
@@ -789,7 +783,10 @@ class PipelineRoom(Room):
         for room_bytes, stage in zip(self.room_bytes, group.stages, strict=True):
             waiting = self.byte_model.stage_waiting(stage, self.plan) if len(group.chunks) > 1 else 0
             free_bytes.append(room_bytes - message_bytes(self.costs.model, stage, len(group.stages), max(cells.tokens)) - waiting)
-        return search_room(propose, next_room, (tuple(free_bytes), host_bytes), _ROOM.attempts)
+        room = tuple(free_bytes), host_bytes
+        if choose_levels(cells.cells, cells.least_moments(room[0]), host_bytes) is None:
+            return None
+        return search_room(propose, next_room, room, _ROOM.attempts)
 
     def _lean(self, kept: Trial) -> _LeastMemory:
         """Versions of a group with every layer of every chunk recomputed on the stages that do not fit if everything is kept."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from helpers.plans.stage_orders import chunks_of, family_shapes, makespan, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.orders import SCHEDULES, Schedule, compute_actions, families, pipelined
-from hf_longctx.plan.core.types import Action, Chunk, LayerRange, SequenceGroup, Span
+from hf_longctx.plan.core.orders import (
+    SCHEDULES,
+    Schedule,
+    compute_actions,
+    compute_orders,
+    families,
+    pipelined,
+    without_messages,
+)
+from hf_longctx.plan.core.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span
 from hf_longctx.plan.core.validate import schedule_grid, validate_plan
 from hf_longctx.plan.memory.stage import most_in_flight
+from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict.event_loop import Wiring
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
@@ -126,17 +139,42 @@ def test_the_elastic_window_never_holds_more_than_1f1b_and_takes_no_longer(
 
 
 @settings(max_examples=100, deadline=None)
-@given(family_shapes(), st.integers(1, 5))
-def test_the_elastic_window_is_its_formula(shapes: list[tuple[int, int]], num_stages: int) -> None:
+@given(family_shapes(), st.integers(1, 5), st.sampled_from([1.0, 1.25, 1.5, 2.0]))
+def test_the_elastic_window_is_its_formula(shapes: list[tuple[int, int]], num_stages: int, lead: float) -> None:
     chunks = chunks_of(shapes)
     # forwards that backward j needs on the last stage, counted from 1
     needs = [family[-1] + 1 for family in families(chunks) for _ in family]
-    for stage, actions in enumerate(compute_actions(chunks, num_stages, "elastic")):
-        kinds = [action.kind for action in actions]
+    for stage, (order, _, _) in enumerate(compute_orders(chunks, num_stages, "elastic", lead=lead)):
+        kinds = ["FB"[kind] for kind in order]
         places = [place for place, kind in enumerate(kinds) if kind == "B"]
         for i, place in enumerate(places):
             ahead = max(needs[j] - (j - i) for j in range(i, len(needs)))
-            assert kinds[:place].count("F") == min(len(chunks), ahead + num_stages - 1 - stage)
+            assert kinds[:place].count("F") == min(len(chunks), ahead + math.ceil(lead * (num_stages - 1 - stage)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(family_shapes(), st.integers(1, 6), st.sampled_from([1.25, 1.5, 2.0, 3.0]))
+def test_every_lead_is_valid_and_makes_equal_chunks_no_slower(
+    shapes: list[tuple[int, int]], num_stages: int, lead: float
+) -> None:
+    chunks = chunks_of(shapes)
+    group = pipelined(SequenceGroup((0,), "local", chunks, ()), layer_ranges(num_stages, num_stages), lead=lead)
+    validate_plan(replace(plan_of(chunks, num_stages, "elastic"), micro_batches=(MicroBatch((group,)),)))
+    elastic = compute_actions(chunks, num_stages, "elastic")
+    assert makespan([stage.actions for stage in without_messages(group).stages], seconds) <= makespan(elastic, seconds) + 1e-9
+
+
+def test_a_lead_hides_that_chunks_take_unequal_seconds() -> None:
+    chunks = chunks_of([(1, 0)] * 40)
+    # every third chunk takes half of the others' seconds
+    units = np.array([[1.0, 2.0], [1.0, 2.0], [0.5, 1.0]])[np.arange(40) % 3]
+    took = {}
+    for lead in (1.0, 1.5, 2.0):
+        orders = compute_orders(chunks, 4, "elastic", lead=lead)
+        wiring = Wiring(*zip(*orders, strict=True), 1)
+        took[lead] = wiring.stop_s(wiring.seconds(np.stack([units] * 4)), [0.0] * 320)
+    # one stage works for 100 seconds, and the others begin and end 9 seconds earlier or later
+    assert took[1.0] > 120 and took[2.0] < 111
 
 
 # closed forms

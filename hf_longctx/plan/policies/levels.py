@@ -1,0 +1,134 @@
+"""Chooses recomputation and offloading of one pipeline together: layers that each cell recomputes, and the share it offloads.
+
+A *cell* is one chunk on one layer range of one stage. It is in flight from its forward to its backward. In every moment of a
+stage, bytes that exceed the room must leave the device:
+
+    sum of c freed + sum of h offloaded >= excess     over the cells in flight, in every moment of every stage
+    sum of h host bytes <= host                       in every moment of every stage
+    h L + c <= L,   h <= H                            of each cell, with L layers, and H the share that the link copies in time
+
+Copies that hide cost nothing, so offloading comes first, and recomputation frees what is left. Each moment asks the cells in
+flight for equal shares of what they can free: its *level*. A cell frees as much as the highest level of its moments asks for.
+Levels fulfil all rows, and neighbouring chunks recompute about equally much, so that slots of the pipeline stay equal: one stage
+that takes longer makes all others wait. A solution of a linear program costs less in sum, but recomputes some chunks wholly and
+others not at all. Where the highest level asks for more than other moments need, cells give the rest back.
+
+InfiniPipe (arXiv 2509.21275, section 5) lets cells on one anti-diagonal, whose backwards run at once, recompute as many layers.
+Here stages recompute what they need; in one that needs less, the rest would be free but useless. Offload shares are our addition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_longctx.plan.core.types import FloatArray, IntArray
+
+# times that cells give back what no moment needs
+_PASSES = 4
+# parts of what the link copies in time in which offloaded shares are counted, upwards
+_OFFLOAD_STEPS = 4
+# relative margin by which bytes are freed, for rounding
+_MARGIN = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """Cells of a pipeline, each one chunk on one layer range of a stage, with seconds and bytes of recomputing or offloading."""
+
+    num_layers: IntArray
+    # seconds to recompute one layer
+    layer_s: FloatArray
+    # device bytes that this frees, and host bytes that it takes
+    layer_bytes: FloatArray
+    layer_host_bytes: FloatArray
+    # if the whole cell is offloaded: bytes that leave the device, bytes that reach the host
+    offload_bytes: FloatArray
+    host_bytes: FloatArray
+    # the largest share whose copies can be hidden
+    most_offload: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.num_layers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Moments of all stages, one stage after the other. excess_bytes: bytes over the stage's room if everything is kept.
+
+    Cell i is in flight in the moments [first[i], stop[i]).
+    """
+
+    excess_bytes: FloatArray
+    first: IntArray
+    stop: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Levels:
+    """Layers that each cell recomputes, in parts of a layer, and the share that each cell offloads."""
+
+    layers: FloatArray
+    offload: FloatArray
+
+
+def choose_levels(cells: Cells, moments: Moments, host_bytes: float) -> Levels | None:
+    """Layers and shares with which no moment exceeds its room; None if this frees too little."""
+    excess = np.where(moments.excess_bytes > 0, moments.excess_bytes * (1 + _MARGIN), -np.inf)
+    flight = _Flight(moments)
+    most = cells.most_offload * cells.offload_bytes
+    share = np.zeros(len(cells))
+    if host_bytes > 0:
+        # copies cost nothing, and cells with few different policies are quicker to predict
+        share = np.ceil(np.minimum(1.0, flight.highest(_level(excess, flight.sums(most)))) * _OFFLOAD_STEPS) / _OFFLOAD_STEPS
+    held = flight.sums(share * cells.most_offload * cells.host_bytes)
+    share *= np.minimum(1.0, -flight.highest(-np.divide(host_bytes, held, out=np.full_like(held, 1.0), where=held > host_bytes)))
+    offload = share * cells.most_offload
+    left = excess - flight.sums(offload * cells.offload_bytes)
+    layers, layer_bytes = cells.num_layers * (1 - offload), np.maximum(0.0, cells.layer_bytes)
+    level = _level(left, flight.sums(layers * layer_bytes))
+    if (level > 1 + 1e-9).any():
+        return None
+    layers = layers * np.minimum(1.0, flight.highest(level))
+    for _ in range(_PASSES):
+        freed = flight.sums(layers * layer_bytes)
+        # the part of what is freed that no moment needs
+        spare = np.divide(freed - np.maximum(0.0, left), freed, out=np.ones_like(freed), where=freed > 0)
+        layers *= 1 - np.maximum(0.0, -flight.highest(-spare))
+    return Levels(layers, offload)
+
+
+def _level(excess: FloatArray, most: FloatArray) -> FloatArray:
+    """Share of what cells in flight can free at most that each moment needs; 0 if nothing, infinity if they free hardly any."""
+    needed = np.maximum(0.0, excess)
+    return np.divide(needed, most, out=np.where(needed > 0, np.inf, 0.0), where=most > _MARGIN * needed)
+
+
+class _Flight:
+    """Sums over the cells in flight in every moment, and maxima over the moments of every cell."""
+
+    def __init__(self, moments: Moments) -> None:
+        self.first, self.stop, self.num_moments = moments.first, moments.stop, len(moments.excess_bytes)
+        lengths = np.maximum(1, self.stop - self.first)
+        # the largest power of two of moments in the flight of every cell
+        self.powers = np.frexp(lengths)[1] - 1
+
+    def sums(self, values: FloatArray) -> FloatArray:
+        """Sum of the values of the cells in flight in every moment."""
+        count = self.num_moments + 1
+        comes, goes = (np.bincount(ends, weights=values, minlength=count) for ends in (self.first, self.stop))
+        found: FloatArray = np.cumsum(comes - goes)[:-1]
+        return found
+
+    def highest(self, values: FloatArray) -> FloatArray:
+        """Highest value of the moments in which every cell is in flight."""
+        found = np.empty(len(self.first))
+        of_power = values
+        for power in range(int(self.powers.max(initial=0)) + 1):
+            own = np.flatnonzero(self.powers == power)
+            # two runs of moments that together are the cell's
+            found[own] = np.maximum(of_power[self.first[own]], of_power[self.stop[own] - (1 << power)])
+            if len(of_power) > 1 << power:
+                of_power = np.maximum(of_power[: -(1 << power)], of_power[1 << power :])
+        return found
