@@ -38,21 +38,18 @@ from hf_longctx.plan.predict.pipeline_run import PredictionCache
 
 
 @dataclass(frozen=True, slots=True)
-class _CopyConstants:
-    """Constants with which copies to the host are priced.
+class _PolicyConstants:
+    """Constants of copies to the host and of recomputed tokens."""
 
-    link_share: largest share of a layer's pass that the copy beside it may take, since copies share a link with messages and
-    start late. steps, least_steps: parts of a layer's tokens, and fewest of a cell's, in which recomputed ones are counted, so
-    that layers have few different policies.
-    """
-
+    # largest share of a layer's pass that the copy beside it may take, since copies share a link with messages and start late
     link_share: float = 0.9
+    # parts of a layer's tokens, and fewest of a cell's, in which recomputed ones are counted, so that few policies differ
     steps: int = 8
     least_steps: int = 24
 
 
 # repeat `recipes/bench/papers/infinipipe.py` and the stages table of `recipes/bench/cpu/planner.py` when one of these changes
-_COPIES = _CopyConstants()
+_POLICIES = _PolicyConstants()
 
 
 # classes that a recomputed layer needs: its input, and the attention output unless attention runs again
@@ -111,8 +108,8 @@ class GroupCells:
         self._moved = _mixed_layer(0.0, 1.0, True, self.replayed)
         self.num_stages, self.num_ranges = len(group.stages), len(group.stages[0].layer_ranges)
         self.tokens = self._slots.tokens
-        # policies of all layers of a cell by number of layers, layers recomputed, share offloaded and tokens
-        self._known_cells: dict[tuple[int, float, float, int], tuple[LayerPolicy, ...]] = {}
+        # policies of all layers of a cell by number of layers, steps recomputed, share offloaded and tokens
+        self._known_cells: dict[tuple[int, int, float, int], tuple[LayerPolicy, ...]] = {}
         # policies of a layer by tokens recomputed, offloaded and all
         self._known_layers: dict[tuple[int, int, int], LayerPolicy] = {}
         self.cells = self._cells()
@@ -144,28 +141,42 @@ class GroupCells:
             start += len(own)
         return Moments(np.concatenate(excess), np.concatenate(first), np.concatenate(stop))
 
-    def under(self, layers: Sequence[float], offload: Sequence[float]) -> SequenceGroup:
-        """The group whose cells recompute so many layers and offload these shares."""
+    def under(self, layers: FloatArray, offload: FloatArray) -> SequenceGroup:
+        """The group whose cells recompute so many layers, in steps, and offload these shares."""
         keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_ranges))
-        numbers = zip(keys, self.cells.num_layers.tolist(), layers, offload, strict=True)
+        numbers = zip(keys, self.cells.num_layers.tolist(), self._units(layers), offload.tolist(), strict=True)
         policies = {
-            key: self._cell(count, again, share, self.tokens[key[1]])
-            for key, count, again, share in numbers
+            key: self._cell(count, units, share, self.tokens[key[1]])
+            for key, count, units, share in numbers
             if key[0] not in self.kept
         }
         return with_stages_of(with_layers(self.group, policies, self.tile_tokens), self.group, self.kept)
 
-    def _cell(self, num_layers: int, recompute: float, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
+    def _steps(self, num_layers: int) -> int:
+        """Parts of a layer in which recomputed ones are counted."""
+        return max(_POLICIES.steps, _POLICIES.least_steps // num_layers) if self.splits_tokens else 1
+
+    def _units(self, layers: FloatArray) -> list[int]:
+        """Steps of layers that every cell recomputes.
+
+        What one chunk rounds up is taken off the next one of its stage and range, since they are in flight together.
+        """
+        steps = np.array([self._steps(count) for count in self.cells.num_layers.tolist()])
+        wanted = (layers * steps).reshape(self.num_stages, -1, self.num_ranges)
+        upto = np.ceil(np.cumsum(wanted, axis=1) - 1e-6)
+        units = np.diff(upto, axis=1, prepend=0.0).reshape(-1)
+        return np.minimum(units, self.cells.num_layers * steps).astype(np.int64).tolist()  # type: ignore[no-any-return]
+
+    def _cell(self, num_layers: int, units: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
         """Policies of a cell's layers; () if all keep everything. Equal policies share one object."""
-        key = num_layers, recompute, offload, num_tokens
+        key = num_layers, units, offload, num_tokens
         if key not in self._known_cells:
-            self._known_cells[key] = self._layers(num_layers, recompute, offload * num_layers, num_tokens)
+            self._known_cells[key] = self._layers(num_layers, units, offload * num_layers, num_tokens)
         return self._known_cells[key]
 
-    def _layers(self, num_layers: int, recompute: float, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
-        """Policies of layers that together recompute and offload so many layers, recomputed ones rounded up to steps."""
-        steps = max(_COPIES.steps, _COPIES.least_steps // num_layers) if self.splits_tokens else 1
-        units = min(math.ceil(recompute * steps - 1e-6), num_layers * steps)
+    def _layers(self, num_layers: int, units: int, offload: float, num_tokens: int) -> tuple[LayerPolicy, ...]:
+        """Policies of layers that together recompute so many steps, and offload so many layers."""
+        steps = self._steps(num_layers)
         moved = int(min(1.0, offload / max(1, num_layers - 1)) * num_tokens + 1e-6)
         if not units and not moved:
             return ()
@@ -208,7 +219,7 @@ class GroupCells:
             count, hiding_s = owned.num_layers, self._hiding_s(stage, layer_range)
             kept, recomputed, again_on_host, offloaded, on_host, recompute_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
-            hidden_s = _COPIES.link_share * hiding_s * behind * self.offloads
+            hidden_s = _POLICIES.link_share * hiding_s * behind * self.offloads
             most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(copy_s), where=copy_s > 0))
             # shares of less than a token move nothing
             most = np.where(most * self.tokens < 1, 0.0, most)
@@ -290,10 +301,10 @@ class GroupCells:
         Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept, with everything
         recomputed, and with all copies that hide and the rest recomputed.
         """
-        every, most = self.cells.num_layers, self.cells.most_offload
-        ways = [self.under(every.tolist(), [0.0] * len(every))]
+        every, most = self.cells.num_layers.astype(np.float64), self.cells.most_offload
+        ways = [self.under(every, np.zeros(len(every)))]
         if self.offloads:
-            ways.append(self.under((every * (1 - most)).tolist(), most.tolist()))
+            ways.append(self.under(every * (1 - most), most))
         found = []
         for kept, *stages in zip(self._kept_moments, *(way.stages for way in ways), strict=True):
             is_kept = stages[0].stage in self.kept

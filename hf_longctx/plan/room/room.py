@@ -638,9 +638,8 @@ class PipelineRoom(Room):
         hosts = tuple(dict.fromkeys((0, self.budget.host_bytes)))
         programs: list[Program] = []
         # attention runs again only where its outputs have room neither on the device nor on the host
-        for keeps_attention in (True, False):
-            if self.keeps_attention or not keeps_attention:
-                programs += [partial(self._programmed, kept, keeps_attention, host_bytes > 0) for host_bytes in hosts]
+        for keeps_attention in (True, False) if self.keeps_attention else (False,):
+            programs += [partial(self._programmed, kept, keeps_attention, host_bytes > 0) for host_bytes in hosts]
             programs += [partial(self._least_trials, lean, keeps_attention, host_bytes) for host_bytes in hosts]
         yield programs
         is_slow = min((trial.seconds for trial in found), default=0.0) > _ROOM.much_lost * kept.seconds
@@ -763,7 +762,7 @@ class PipelineRoom(Room):
             if levels is None:
                 return None
             again_s = (levels.layers * cells.cells.layer_s).reshape(len(group.stages), -1).sum(axis=1).max()
-            return self.trial(cells.under(levels.layers.tolist(), levels.offload.tolist()), counted_s=float(again_s))
+            return self.trial(cells.under(levels.layers, levels.offload), counted_s=float(again_s))
 
         def next_room(room: _StageRoom, trial: Trial) -> _StageRoom | None:
             device_bytes, host_bytes = room

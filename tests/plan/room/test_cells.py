@@ -27,7 +27,7 @@ def plan_with(plan: StepPlan, group: SequenceGroup) -> StepPlan:
 
 def moving(cells: GroupCells) -> SequenceGroup:
     """The group with all copies that hide, and nothing recomputed."""
-    return cells.under([0.0] * len(cells.cells), cells.cells.most_offload.tolist())
+    return cells.under(np.zeros(len(cells.cells)), cells.cells.most_offload)
 
 
 @pytest.mark.parametrize(("copy_bytes_per_s", "vocab_size"), [(1e11, 32_000), (2e10, 32_000), (1e9, 32_000), (2e10, 128_256)])
@@ -74,19 +74,19 @@ def test_policies_of_a_cell_recompute_and_offload_what_was_asked_for(
     # the last layer moves nothing, and no layer recomputes what it moves
     offload = offload_share * (num_layers - 1) / num_layers
     recompute = recompute_share * num_layers * (1 - offload)
-    under = cells.under([recompute] * 2, [offload] * 2)
+    under = cells.under(np.full(2, recompute), np.full(2, offload))
     validate_plan(plan_with(plan_of(costs, [num_tokens], 1, 2), under))
     layers = under.stages[0].activations[0].layers
     again = sum(layer.share("mlp").recompute for layer in layers)
     moved = sum(layer.share("mlp").host for layer in layers)
     # tokens are whole, and steps of layers are rounded up
-    slack = num_layers * (1 / num_tokens + 1e-9)
+    slack = num_layers * (1 / num_tokens + 1e-6)
     if keeps_attention:
-        assert recompute - 1e-9 <= again <= recompute + 1 / 8 + slack
+        assert recompute - 1e-5 <= again <= recompute + 1 / 8 + slack
         assert moved <= num_layers * offload + 1e-9
         assert moved >= num_layers * offload - (again - recompute) - slack
     else:
-        assert recompute - 1e-9 <= again < recompute + 1
+        assert recompute - 1e-5 <= again < recompute + 1
     needed = [layer.share("layer_input") for layer in layers]
     assert all(share.recompute == 0 for share in needed)
     if moves_needed:
