@@ -73,7 +73,7 @@ def _row(option: StageOption) -> StageRow:
 
 def turns_reason(plan: StepPlan) -> str:
     """Says that stages take turns, and why: most of their micro-batches have one chunk; empty if they work at the same time."""
-    if plan.num_stages == 1 or len(plan.micro_batches) < 2 or not _takes_turns(plan):
+    if plan.num_stages == 1 or plan.turns or len(plan.micro_batches) < 2 or not _takes_turns(plan):
         return ""
     if sums_every_backward(plan.parameters, plan.num_stages) or plan.parameters == "replicated":
         why = "memory holds one chunk of these sequences at a time"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from helpers.models.chats import byte_tokenizer
 from transformers import TrainingArguments
 
@@ -57,6 +58,29 @@ def test_a_ready_config_fits_the_hardware_that_it_names(path: Path) -> None:
     forecast = {name: value for name, value in run_settings(scenario).items() if name in DECISIVE}
     assert forecast == {name: str(settings[name]) for name in DECISIVE if name in settings}
     assert normal_name(Path(settings["model_name_or_path"]).name).startswith(normal_name(options.model))
+
+
+NODES = sorted((RECIPES / "models").glob("*-nodes.yaml"))
+
+
+@pytest.mark.parametrize("path", NODES, ids=named)
+def test_a_config_for_several_nodes_starts_a_rank_on_each_gpu_of_its_plan(path: Path) -> None:
+    text = path.read_text()
+    [command] = re.findall(r"^#   hf-longctx (plan .*)$", text, re.MULTILINE)
+    num_gpus = build_parser().parse_args(shlex.split(command)).gpus
+    settings, own = yaml.safe_load(text), str(path.relative_to(RECIPES.parent))
+    [batch] = re.findall(r"^#   sbatch (.*)$", text, re.MULTILINE)
+    script, nodes = (RECIPES / "launch" / "slurm.sbatch").read_text(), int(shlex.split(batch)[1])
+    [per_node] = re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", script, re.MULTILINE)
+    assert shlex.split(batch)[:4] == ["--nodes", str(nodes), "recipes/launch/slurm.sbatch", own]
+    assert nodes * int(per_node) == num_gpus and settings["stages"] == nodes
+    [started] = re.findall(r"^#   accelerate launch (.*)$", text, re.MULTILINE)
+    launch = launch_command_parser().parse_args(shlex.split(started))
+    assert (launch.num_machines, launch.num_processes, launch.machine_rank) == (nodes, num_gpus, 0)
+    assert (RECIPES.parent / launch.config_file).is_file() and launch.training_script == "recipes/sft.py"
+    assert launch.training_script_args == [own, "--dataset", "my.jsonl"]
+    # every rank reads its own stage of a checkpoint in a folder
+    assert settings["model_name_or_path"] in re.findall(r"--local-dir (\S+)$", text, re.MULTILINE)
 
 
 def test_ready_configs_and_their_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
