@@ -56,7 +56,7 @@ def test_copies_that_hide_cost_no_seconds_and_the_bytes_that_were_counted(
     assert (peaks <= 1.05 * (moments.excess_bytes - freed)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 5000),
@@ -84,7 +84,8 @@ def test_policies_of_a_cell_recompute_and_offload_what_was_asked_for(
     if keeps_attention:
         assert recompute - 1e-5 <= again <= recompute + 1 / 8 + slack
         assert moved <= num_layers * offload + 1e-9
-        assert moved >= num_layers * offload - (again - recompute) - slack
+        # layers that recompute one step more than others may have less to move
+        assert moved >= num_layers * offload - (again - recompute) - (num_layers - 1) / 4 / 8 - slack
     else:
         assert recompute - 1e-5 <= again < recompute + 1
     needed = [layer.share("layer_input") for layer in layers]
