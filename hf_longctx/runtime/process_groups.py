@@ -1,7 +1,7 @@
 """Creates all process groups of a run once, at start, and sends messages between pipeline stages.
 
 The trainer makes one `GroupPool`, with groups of all ranks, aligned sequence groups of each stage, and links between stages; the
-executor gets from it the context of every chunk, and makes one `RoundMessages` per micro-batch.
+executor gets from it the context of every chunk, and makes one `StageMessages` per plan.
 
 `rank = stage * ranks_per_stage + position`. A sequence group lies within a stage, at the same positions in all stages.
 
@@ -21,7 +21,7 @@ group go in one direction and in the order of the plan, so that the streams on w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -142,23 +142,20 @@ def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
     return [(sender * width + each, receiver * width + each) for sender, receiver in stages for each in range(width)]
 
 
-class RoundMessages:
-    """Messages of one rank in one micro-batch. shape_of(chunk): shape of the chunk's hidden states on this rank.
+class StageMessages:
+    """Messages of one rank in one plan, from and to the stages beside its own.
 
     Both ends must run their actions in the order of the plan; otherwise messages reach the wrong action.
     """
 
-    def __init__(
-        self, links: Links, shape_of: Callable[[int], tuple[int, ...]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._links, self._shape_of = links, shape_of
-        self._dtype, self._device = dtype, device
+    def __init__(self, links: Links, dtype: torch.dtype, device: torch.device) -> None:
+        self._links, self._dtype, self._device = links, dtype, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def receive(self, action: Action) -> Tensor:
-        """Waits for the tensor that `action` receives. The caller owns the tensor."""
+    def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
+        """Waits for the tensor of this shape that `action` receives. The caller owns the tensor."""
         way = self._way(action)
-        buffer = torch.empty(self._shape_of(action.chunk), dtype=self._dtype, device=self._device)
+        buffer = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
         work = dist.irecv(buffer, way[1], group=self._links.lanes[way])
         assert work is not None
         work.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from helpers.measures.stage_memory import check_held_memory
@@ -64,6 +65,16 @@ def test_groups_side_by_side_and_rounds_in_a_row_are_counted_by_rank(ranks) -> N
     memories = check_held_memory(ranks(4), ModelCase(num_layers=4), mixed_policies(plan, ALL_OR_NOTHING))
     # both ranks of a stage share a long sequence, then one of them has more to itself
     assert memories[0].saved != memories[1].saved
+
+
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+def test_micro_batches_in_turns_are_counted_together_on_every_rank(ranks, parameters) -> None:
+    shared, own = [[span] for span in cut(0, [16, 10, 8, 6])], [*([span] for span in cut(1, [12, 11])), [(2, 0, 9), (3, 0, 7)]]
+    layouts = [[(2, shared)], [(1, own), (1, [[(5, 0, 30)], [(4, 0, 5)]])]]
+    plan = mixed_policies(pipeline_plan(LENGTHS, layouts, 2, parameters=parameters, has_turns=True), ALL_OR_NOTHING)
+    together, apart = (check_held_memory(ranks(4), ModelCase(num_layers=4), each) for each in (plan, replace(plan, turns=())))
+    assert together[0].kv_book > apart[0].kv_book
+    assert sum(memory.saved for memory in together) > sum(memory.saved for memory in apart)
 
 
 def test_whole_sequences_keep_no_book(ranks) -> None:

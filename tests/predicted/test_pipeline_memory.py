@@ -57,6 +57,20 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
         assert predicted.peak + messages == pytest.approx(peak, rel=0.07)
 
 
+def test_micro_batches_in_turns_hold_together_what_is_predicted(ranks) -> None:
+    """Ranks share a sequence in slices, then each has one of its own; the first stage holds chunks of both at once."""
+    lengths = [1024, 512, 512]
+    layouts = [[(2, [[span] for span in cut(0, [512, 512])])], [(1, [[(1, 0, 512)]]), (1, [[(2, 0, 512)]])]]
+    plan = pipeline_plan(lengths, layouts, 2, has_turns=True)
+    found = ranks(4).run(stage_peak_on_rank, SPEC, plan_to_json(plan), rows_of(lengths, SPEC))
+    together, alone = (evaluate_plan(each, tiny_costs(4, SPEC)).peak_bytes for each in (plan, replace(plan, turns=())))
+    stages = plan.micro_batches[0].groups[0].stages
+    for rank, (peak, _) in enumerate(found):
+        states = ByteModel(SPEC).stage_states(stages[rank // 2], plan)
+        assert together[rank] - states == pytest.approx(peak, rel=0.07)
+        assert (together[rank] > 1.1 * (alone[rank] - states) + states) == (rank < 2)
+
+
 # weights larger than what 64 tokens keep; eight layers on a stage
 HEAVY = ModelSpec(16, 128, 352, 4, 2, 32, 64, 8192)
 

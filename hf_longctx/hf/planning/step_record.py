@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples, pass_samples
 from hf_longctx.plan.core.lending import is_lent
+from hf_longctx.plan.core.orders import running_order
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
-from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
+from hf_longctx.plan.core.types import ActivationPolicy, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
-from hf_longctx.plan.memory.stage import message_bytes
+from hf_longctx.plan.memory.stage import joined_moments, message_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
@@ -146,35 +150,52 @@ def predicted_idle(plan: StepPlan, rank: int, costs: CostModel) -> float | None:
 def predicted_memory(plan: StepPlan, rank: int, model: ModelSpec) -> StepMemory:
     """Predicts `StepResult.memory` of this rank."""
     memory, byte_model = NO_MEMORY, ByteModel(model)
-    _, position = plan.place(rank)
-    for group, stage in plan.for_rank(rank).rounds:
-        if is_lent(group):
+    own = plan.for_rank(rank)
+    # in turns, chunks of several micro-batches wait for their backward together
+    for rounds in (own.rounds,) if own.turns else ((each,) for each in own.rounds):
+        if is_lent(rounds[0][0]):
             # a lent rank also has parts of other stages' chunks, so take the plan's estimate
             memory = memory.most(StepMemory(device_peak=plan.estimate.peak_bytes))
-            continue
-        place = group.positions.index(position)
-        policies = {(policy.layer_range, policy.chunk): policy for policy in stage.activations}
-        held: dict[tuple[int, int], tuple[int, int]] = {}
-        # a single chunk on one stage, the common case, has no K/V book, and the plan's estimate is its peak
-        book, device_peak = 0, plan.estimate.peak_bytes
-        if len(group.chunks) > 1 or plan.num_stages > 1:
-            # the plan's estimate is for the rank with the most bytes, but this rank may hold fewer
-            found = byte_model.moments(group, stage, place, waiting=byte_model.stage_waiting(stage, plan)).most
+        else:
+            memory = memory.most(_memory_of(plan, plan.place(rank)[1], rounds, own.turns, byte_model))
+    return memory
+
+
+def _memory_of(
+    plan: StepPlan,
+    position: int,
+    rounds: Sequence[tuple[SequenceGroup, StagePlan]],
+    turns: Sequence[int],
+    byte_model: ByteModel,
+) -> StepMemory:
+    """Predicts the memory of the rank at a position, for one round, or for rounds in turns."""
+    model, places = byte_model.model, [group.positions.index(position) for group, _ in rounds]
+    # a single chunk on one stage, the common case, has no K/V book, and the plan's estimate is its peak
+    book, device_peak = 0, plan.estimate.peak_bytes
+    if plan.num_stages > 1 or len(rounds[0][0].chunks) > 1:
+        # the plan's estimate is for the rank with the most bytes, but this rank may hold fewer
+        moments, messages = [], 0
+        for (group, stage), place in zip(rounds, places, strict=True):
+            moments.append(byte_model.moments(group, stage, place, waiting=byte_model.stage_waiting(stage, plan)))
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
-            messages = message_bytes(model, stage, plan.num_stages, most_tokens)
-            book, device_peak = found.book, byte_model.stage_states(stage, plan) + found.peak + messages
-        for action in stage.actions:
-            key = (action.layer_range, action.chunk)
-            if action.kind == "B":
-                del held[key]
-            if action.kind != "F":
-                continue
-            tokens = shard_tokens(group.chunks[action.chunk], group.shape)[place]
-            policy = policies.get(key, ActivationPolicy(action.chunk))
-            layer_range = stage.layer_ranges[action.layer_range]
-            held[key] = held_bytes(model, policy, layer_range.num_layers, tokens, layer_range.first_layer, counts_kept=False)
-            saved, host = (sum(column) for column in zip(*held.values(), strict=True))
-            memory = memory.most(StepMemory(saved, host, book, device_peak))
+            messages = max(messages, message_bytes(model, stage, plan.num_stages, most_tokens))
+        found = (joined_moments(moments, np.array(turns)) if turns else moments[0]).most
+        book, device_peak = found.book, byte_model.stage_states(rounds[0][1], plan) + found.peak + messages
+    policies = [{(policy.layer_range, policy.chunk): policy for policy in stage.activations} for _, stage in rounds]
+    held: dict[tuple[int, int, int], tuple[int, int]] = {}
+    memory = NO_MEMORY
+    for index, action in running_order([stage.actions for _, stage in rounds], turns):
+        (group, stage), key = rounds[index], (action.layer_range, action.chunk)
+        if action.kind == "B":
+            del held[index, *key]
+        if action.kind != "F":
+            continue
+        tokens = shard_tokens(group.chunks[action.chunk], group.shape)[places[index]]
+        policy = policies[index].get(key, ActivationPolicy(action.chunk))
+        layers = stage.layer_ranges[action.layer_range]
+        held[index, *key] = held_bytes(model, policy, layers.num_layers, tokens, layers.first_layer, counts_kept=False)
+        saved, host = (sum(column) for column in zip(*held.values(), strict=True))
+        memory = memory.most(StepMemory(saved, host, book, device_peak))
     return memory
 
 

@@ -235,13 +235,18 @@ class KVBook:
 
     def __init__(self, has_backward: bool = True) -> None:
         self.has_backward = has_backward
-        self.peak_bytes = 0
+        self._peak_bytes = 0
         self._entries: dict[tuple[Hashable, int], _Entry] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes currently held; `peak_bytes` is the maximum so far."""
+        """Bytes currently held."""
         return sum(entry.tokens.num_bytes for entry in self._entries.values())
+
+    def take_peak(self) -> int:
+        """Returns the most bytes held since the last call."""
+        peak_bytes, self._peak_bytes = self._peak_bytes, self.num_bytes
+        return peak_bytes
 
     def write(
         self,
@@ -324,7 +329,7 @@ class KVBook:
             del self._entries[key]
 
     def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._peak_bytes = max(self._peak_bytes, self.num_bytes)
 
 
 def _own(slice_: Slice) -> slice:

@@ -38,17 +38,12 @@ class StateBook:
 
     def __init__(self, has_backward: bool = True) -> None:
         self.has_backward = has_backward
-        self.peak_bytes = 0
         self._states: dict[StatePlace, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of states and gradients currently held; `peak_bytes` is the maximum at the end of a pass."""
+        """Bytes of states and gradients currently held."""
         return sum(state.nbytes * (1 if state.grad is None else 2) for state in self._states.values())
-
-    def note_peak(self) -> None:
-        """Raises `peak_bytes` to the bytes currently held."""
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def held(self) -> dict[StatePlace, Tensor]:
         """Returns the states currently held."""

@@ -19,12 +19,16 @@ from hf_longctx.runtime.process_groups import GroupPool
 
 
 def forward_only(plan: RankPlan) -> RankPlan:
-    """Returns the plan for an evaluation: no stage lends ranks, and activation policies make tiles but save nothing."""
-    rounds = tuple(
-        (without_lending(group), replace(stage, activations=tuple(replace(policy, layers=()) for policy in stage.activations)))
-        for group, stage in plan.rounds
-    )
-    return replace(plan, rounds=rounds)
+    """Returns the plan for an evaluation: forwards alone, one micro-batch after the other.
+
+    No stage lends ranks, and activation policies make tiles but save nothing.
+    """
+    rounds = []
+    for group, stage in plan.rounds:
+        actions = tuple(action for action in stage.actions if action.kind in ("F", "SF", "RF"))
+        tiles = tuple(replace(policy, layers=()) for policy in stage.activations)
+        rounds.append((without_lending(group), replace(stage, actions=actions, activations=tiles)))
+    return replace(plan, rounds=tuple(rounds), turns=())
 
 
 def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False) -> None:

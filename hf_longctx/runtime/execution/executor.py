@@ -1,4 +1,4 @@
-"""Runs a rank's plan, micro-batch by micro-batch (`StepExecutor.run`). Read after `plan/planner.py`.
+"""Runs a rank's plan, micro-batch by micro-batch or in turns (`StepExecutor.run`). Read after `plan/planner.py`.
 
 The executor owns the model, the group pool and the gradient sums of a step. A `Round` (`round.py`) executes this rank's actions
 of one micro-batch, and `StepResult` holds the results. Under any plan, gradients are those of the loss summed over all ranks and
@@ -23,12 +23,12 @@ from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenT
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.lending import LentRound
-from hf_longctx.runtime.execution.round import Round, RoundHost, StepMemory, StepResult, Wanted, active_bytes
+from hf_longctx.runtime.execution.round import Round, RoundHost, StepResult, Wanted, active_bytes, run_rounds
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import Send, TiedWeight, has_nonfinite_gradient
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.sharded import parameters_of
-from hf_longctx.runtime.process_groups import GroupPool, sum_over_ranks
+from hf_longctx.runtime.process_groups import GroupPool, StageMessages, sum_over_ranks
 
 # inputs[r][c]: this rank's shard of chunk c in micro-batch r
 PlanInputs = Sequence[Sequence[ChunkInputs]]
@@ -117,22 +117,19 @@ class StepExecutor:
         self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(num_label_tokens, engine, tally)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        memory = StepMemory()
+        rounds = [
+            LentRound(host, group, stage, inputs[index], index)
+            if is_lent(group)
+            else Round(host, group, stage, inputs[index], index, is_counted)
+            for index, (group, stage) in enumerate(plan.rounds)
+        ]
         with self.parameters.computing():
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             # plans that lend ranks sum over all stages, in another group
             with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
-                for index, (group, stage) in enumerate(plan.rounds):
-                    self.parameters.enter_round(plan.parameters)
-                    if is_lent(group):
-                        current: Round = LentRound(host, group, stage, inputs[index], index)
-                    else:
-                        current = Round(host, group, stage, inputs[index], index, is_counted)
-                        current.is_last_of_plan = index == len(plan.rounds) - 1
-                    total += current.run(stage.actions, f"step {plan.step}, round {index}", predicted_bytes)
-                    memory = memory.most(current.memory)
+                memory = run_rounds(host, plan, rounds, f"step {plan.step}", predicted_bytes)
+            total = self._sum_of(rounds)
             if reduce:
                 # weights stay gathered for all plans of the step
                 self.parameters.free()
@@ -265,23 +262,27 @@ class StepExecutor:
         plan = forward_only(plan)
         self._check(plan, engine)
         host = self._host(1, engine, wanted if isinstance(wanted, TokenTally) else None)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        made = [
+            Round(host, group, stage, inputs[index], index, is_counted, wanted)
+            for index, (group, stage) in enumerate(plan.rounds)
+        ]
         with self.parameters.computing():
-            for index, (group, stage) in enumerate(plan.rounds):
-                self.parameters.enter_round(plan.parameters)
-                forwards = [action for action in stage.actions if action.kind in ("F", "SF", "RF")]
-                current = Round(host, group, stage, inputs[index], index, is_counted, wanted)
-                total += current.run(forwards, f"{purpose} {plan.step}, round {index}")
-                if rounds is not None:
-                    rounds.append(current)
+            run_rounds(host, plan, made, f"{purpose} {plan.step}")
             self.parameters.free()
-        return total
+        if rounds is not None:
+            rounds += made
+        return self._sum_of(made)
+
+    def _sum_of(self, rounds: Sequence[Round]) -> Tensor:
+        """Returns this rank's share of the loss."""
+        return sum((each.total for each in rounds), torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _begin_plan(self, plan: RankPlan) -> None:
         if self.stage.dropout is not None:
             self.stage.dropout.begin_plan(plan.step)
 
     def _host(self, num_label_tokens: float, engine: ActivationEngine | None, tally: TokenTally | None) -> RoundHost:
+        links = self.pool.links
         return RoundHost(
             pool=self.pool,
             stage=self.stage,
@@ -290,6 +291,7 @@ class StepExecutor:
             clock=StepClock(self.device),
             num_label_tokens=num_label_tokens,
             no_mask=self._no_mask,
+            messages=None if links is None else StageMessages(links, self.stage.hidden_dtype, self.device),
             engine=engine,
             all_stages=self.all_stages,
             routers=self.routers,

@@ -49,7 +49,7 @@ from hf_longctx.runtime.attention.rows import (
 )
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.loss import step_loss, summed_loss
-from hf_longctx.runtime.execution.round import Round, RoundHost, StepMemory
+from hf_longctx.runtime.execution.round import Round, RoundHost
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups import GroupPool
 
@@ -67,8 +67,9 @@ class LentRound(Round):
         super().__init__(host, group, stage, inputs, index)
         self.phases = [Phases.of(each.actions, each.stage, len(group.chunks)) for each in group.stages]
 
-    def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Returns forwards and backwards of this rank's stage and of the stages it helps; each has its own messages."""
+    @property
+    def actions(self) -> Sequence[Action]:
+        """Forwards and backwards of this rank's stage and of the stages it helps; each has its own messages."""
         return lent_order(self.group)[self.stage.stage]
 
     def _new_books(self) -> list[KVBook]:
@@ -112,8 +113,7 @@ class LentRound(Round):
         """Returns this rank's rows of a message, which the slice's own stage receives and distributes."""
         came_1TC = None
         if action.stage == self.stage.stage:
-            assert self.messages is not None
-            came_1TC = self.messages.receive(replace(action, kind=kind, lenders=()))
+            came_1TC = self._receive(replace(action, kind=kind, lenders=()))
         none_10C = torch.empty((1, 0, model.hidden_size), dtype=model.hidden_dtype, device=self.host.device)
         return rows.spread(came_1TC, none_10C)
 
@@ -121,11 +121,10 @@ class LentRound(Round):
         """Collects the rows of all ranks on the slice's own stage, which sends them on as one message."""
         whole_1TC = rows.collect(own_1SC)
         if whole_1TC is not None:
-            assert self.messages is not None
-            self.messages.send(replace(action, kind=kind, lenders=()), whole_1TC)
+            self._send(replace(action, kind=kind, lenders=()), whole_1TC)
 
     def _note_memory(self) -> None:
-        self.memory = self.memory.most(StepMemory(kv_book=sum(book.num_bytes for book in self.books)))
+        self.memory = self.held()
 
     def _first_chunk(self, stage: int) -> int:
         """Returns the first chunk of `stage` that this rank runs."""

@@ -1,22 +1,25 @@
-"""Runs one round: one rank's share of a micro-batch, as the actions of its group's stage, in order.
+"""Runs rounds: one rank's share of a micro-batch each, as the actions of its group's stage, in order.
 
-A step gives its rounds a `RoundHost` (groups, the stage's model, forward and loss of a chunk) and returns a `StepResult`.
-An out-of-memory error is explained by the action that ran, predicted bytes, bytes on the device, and what to change.
+A step gives its rounds a `RoundHost` (groups, the stage's model, forward and loss of a chunk), runs them one after the other or
+in turns (`run_rounds`), and returns a `StepResult`. An out-of-memory error is explained by the action that ran, predicted bytes,
+bytes on the device, and what to change.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hf_longctx.plan.core.orders import running_order
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import Action, ActivationPolicy, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import Action, ActivationPolicy, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.output_head import loss_of
 from hf_longctx.runtime.attention.context import GroupContext
@@ -40,7 +43,7 @@ from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import ReplicatedParameters
 from hf_longctx.runtime.parameters.sharded import ShardedParameters
-from hf_longctx.runtime.process_groups import GroupPool, RoundMessages
+from hf_longctx.runtime.process_groups import GroupPool, StageMessages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +58,8 @@ class RoundHost:
     # label tokens of the step over all ranks, or the sum of their weights
     num_label_tokens: float
     no_mask: Tensor
+    # None without other stages
+    messages: StageMessages | None = None
     # executes activation policies and, if it has a head, sums losses without whole logits
     engine: ActivationEngine | None = None
     # all stages of the model, for plans that lend ranks to other stages
@@ -191,10 +196,14 @@ class StepMemory:
 
     def most(self, other: StepMemory) -> StepMemory:
         """Returns the larger number of each kind."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ("saved", "host", "kv_book", "device_peak"))
-        return StepMemory(*map(max, pairs))
+        return StepMemory(*(max(getattr(self, name), getattr(other, name)) for name in _KINDS))
+
+    def plus(self, other: StepMemory) -> StepMemory:
+        """Returns the sum of each kind."""
+        return StepMemory(*(getattr(self, name) + getattr(other, name) for name in _KINDS))
 
 
+_KINDS = tuple(each.name for each in fields(StepMemory))
 NO_MEMORY = StepMemory()
 
 
@@ -259,15 +268,17 @@ class Round:
         self.outputs: dict[_Pass, Tensor] = {}
         self.gradients: dict[_Pass, Tensor] = {}
         self.activations: dict[_Pass, ChunkActivations] = {}
+        # most bytes during the latest pass
         self.memory = StepMemory()
-        self.num_backwards = 0
+        self.num_backwards = sum(action.kind == "B" for action in self.actions)
+        # whether the next backward is the last one of the plan
         self.is_last_of_plan = False
-        self.books: list[KVBook] = []
-        self.state_book = StateBook()
-        self.messages: RoundMessages | None = None
+        self.books = self._new_books()
+        self.state_book = StateBook(has_backward=self.num_backwards > 0)
         self.wanted = wanted
         self.scores: dict[int, TokenScores] = {}
         self.logits: dict[int, Tensor] = {}
+        # this rank's share of the step's loss, without a graph
         self.total = torch.zeros((), dtype=torch.float64, device=host.device)
         self.handlers = {
             "F": self._forward,
@@ -278,26 +289,25 @@ class Round:
             "RB": self._receive_gradient,
         }
 
-    def run(self, actions: Sequence[Action], where: str, predicted_bytes: int = 0) -> Tensor:
-        """Runs the actions in order; returns this rank's share of the step's loss, without a graph. where: for errors."""
-        self.num_backwards = sum(action.kind == "B" for action in actions)
-        self.books = self._new_books()
-        self.state_book = StateBook(has_backward=self.num_backwards > 0)
-        self.messages = self._messages()
-        order = self._order(actions)
-        for action, following in itertools.zip_longest(order, order[1:]):
-            memory = explained(where, action, self.group, self.host.device, predicted_bytes)
-            with self.host.clock.measure(self.index, action.kind, str(action)), memory:
-                self.handlers[action.kind](action, following)
-        if self.messages is not None:
-            self.messages.finish()
-        held_bytes = sum(book.num_bytes for book in self.books) + self.state_book.num_bytes
-        assert not held_bytes, f"the books of keys and values and of states hold {held_bytes} bytes after their round"
-        return self.total
+    @property
+    def actions(self) -> Sequence[Action]:
+        """Actions that this rank executes, in order."""
+        return self.stage.actions
 
-    def _order(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Returns the actions that this rank executes, in order."""
-        return actions
+    def run(self, action: Action, following: Action | None) -> None:
+        """Runs the next action. following: the action of this round that the rank runs right after it."""
+        self.handlers[action.kind](action, following)
+
+    def finish(self) -> None:
+        """Checks that nothing waits for a backward any more."""
+        held_bytes = self.held().kv_book
+        assert not held_bytes, f"the books of keys and values and of states hold {held_bytes} bytes after their round"
+
+    def held(self) -> StepMemory:
+        """Returns the bytes that chunks and slices hold for their backward."""
+        pairs = [activations.held_bytes() for activations in self.activations.values()]
+        saved, host = (sum(column) for column in zip((0, 0), *pairs, strict=True))
+        return StepMemory(saved, host, sum(book.num_bytes for book in self.books) + self.state_book.num_bytes)
 
     def _new_books(self) -> list[KVBook]:
         return [KVBook(has_backward=self.num_backwards > 0)]
@@ -343,7 +353,7 @@ class Round:
         self.num_backwards -= 1
         self.host.settle_routers()
         is_last = not self.num_backwards
-        self.host.parameters.before_backward(is_last, is_last and self.is_last_of_plan)
+        self.host.parameters.before_backward(is_last, self.is_last_of_plan)
         # if only later layers have adapters, the first stages have nothing to train
         if output.requires_grad:
             with self._routing(action):
@@ -368,42 +378,67 @@ class Round:
         return self.host.routers.running(not num_real, is_counted)
 
     def _receive_hidden(self, action: Action, following: Action | None) -> None:
-        assert self.messages is not None
-        hidden_1TC = self.messages.receive(action)
+        hidden_1TC = self._receive(action)
         self.received[action.layer_range, action.chunk] = hidden_1TC.requires_grad_(torch.is_grad_enabled())
 
     def _send_hidden(self, action: Action, following: Action | None) -> None:
-        assert self.messages is not None
-        self.messages.send(action, self.outputs[action.layer_range, action.chunk])
+        self._send(action, self.outputs[action.layer_range, action.chunk])
         if not self.num_backwards:
             # forwards only: no backward needs the output
             del self.outputs[action.layer_range, action.chunk]
 
     def _receive_gradient(self, action: Action, following: Action | None) -> None:
-        assert self.messages is not None
-        self.gradients[action.layer_range, action.chunk] = self.messages.receive(action)
+        self.gradients[action.layer_range, action.chunk] = self._receive(action)
 
     def _send_gradient(self, action: Action, following: Action | None) -> None:
-        assert self.messages is not None
         gradient = self.received.pop((action.layer_range, action.chunk)).grad
         assert gradient is not None, f"{action}: the hidden states that the stage received got no gradient"
-        self.messages.send(action, gradient)
+        self._send(action, gradient)
 
-    def _messages(self) -> RoundMessages | None:
-        links, stage = self.host.pool.links, self.host.stage
-        if links is None:
-            return None
+    def _receive(self, action: Action) -> Tensor:
+        """Returns the hidden states of a chunk, or their gradient, from another stage."""
+        assert self.host.messages is not None
+        shape = 1, self.inputs[action.chunk].input_ids.shape[1], self.host.stage.hidden_size
+        return self.host.messages.receive(action, shape)
 
-        def shape_of(chunk: int) -> tuple[int, int, int]:
-            return 1, self.inputs[chunk].input_ids.shape[1], stage.hidden_size
-
-        return RoundMessages(links, shape_of, stage.hidden_dtype, self.host.device)
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        assert self.host.messages is not None
+        self.host.messages.send(action, tensor)
 
     def _note_memory(self) -> None:
-        held = [activations.held_bytes() for activations in self.activations.values()]
-        saved, host = (sum(column) for column in zip((0, 0), *held, strict=True))
-        self.state_book.note_peak()
-        self.memory = self.memory.most(StepMemory(saved, host, self.books[0].peak_bytes + self.state_book.peak_bytes))
+        held = self.held()
+        self.memory = replace(held, kv_book=sum(book.take_peak() for book in self.books) + self.state_book.num_bytes)
+
+
+def run_rounds(host: RoundHost, plan: RankPlan, rounds: Sequence[Round], where: str, predicted_bytes: int = 0) -> StepMemory:
+    """Runs the rounds of a plan one after the other, or in its turns; returns the most bytes at one time.
+
+    where: for errors. predicted_bytes: for out-of-memory errors.
+    """
+    order = running_order([each.actions for each in rounds], plan.turns)
+    num_left = Counter(index for index, _ in order)
+    num_backwards = sum(action.kind == "B" for _, action in order)
+    memory, live = StepMemory(), set[int]()
+    for place, (index, action) in enumerate(order):
+        current = rounds[index]
+        if index not in live:
+            host.parameters.enter_round(plan.parameters)
+            live.add(index)
+        num_backwards -= action.kind == "B"
+        current.is_last_of_plan = not num_backwards
+        next_index, following = order[place + 1] if place + 1 < len(order) else (index, None)
+        explains = explained(f"{where}, round {index}", action, current.group, host.device, predicted_bytes)
+        with host.clock.measure(index, action.kind, str(action)), explains:
+            current.run(action, following if next_index == index else None)
+        if action.kind in ("F", "B"):
+            memory = memory.most(reduce(StepMemory.plus, (rounds[other].held() for other in live - {index}), current.memory))
+        num_left[index] -= 1
+        if not num_left[index]:
+            current.finish()
+            live.remove(index)
+    if host.messages is not None:
+        host.messages.finish()
+    return memory
 
 
 def layers_of(stage: StagePlan, layer_range: int) -> range:

@@ -9,7 +9,7 @@ from typing import Any
 from helpers.plans.sliced_plans import Chunks, cut
 from hypothesis import strategies as st
 
-from hf_longctx.plan.core.orders import Schedule, in_turns, pipelined
+from hf_longctx.plan.core.orders import Schedule, in_turns, pipelined, running_order
 from hf_longctx.plan.core.types import (
     Chunk,
     Method,
@@ -99,24 +99,33 @@ def random_chunks(draw: st.DrawFn, sequences: Sequence[int], lengths: Sequence[i
 
 @st.composite
 def random_schedules(
-    draw: st.DrawFn, most_stages: int = 4, most_ranks: int = 4, most_tokens: int = 60, parameters: Parameters | None = None
+    draw: st.DrawFn,
+    most_stages: int = 4,
+    most_ranks: int = 4,
+    most_tokens: int = 60,
+    parameters: Parameters | None = None,
+    fixed: bool = False,
 ) -> StepPlan:
-    """Random micro-batches in one schedule: layouts of powers of two on a stage, each with random chunks of some sequences."""
-    num_stages = draw(st.integers(2, most_stages))
-    per_stage = draw(st.sampled_from([count for count in (1, 2, 4) if count <= most_ranks]))
-    num_ranges = draw(st.sampled_from([1, 1, 2])) if parameters in (None, "replicated") else 1
+    """Random micro-batches in one schedule: layouts of powers of two on a stage, each with random chunks of some sequences.
+
+    fixed: as many stages and ranks as there may be.
+    """
+    num_stages = most_stages if fixed else draw(st.integers(2, most_stages))
+    per_stage = most_ranks if fixed else draw(st.sampled_from([count for count in (1, 2, 4) if count <= most_ranks]))
+    num_ranges = draw(st.sampled_from([1, 1, 2]))
     layouts = {1: [(1,)], 2: [(2,), (1, 1)], 4: [(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1), (1, 1, 2)]}[per_stage]
     lengths: list[int] = []
     micro_batches: list[list[tuple[int, Chunks]]] = []
-    for layout in draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=3)):
+    for layout in draw(st.lists(st.sampled_from(layouts), min_size=1 + fixed, max_size=3)):
         groups: list[tuple[int, Chunks]] = []
         for degree in layout:
-            own = draw(st.lists(st.integers(1, most_tokens), max_size=3))
+            # a step has labels
+            own = draw(st.lists(st.integers(1, most_tokens), max_size=3)) if lengths else [draw(st.integers(8, most_tokens))]
             sequences = range(len(lengths), len(lengths) + len(own))
             lengths += own
             groups.append((degree, draw(random_chunks(sequences, lengths)) or [[]]))
         micro_batches.append(groups)
-    kinds: list[Parameters] = ["replicated"] if num_ranges > 1 else ["replicated", "sharded", "gathered_per_step"]
+    kinds: list[Parameters] = ["replicated", "sharded", "gathered_per_step"]
     return pipeline_plan(
         lengths,
         micro_batches,
@@ -131,7 +140,8 @@ def random_schedules(
 
 def planned_words(plan: StepPlan, rank: int) -> list[str]:
     """The actions of a rank in the order of the plan."""
-    return [str(action) for _, stage in plan.for_rank(rank).rounds for action in stage.actions]
+    own = plan.for_rank(rank)
+    return [str(action) for _, action in running_order([stage.actions for _, stage in own.rounds], own.turns)]
 
 
 LENGTHS = [40, 23, 9, 7, 5, 30]

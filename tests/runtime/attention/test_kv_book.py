@@ -254,20 +254,20 @@ def test_frozen_layers_free_their_part_of_the_book() -> None:
 
 def test_evaluation_matches_and_holds_no_gradients() -> None:
     rows, plan = random_rows([30]), sliced_plan([30], THREE)
-    books: list[KVBook] = []
-    original = KVBook.__init__
+    peaks: list[int] = []
+    original = KVBook.take_peak
 
-    def init(book: KVBook, *args: Any, **kwargs: Any) -> None:
-        original(book, *args, **kwargs)
-        books.append(book)
+    def take_peak(book: KVBook) -> int:
+        peaks.append(original(book))
+        return peaks[-1]
 
     executor = StepExecutor(whole_model(patched_model(ModelCase()), NUM_LAYERS), GroupPool((1,), 1.0), CPU)
-    with patch.object(KVBook, "__init__", init):
+    with patch.object(KVBook, "take_peak", take_peak):
         total = executor.evaluate(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"])
     mean, _ = reference_step(build_model(ModelCase()), rows)
     num_labels = sum(label != -100 for label in rows[0]["labels"][1:])
     assert float(total) == pytest.approx(mean * num_labels, rel=TOLERANCE)
-    assert max(book.peak_bytes for book in books) == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
+    assert max(peaks) == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * 30 * 8
 
 
 def test_slices_keep_no_more_for_backward_than_one_chunk() -> None:
