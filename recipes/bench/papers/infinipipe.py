@@ -15,7 +15,7 @@ into consecutive pipelines, by dynamic programming; 1F1B with a window for the l
 recomputed, equally many along each anti-diagonal. Where the paper estimates a pipeline's seconds, our prediction is used.
 elastic + recompute: the same chunks and recomputation in a single pipeline with the elastic window. elastic + joint: layers keep
 the attention output, and tensors go to the host as long as the copies are hidden. fixed chunks: chunks of equal tokens under
-Seq1F1B; every chunk recomputes the fewest layers with which everything fits.
+Seq1F1B; every chunk recomputes the fewest layers with which everything fits. All seconds include the gathers that plans count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
@@ -40,7 +40,8 @@ from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import with_layers
-from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
+from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.room.cells import recomputed_layer
 from hf_longctx.plan.room.room import PipelineRoom
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
@@ -75,7 +76,12 @@ class Setting:
     lengths: tuple[int, ...]
     usable_bytes: float
     costs: CostModel
+    num_stages: int = NUM_STAGES
     planning_s: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.costs.cluster.num_ranks // self.num_stages
 
     @property
     def sequences(self) -> dict[int, int]:
@@ -90,18 +96,20 @@ class Setting:
     def group(self, chunks: Sequence[Chunk], schedule: Schedule) -> SequenceGroup:
         """The chunks as one pipeline over all GPUs."""
         num_layers, share = self.costs.model.num_layers, self.costs.model.head_share
-        group = SequenceGroup(tuple(range(RANKS_PER_STAGE)), "ulysses", tuple(chunks), ())
-        return pipelined(group, layer_ranges(num_layers, NUM_STAGES, 1, share / (1 - share) * num_layers), schedule)
+        group = SequenceGroup(tuple(range(self.ranks_per_stage)), "ulysses", tuple(chunks), ())
+        return pipelined(group, layer_ranges(num_layers, self.num_stages, 1, share / (1 - share) * num_layers), schedule)
 
     def plan(self, groups: Sequence[SequenceGroup]) -> StepPlan:
         """Plans these groups as consecutive pipelines."""
         rounds = tuple(MicroBatch((group,)) for group in groups)
-        return StepPlan(0, self.lengths, NUM_STAGES, RANKS_PER_STAGE, "sharded", rounds, shard_ranks=RANKS_PER_STAGE)
+        ranks = self.ranks_per_stage
+        return StepPlan(0, self.lengths, self.num_stages, ranks, "sharded", rounds, shard_ranks=ranks)
 
     def step_s(self, groups: Sequence[SequenceGroup]) -> float:
-        """Seconds of consecutive pipelines; infinite if they do not fit into a GPU."""
-        run = evaluate_plan(self.plan(groups), self.costs, with_events=False)
-        return run.step_s if max(run.peak_bytes) <= self.usable_bytes else math.inf
+        """Seconds of consecutive pipelines with the gathers that count; infinite if they do not fit into a GPU."""
+        plan = self.plan(groups)
+        run = evaluate_plan(plan, self.costs, with_events=False)
+        return counted_s(plan, run, self.costs) if max(run.peak_bytes) <= self.usable_bytes else math.inf
 
     def chunks(self, num_slices: int) -> tuple[Chunk, ...]:
         """Makes chunks of about equal time; none has more tokens than the first slice of the longest sequence."""
@@ -116,13 +124,18 @@ class Setting:
         It is the work of the last stage, plus the time in which the first chunk reaches that stage and the last one returns.
         """
         group = self.group(chunks[:1], "elastic")
-        stages = [(stage.num_layers, stage.stage == NUM_STAGES - 1) for stage in group.stages]
+        stages = [(stage.num_layers, stage.stage == self.num_stages - 1) for stage in group.stages]
         part_s = self.costs.part_s
         return sum(
             sum(part_s(chunk, group.shape, is_backward, *stages[-1]) for chunk in chunks)
             + sum(min(part_s(chunk, group.shape, is_backward, *stage) for chunk in chunks) for stage in stages[:-1])
             for is_backward in (False, True)
         )
+
+
+def counted_s(plan: StepPlan, run: Evaluation, costs: CostModel) -> float:
+    """Seconds of a predicted run of `plan` with the gathers that count."""
+    return run.step_s + weight_seconds(plan, costs).counted_gathers_s(run.step_s, run.once_s, run.ranks)
 
 
 def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:
@@ -139,32 +152,31 @@ def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:
 def unlimited_s(setting: Setting, num_slices: int) -> float:
     """Seconds with unlimited memory, under the faster schedule."""
     chunks = setting.chunks(num_slices)
-    free = Setting(setting.lengths, math.inf, setting.costs)
+    free = replace(setting, usable_bytes=math.inf)
     return min(free.step_s([free.group(chunks, schedule)]) for schedule in ("elastic", "1f1b"))
 
 
-def joint_s(setting: Setting, num_slices: int, limit_s: float) -> float:
-    return _with_room_s(setting, num_slices, setting.costs.cluster.hardware.host_bytes, keeps_attention=True)
+def joint_groups(setting: Setting, num_slices: int, limit_s: float) -> list[SequenceGroup]:
+    return _with_room(setting, num_slices, setting.costs.cluster.hardware.host_bytes, keeps_attention=True)
 
 
-def recompute_s(setting: Setting, num_slices: int, limit_s: float) -> float:
-    return _with_room_s(setting, num_slices, 0, keeps_attention=False)
+def recomputing_groups(setting: Setting, num_slices: int, limit_s: float) -> list[SequenceGroup]:
+    return _with_room(setting, num_slices, 0, keeps_attention=False)
 
 
-def _with_room_s(setting: Setting, num_slices: int, host_bytes: int, keeps_attention: bool) -> float:
+def _with_room(setting: Setting, num_slices: int, host_bytes: int, keeps_attention: bool) -> list[SequenceGroup]:
     group = setting.group(setting.chunks(num_slices), "elastic")
     room = PipelineRoom(setting.plan([group]), setting.costs, setting.budget(host_bytes), keeps_attention)
     try:
-        return setting.step_s([room.for_group(group)])
+        return [room.for_group(group)]
     except ValueError:
-        return math.inf
+        return []
 
 
-def paper_s(setting: Setting, num_slices: int, limit_s: float) -> float:
-    """Seconds of the best consecutive pipelines, by dynamic programming over families sorted by their number of chunks.
+def paper_groups(setting: Setting, num_slices: int, limit_s: float) -> list[SequenceGroup]:
+    """The best consecutive pipelines, by dynamic programming over families sorted by their number of chunks.
 
-    A pipeline's seconds are only a lower bound until a best solution uses that pipeline. If nothing is below `limit_s`, the
-    result is a lower bound or infinity.
+    A pipeline's seconds are only a lower bound until a best solution uses that pipeline. Empty if nothing is below `limit_s`.
     """
     chunks = setting.chunks(num_slices)
     by_size: dict[int, list[tuple[int, ...]]] = {}
@@ -182,10 +194,10 @@ def paper_s(setting: Setting, num_slices: int, limit_s: float) -> float:
     while True:
         best_s, row = _shortest(seconds, len(sizes))
         if not best_s < limit_s:
-            return best_s
+            return []
         unknown = [key for key in row if key not in exact]
         if not unknown:
-            return setting.step_s([group for key in row if (group := exact[key]) is not None])
+            return [group for key in row if (group := exact[key]) is not None]
         for key in unknown:
             exact[key], seconds[key] = _fitted(setting, room, members[key])
 
@@ -196,7 +208,7 @@ def _fitted(setting: Setting, room: PipelineRoom, chunks: Sequence[Chunk]) -> tu
         group = room.for_group(setting.group(numbered, "1f1b"))
     except ValueError:
         return None, math.inf
-    return group, room.trial(group).seconds
+    return group, setting.step_s([group])
 
 
 def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[float, list[tuple[int, int]]]:
@@ -208,52 +220,63 @@ def _shortest(seconds: Mapping[tuple[int, int], float], count: int) -> tuple[flo
     return best[count]
 
 
-def fixed_s(setting: Setting, num_slices: int, limit_s: float) -> float:
-    """Seconds of chunks of equal tokens that all recompute the same number of layers, the fewest with which they fit."""
+def fixed_groups(setting: Setting, num_slices: int, limit_s: float) -> list[SequenceGroup]:
+    """Chunks of equal tokens that all recompute the same number of layers, the fewest with which they fit."""
     chunks = fixed_chunks(setting.sequences, -(-max(setting.lengths) // num_slices))
     group = setting.group(chunks, "1f1b")
 
-    def seconds(num_layers: int) -> float:
+    def recomputing(num_layers: int) -> SequenceGroup:
         layers = {
             (stage.stage, chunk.index, 0): (recomputed_layer(False),) * min(num_layers, stage.num_layers)
             for stage in group.stages
             for chunk in chunks
         }
-        return setting.step_s([with_layers(group, layers, setting.budget().tile_tokens)])
+        return with_layers(group, layers, setting.budget().tile_tokens)
+
+    def fits(num_layers: int) -> bool:
+        return math.isfinite(setting.step_s([recomputing(num_layers)]))
 
     low, high = 0, max(stage.num_layers for stage in group.stages)
-    free = Setting(setting.lengths, math.inf, setting.costs)
-    if free.step_s([group]) >= limit_s or not math.isfinite(seconds(high)):
-        return math.inf
+    if replace(setting, usable_bytes=math.inf).step_s([group]) >= limit_s or not fits(high):
+        return []
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if math.isfinite(seconds(middle)) else (middle + 1, high)
-    return seconds(low)
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return [recomputing(low)]
 
 
-MAKERS: dict[str, Callable[[Setting, int, float], float]] = {
-    "paper": paper_s,
-    "elastic + recompute": recompute_s,
-    "elastic + joint": joint_s,
-    "fixed chunks": fixed_s,
+# (setting, slices of the longest sequence, seconds) -> consecutive pipelines; empty if none fits or is faster than that
+Maker = Callable[[Setting, int, float], list[SequenceGroup]]
+MAKERS: dict[str, Maker] = {
+    "paper": paper_groups,
+    "elastic + recompute": recomputing_groups,
+    "elastic + joint": joint_groups,
+    "fixed chunks": fixed_groups,
 }
+
+
+def fastest(setting: Setting, name: str, free_s: Mapping[int, float]) -> tuple[float, list[SequenceGroup]]:
+    """Seconds and pipelines of a method with its best number of slices; infinite if nothing fits.
+
+    free_s: seconds of elastic chunks with unlimited memory, for every number of slices.
+    """
+    best: tuple[float, list[SequenceGroup]] = (math.inf, [])
+    # unlimited memory is a lower bound for all methods with the same chunks
+    for num_slices in sorted(free_s, key=free_s.__getitem__):
+        if name != "fixed chunks" and free_s[num_slices] > best[0]:
+            break
+        started_s = time.perf_counter()
+        groups = MAKERS[name](setting, num_slices, best[0])
+        setting.planning_s.setdefault(name, []).append(time.perf_counter() - started_s)
+        if groups and (step_s := setting.step_s(groups)) < best[0]:
+            best = step_s, groups
+    return best
 
 
 def compare(setting: Setting, slices: Sequence[int]) -> dict[str, float]:
     """Seconds of every method with its best number of slices, and seconds without a memory limit."""
-    free = {num_slices: unlimited_s(setting, num_slices) for num_slices in slices}
-    found = {"no limit": min(free.values())}
-    for name, maker in MAKERS.items():
-        best_s = math.inf
-        # unlimited memory is a lower bound for all methods with the same chunks
-        for num_slices in sorted(slices, key=lambda count: free[count]):
-            if name != "fixed chunks" and free[num_slices] > best_s:
-                break
-            started_s = time.perf_counter()
-            best_s = min(best_s, maker(setting, num_slices, best_s))
-            setting.planning_s.setdefault(name, []).append(time.perf_counter() - started_s)
-        found[name] = best_s
-    return found
+    free_s = {num_slices: unlimited_s(setting, num_slices) for num_slices in slices}
+    return {"no limit": min(free_s.values())} | {name: fastest(setting, name, free_s)[0] for name in MAKERS}
 
 
 def read_case(text: str) -> tuple[int, float]:
