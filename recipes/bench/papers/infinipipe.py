@@ -32,7 +32,7 @@ from typing import Any
 
 from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_bounds
 from hf_longctx.plan.core.orders import Schedule, families, pipelined
-from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -40,8 +40,8 @@ from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import with_layers
-from hf_longctx.plan.predict.evaluate import Evaluation, evaluate_plan
-from hf_longctx.plan.predict.planning import weight_seconds
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.cells import recomputed_layer
 from hf_longctx.plan.room.room import PipelineRoom
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
@@ -109,7 +109,7 @@ class Setting:
         """Seconds of consecutive pipelines with the gathers that count; infinite if they do not fit into a GPU."""
         plan = self.plan(groups)
         run = evaluate_plan(plan, self.costs, with_events=False)
-        return counted_s(plan, run, self.costs) if max(run.peak_bytes) <= self.usable_bytes else math.inf
+        return counted_s(plan, self.costs) if max(run.peak_bytes) <= self.usable_bytes else math.inf
 
     def chunks(self, num_slices: int) -> tuple[Chunk, ...]:
         """Makes chunks of about equal time; none has more tokens than the first slice of the longest sequence."""
@@ -133,9 +133,9 @@ class Setting:
         )
 
 
-def counted_s(plan: StepPlan, run: Evaluation, costs: CostModel) -> float:
-    """Seconds of a predicted run of `plan` with the gathers that count."""
-    return run.step_s + weight_seconds(plan, costs).counted_gathers_s(run.step_s, run.once_s, run.ranks)
+def counted_s(plan: StepPlan, costs: CostModel) -> float:
+    """Predicted seconds of `plan` with the gathers that count."""
+    return Planning(costs, PlannerConfig(1, (1,))).counted_s(plan)
 
 
 def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:

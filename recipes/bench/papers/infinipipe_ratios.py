@@ -183,7 +183,7 @@ def found_of(plan: StepPlan, costs: CostModel, detail: str) -> Found:
     """Predicts a plan, with gathers, sums of gradients and the optimizer."""
     run, weights = evaluate_plan(plan, costs, with_events=False), weight_seconds(plan, costs)
     once_s = weights.sum_s + weights.update_s + weights.away_s - weights.hidden_s
-    step_s = infinipipe.counted_s(plan, run, costs) + once_s
+    step_s = infinipipe.counted_s(plan, costs) + once_s
     _, most_s = weights.step_bounds_s(run.step_s, run.once_s, run.ranks)
     sent_s = mean(rank.exchange_s + gathers_s for rank, gathers_s in zip(run.ranks, weights.gathers_s, strict=True))
     return Found(step_s, most_s, sent_s / most_s, mean(rank.idle_s for rank in run.ranks) / most_s, detail)

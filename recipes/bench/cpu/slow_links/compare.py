@@ -1,7 +1,7 @@
 """Compares planned steps with fixed degrees, DeepSpeed-Ulysses and flattening with DDP, over links slowed by the kernel.
 
     python recipes/bench/cpu/slow_links/compare.py [--links 100/100 25/8 10/3] [--tokens-per-rank 2048 512] [--rounds 5]
-        [--require 0.98] [--json FILE]
+        [--require 0.98] [--require-stages 1.3] [--json FILE]
 
 Four ranks, two on each of two "nodes", train a Llama of four layers (hidden size 128, fp32) on documents with the lengths of
 agents' sessions scaled down: log-normal, median 400, 64 to 2,048 tokens. Every setting of links starts the ranks anew, measures
@@ -11,6 +11,10 @@ so that other work on the machine disturbs all alike. Ratios compare times of th
 `predicted` is the cost model's before the run. `--tokens-per-rank` is what a rank can hold, a stand-in for memory: fixed degrees
 must hold the longest document, as in a real run. Flattening does not keep this limit. DeepSpeed is measured if it is installed.
 `--require` fails unless the plan is this many times as fast as the best fixed degree, in the median of rounds, in every setting.
+
+Two stages, one on each node, share weights inside nodes alone. They are compared with plans of one stage whose weights are
+sharded over all ranks, which gather them over slow links. `--require-stages` fails unless the faster kind of stages is this many
+times as fast on the last links, and the number of stages that a run chooses at least 0.98 times as fast on all links.
 """
 
 from __future__ import annotations
@@ -30,7 +34,18 @@ import numpy as np
 import torch
 import transformers
 
-from hf_longctx.recipes.bench.cpu.slow_links.methods import DEEPSPEED, FIXED, FLATTENING, PLANNED, Job, Measurement, run_job
+from hf_longctx.recipes.bench.cpu.slow_links.methods import (
+    AUTO,
+    DEEPSPEED,
+    FIXED,
+    FLATTENING,
+    PLANNED,
+    SHARDED,
+    STAGED,
+    Job,
+    Measurement,
+    run_job,
+)
 from hf_longctx.recipes.bench.cpu.slow_links.network import Machine, problems_of, run_ranks
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
@@ -49,6 +64,8 @@ LEAST_TOKENS, MOST_TOKENS = 64, 2048
 # seconds in which the ranks of one setting must be done
 _TIMEOUT_S = 3600.0
 LOSS_TOLERANCE = 1e-4
+# ratio to one stage below which a run must never choose a number of stages
+LEAST_AUTO = 0.98
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += here
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if failures := missed(rows, options.require):
+    if failures := missed(rows, options.require) + missed_stages(rows, options.require_stages):
         raise SystemExit("\n".join(failures))
 
 
@@ -112,6 +129,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--details", action="store_true", help="print the table of the cost model's measurements, too")
     parser.add_argument("--require", type=float, default=None, metavar="RATIO",
                         help="fail unless the plan is this many times as fast as the best fixed degree")  # fmt: skip
+    parser.add_argument("--require-stages", type=float, default=None, metavar="RATIO",
+                        help="fail unless two stages are this many times as fast as one on the last links")  # fmt: skip
     parser.add_argument("--json", type=Path, default=None, help="also write the rows to this file")
     return parser.parse_args(arguments)
 
@@ -136,7 +155,11 @@ def fixed_degrees(tokens_per_rank: int) -> list[int]:
 
 def methods_of(rooms: Sequence[int], wanted: Sequence[str] | None) -> list[tuple[str, int]]:
     """Names of methods, each with the tokens that a rank may hold; other systems run once for all of these rooms."""
-    ours = [(name, room) for room in rooms for name in (PLANNED, *(f"{FIXED} <{degree}>" for degree in fixed_degrees(room)))]
+    ours = [
+        (name, room)
+        for room in rooms
+        for name in (PLANNED, SHARDED, *STAGED, AUTO, *(f"{FIXED} <{degree}>" for degree in fixed_degrees(room)))
+    ]
     others = []
     if importlib.util.find_spec("deepspeed") is not None:
         others += [f"{DEEPSPEED} <{degree}>" for degree in fixed_degrees(max(rooms)) if degree > 1]
@@ -186,17 +209,31 @@ def summarise(found: Sequence[Measurement], links: str, tokens_per_rank: int) ->
 def print_table(rows: Sequence[Row], machine: Machine, tokens_per_rank: int) -> None:
     print(f"\n{machine.text()}; {tokens_per_rank:,} tokens on a rank")
     print(
-        f"{'method':18s} {'predicted s':>12s} {'measured s':>11s} {'plan is faster':>15s} {'of rounds':>13s} "
+        f"{'method':27s} {'predicted s':>12s} {'measured s':>11s} {'plan is faster':>15s} {'of rounds':>13s} "
         f"{'predicted':>10s} {'loss':>9s}  layout of the first step"
     )
     for row in rows:
         predicted = (f"{row.predicted_s:.2f}", f"{row.predicted_ratio:.2f}x") if row.predicted_s else ("-", "-")
         rounds = f"{min(row.ratios):.2f}..{max(row.ratios):.2f}"
         print(
-            f"{row.method:18s} {predicted[0]:>12s} {row.step_s:11.2f} {row.ratio:14.2f}x {rounds:>13s} {predicted[1]:>10s} "
+            f"{row.method:27s} {predicted[0]:>12s} {row.step_s:11.2f} {row.ratio:14.2f}x {rounds:>13s} {predicted[1]:>10s} "
             f"{row.losses[-1]:9.5f}  {next(iter(row.layouts), '')}",
             flush=True,
         )
+    for row in rows:
+        if row.method in (AUTO, *STAGED) and (ratios := to_one_stage(row, rows)):
+            (one,) = (each for each in rows if each.method == SHARDED)
+            print(
+                f"{row.method}: {median(ratios):.2f}x as fast as {SHARDED} ({min(ratios):.2f}..{max(ratios):.2f} of rounds, "
+                f"predicted {one.predicted_s / row.predicted_s:.2f}x)",
+                flush=True,
+            )
+
+
+def to_one_stage(row: Row, rows: Sequence[Row]) -> list[float]:
+    """Seconds of one stage with sharded weights over those of `row`, for each round; empty if that was not measured."""
+    one = next((each for each in rows if each.method == SHARDED), None)
+    return [] if one is None else [theirs / ours for theirs, ours in zip(one.ratios, row.ratios, strict=True)]
 
 
 def missed(rows: Sequence[Row], required: float | None) -> list[str]:
@@ -215,6 +252,24 @@ def missed(rows: Sequence[Row], required: float | None) -> list[str]:
             failures.append(
                 f"{links} MB/s, {tokens} tokens on a rank: {best.ratio:.3f} times as fast as {best.method}, required {required}"
             )
+    return failures
+
+
+def missed_stages(rows: Sequence[Row], required: float | None) -> list[str]:
+    """Lists settings in which stages are too slow beside one stage with sharded weights; empty without `required`."""
+    failures = []
+    settings = list(dict.fromkeys((row.links, row.tokens_per_rank) for row in rows))
+    for links, tokens in settings if required is not None else ():
+        here = [row for row in rows if (row.links, row.tokens_per_rank) == (links, tokens)]
+        ratios = {row.method: median(found) for row in here if (found := to_one_stage(row, here))}
+        wanted = {AUTO: (ratios.get(AUTO), LEAST_AUTO)}
+        if links == settings[-1][0]:
+            wanted["2 stages"] = max((ratios[name] for name in STAGED if name in ratios), default=None), required
+        failures += [
+            f"{links} MB/s, {tokens} tokens on a rank: {name} {ratio:.3f} times as fast as {SHARDED}, required {least}"
+            for name, (ratio, least) in wanted.items()
+            if ratio is not None and ratio < least
+        ]
     return failures
 
 

@@ -3,7 +3,10 @@
 `compare.py` forks it as every rank; rank 0 writes a `Measurement` for every method and round. All methods train the same Llama
 from the same weights on the same documents, with AdamW in fp32.
 
-    planned             `LongContextTrainer`, which plans every step
+    planned             `LongContextTrainer`, which plans every step on one stage, with whole weights on every rank
+    planned, sharded    the same with weights sharded over all ranks
+    2 stages, <p>       `LongContextTrainer` with two stages, one on each node, whose ranks share weights: parameters p
+    auto stages         `LongContextTrainer` with sharded weights on as many stages as it predicts to be fastest
     fixed <d>           `LongContextTrainer` with groups of d ranks in every plan (solver "static")
     DeepSpeed <d>       attention by DeepSpeed's `UlyssesSPAttentionHF`, one document at a time on d ranks, filled up to a
                         multiple of d; groups of d ranks get equally many documents. As its engine does without ZeRO, gradients
@@ -19,7 +22,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -47,14 +50,19 @@ from hf_longctx.hf.calibration.calibrate import CalibrationRequest, calibrate, c
 from hf_longctx.hf.models.spec import cluster_spec, model_spec
 from hf_longctx.journal import read_journal
 from hf_longctx.plan.core.types import GroupShape
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import profile_to_json, read_profile
 from hf_longctx.plan.groups.placement import place_layout
-from hf_longctx.plan.planner import build_plan
+from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.evaluate import evaluate_plan
+from hf_longctx.plan.predict.planning import Planning, weight_seconds
+from hf_longctx.plan.setup import Setup
 from hf_longctx.recipes.bench.cpu.slow_links.network import LIMITED
 
 PLANNED, FIXED, DEEPSPEED, FLATTENING = "planned", "fixed", "DeepSpeed", "flattening, DDP"
+SHARDED = f"{PLANNED}, sharded"
+STAGED = tuple(f"2 stages, {parameters}" for parameters in ("sharded", "gathered_per_step"))
+AUTO = "auto stages"
 # tokens of every document in the first step, which does not count
 _FIRST_TOKENS = 32
 _TIMEOUT_S = 180.0
@@ -81,6 +89,11 @@ class Job:
     @property
     def profile(self) -> Path:
         return Path(self.folder) / "hardware.json"
+
+    @property
+    def rates(self) -> Path:
+        """Profile with rates alone: costs that follow from rates count gathers and sums, which measured costs leave out."""
+        return Path(self.folder) / "rates.json"
 
     @property
     def calibration(self) -> Path:
@@ -141,6 +154,7 @@ def measure_machine(job: Job) -> None:
     calibration = calibrate(CalibrationRequest(str(file), "float32", time.time() + job.calibrate_s, _REPEATS))
     if dist.get_rank() == 0:
         job.profile.write_text(profile_to_json(calibration.profile))
+        job.rates.write_text(profile_to_json(replace(calibration.profile, models=())))
         job.calibration.write_text(calibration_text(calibration))
     limit_cores(job, False)
 
@@ -205,30 +219,47 @@ def with_trainer(job: Job, name: str, tokens_per_rank: int) -> Measurement:
             trainer: Trainer = Trainer(data_collator=DataCollatorWithFlattening(), **given)
         else:
             trainer = LongContextTrainer(longctx_config=our_settings(job, name, tokens_per_rank), **given)
+        setup = None if name == FLATTENING else trainer.longctx_run.setup
         trainer.log = lambda logs, start_time=None: trainer.state.log_history.append(dict(logs))
         trainer.train()
         plans = [] if name == FLATTENING or dist.get_rank() else read_journal(Path(folder)).of("step")[1:]
     seconds = [stop_s - start_s for start_s, stop_s in itertools.pairwise(ends.times_s)]
     losses = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
-    predicted_s = [line["predicted_s"] or 0.0 for line in plans] or [0.0] * len(seconds)
+    predicted_s = [0.0 if setup is None else planned_s(job, setup, lengths) for lengths in job.lengths]
     return Measurement(name, tokens_per_rank, 0, seconds, losses[1:], predicted_s, [line["layout"] for line in plans])
+
+
+def planned_s(job: Job, setup: Setup, lengths: Sequence[int]) -> float:
+    """Predicted seconds of a step of these documents, with sums of gradients and the gathers that plans count.
+
+    Chunks take their measured seconds, in which there are no gathers and sums; those follow from the measured rates of links.
+    """
+    plan, costs = plan_step(0, lengths, setup.costs, setup.planner), setup.costs
+    measured = replace(costs, coefficients=read_profile(job.profile).models[0].coefficients)
+    by_rates = replace(costs, coefficients=default_coefficients(costs.model, costs.cluster))
+    weights = weight_seconds(plan, by_rates)
+    gathers_s = Planning(by_rates, setup.planner).gathers_s(plan)
+    return evaluate_plan(plan, measured, with_events=False).step_s + gathers_s + weights.sum_s - weights.hidden_s
 
 
 def our_settings(job: Job, name: str, tokens_per_rank: int) -> LongContextConfig:
     """Settings of our trainer: everything is kept, and costs are those that were measured before."""
     _, _, degree = name.partition(" <")
-    fixed: dict[str, Any] = {"solver": "static", "static_degree": int(degree.rstrip(">"))} if degree else {}
+    own: dict[str, Any] = {"solver": "static", "static_degree": int(degree.rstrip(">"))} if degree else {}
+    if name in (SHARDED, AUTO, *STAGED):
+        stages: Any = {SHARDED: 1, AUTO: "auto"}.get(name, 2)
+        own = {"parameters": name.partition(", ")[2] or "sharded", "stages": stages, "hardware": str(job.rates)}
+    settings: dict[str, Any] = {"hardware": str(job.profile), **own}
     return LongContextConfig(
         tokens_per_rank=tokens_per_rank,
         max_length=max(map(max, job.lengths)),
         activations="keep",
-        hardware=str(job.profile),
         calibration_steps=0,
         self_test=False,
         report_steps=False,
         timeline_steps=0,
         collective_timeout_s=_TIMEOUT_S,
-        **fixed,
+        **settings,
     )
 
 
