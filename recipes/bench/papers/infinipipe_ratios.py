@@ -20,9 +20,9 @@ Rows, all with 0.8 of a device's memory and kernels for norms, gates and rotary 
                  recompute the same number of layers
 
 As in the paper, FlexSP and DeepSpeed keep everything, but for 36 of the 60 layers of 30B. Replays repeat all-to-alls. Seconds are
-those of all chunks, of sums over copies, of the optimizer, and of gathers and reduce-scatters: first as plans count them, half
-of what is not hidden for lack of links (`WeightSeconds.counted_gathers_s`), then as if none were hidden. Shares of sending (of
-all-to-alls and gathers) and of idle ranks are of the latter.
+those of all chunks, of sums over copies, of the optimizer, and of gathers and reduce-scatters: first as plans count them
+(`plan/cost/weight_traffic.py`), which is what computing cannot hide, then as if computing hid none of those that cross nodes.
+Shares of sending (all-to-alls and gathers) and of idle ranks are of steps in which nothing is hidden.
 
 Lengths are the log-normal fits of `flexsp.py` for CommonCrawl and GitHub, since the paper's are not public; longer ones are left
 out. GitHub's fit has 1.0 % above 64K, and the paper says less than 0.6 %.
@@ -132,10 +132,10 @@ class PartlyCheckpointed(CheckpointedCosts):
 class Found:
     """One method on one batch: how it runs, its seconds, and shares of the busiest rank's step."""
 
-    # seconds of the step with the gathers that count, and with all of them, as if none were hidden
+    # seconds of the step with the gathers that count, and with all of those that cross nodes
     step_s: float
-    most_s: float
-    # all-to-alls and gathers, hidden or not, and waiting for other ranks, over `most_s`
+    shown_s: float
+    # all-to-alls and gathers, hidden or not, and waiting for other ranks, over a step that hides nothing
     sent_share: float
     idle_share: float
     detail: str
@@ -186,7 +186,14 @@ def found_of(plan: StepPlan, costs: CostModel, detail: str) -> Found:
     step_s = infinipipe.counted_s(plan, costs) + once_s
     _, most_s = weights.step_bounds_s(run.step_s, run.once_s, run.ranks)
     sent_s = mean(rank.exchange_s + gathers_s for rank, gathers_s in zip(run.ranks, weights.gathers_s, strict=True))
-    return Found(step_s, most_s, sent_s / most_s, mean(rank.idle_s for rank in run.ranks) / most_s, detail)
+    idle_s = mean(rank.idle_s for rank in run.ranks)
+    crosses_nodes = plan.block_ranks > RANKS_PER_NODE
+    return Found(step_s, most_s if crosses_nodes else step_s, sent_s / most_s, idle_s / most_s, detail)
+
+
+def fastest(found: Sequence[Found]) -> Found:
+    """The fastest of several ways to run, and the fewest seconds of any of them with all gathers across nodes."""
+    return replace(min(found, key=lambda each: each.step_s), shown_s=min(each.shown_s for each in found))
 
 
 def on_stages(job: Job, lengths: Sequence[int], method: str, slices: Sequence[int]) -> Found:
@@ -200,7 +207,7 @@ def on_stages(job: Job, lengths: Sequence[int], method: str, slices: Sequence[in
             chunks = sum(len(group.chunks) for group in groups)
             detail = f"{num_stages} stages, {len(groups)} pipeline(s), {chunks} chunks"
             found.append(found_of(setting.plan(groups), setting.costs, detail))
-    return min(found, key=lambda each: each.step_s)
+    return fastest(found)
 
 
 def with_flexsp(job: Job, lengths: Sequence[int]) -> Found:
@@ -236,7 +243,7 @@ def with_ours(job: Job, lengths: Sequence[int]) -> Found:
         plan = plan_step(0, lengths, setup.costs, setup.planner)
         detail = f"{num_stages} stage(s), {plan.parameters}, {len(plan.micro_batches)} micro-batch(es)"
         found.append(found_of(plan, setup.costs, detail))
-    return min(found, key=lambda each: each.step_s)
+    return fastest(found)
 
 
 MAKERS: dict[str, Callable[[Job, Sequence[int]], Found]] = {
@@ -270,10 +277,10 @@ def row_of(cell: str, options: argparse.Namespace) -> dict[str, Any]:
     batches = [drawn[at : at + options.global_batch] for at in range(0, len(drawn), options.global_batch)]
     found = {name: [maker(job, batch) for batch in batches] for name, maker in MAKERS.items()}
     row: dict[str, Any] = {"model": model, "context": context, "lengths": lengths, "tokens": sum(drawn) / len(batches)}
-    for field in ("step_s", "most_s", "sent_share", "idle_share"):
+    for field in ("step_s", "shown_s", "sent_share", "idle_share"):
         row[field] = {name: mean(getattr(each, field) for each in some) for name, some in found.items()}
     row["detail"] = {name: some[0].detail for name, some in found.items()}
-    for field, seconds in (("speedups", row["step_s"]), ("unhidden", row["most_s"])):
+    for field, seconds in (("counted", row["step_s"]), ("shown", row["shown_s"])):
         row[field] = {name: seconds[name] / seconds["InfiniPipe"] for name in (*OTHERS, "ours")}
     return row
 
@@ -304,31 +311,31 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
             "text": claim.text,
             "other": claim.other,
             "published": [claim.least, claim.most],
-            "counted": compared(claim, rows, "speedups"),
-            "unhidden": compared(claim, rows, "unhidden"),
+            "counted": compared(claim, rows, "counted"),
+            "shown": compared(claim, rows, "shown"),
         }
         for claim in CLAIMS
-        if compared(claim, rows, "speedups")
+        if compared(claim, rows, "counted")
     ]
     return {"network_gbit": options.network_gbit, "batches": options.batches, "rows": rows, "claims": claims}
 
 
 def report(_: argparse.Namespace, result: Mapping[str, Any]) -> str:
-    lines = ["InfiniPipe's speedup over FlexSP, DeepSpeed, Seq1F1B and ours: gathers as counted, and none hidden"]
+    lines = ["InfiniPipe's speedup over FlexSP, DeepSpeed, Seq1F1B and ours: gathers as counted, and none hidden across nodes"]
     for row in result["rows"]:
         name = f"{row['model']} {row['context']}K {row['lengths']}"
-        pairs = [f"{row['speedups'][other]:.2f} {row['unhidden'][other]:.2f}" for other in (*OTHERS, "ours")]
+        pairs = [f"{row['counted'][other]:.2f} {row['shown'][other]:.2f}" for other in (*OTHERS, "ours")]
         lines.append(f"{name:22s} " + "  ".join(pairs))
         for method in METHODS:
             shares = f"{row['sent_share'][method]:.0%} sending, {row['idle_share'][method]:.0%} idle"
-            seconds = f"{row['step_s'][method]:7.2f} s, none hidden {row['most_s'][method]:7.2f} s"
+            seconds = f"{row['step_s'][method]:7.2f} s, none hidden {row['shown_s'][method]:7.2f} s"
             lines.append(f"    {method:10s} {seconds}, {shares}; {row['detail'][method]}")
     names = f"{'published':42s} {'over':10s} {'paper':>10s}"
     lines += ["", names + "".join(f" {name:>12s} {'error':>13s}" for name in ("counted", "none hidden"))]
     for claim in result["claims"]:
         paper = _between(*claim["published"])
         line = f"{claim['text']:42s} {claim['other']:10s} {paper:>10s}"
-        for field in ("counted", "unhidden"):
+        for field in ("counted", "shown"):
             ours = claim[field]
             errors = " ".join(dict.fromkeys(f"{error:+.0%}" for error in ours["errors"]))
             line += f" {_between(ours['least'], ours['most']):>12s} {errors:>13s}"

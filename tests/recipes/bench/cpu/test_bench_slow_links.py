@@ -44,13 +44,16 @@ def test_all_methods_train_the_same_and_a_missed_ratio_fails(
     )
     rows = json.loads(written.read_text())
     found = [row["method"] for row in rows if not row["method"].startswith(methods.DEEPSPEED)]
-    assert found == [methods.PLANNED, "fixed <1>", "fixed <2>", methods.FLATTENING]
+    ours = [methods.PLANNED, methods.SHARDED, *methods.STAGED, methods.AUTO]
+    assert found == [*ours, "fixed <1>", "fixed <2>", methods.FLATTENING]
     table = capsys.readouterr().out
     for row in rows:
         assert row["step_s"] > 0 and len(row["losses"]) == 1 and f"\n{row['method']} " in table
         assert (row["predicted_s"] > 0) == (row["method"] != methods.FLATTENING)
     layouts = {row["method"]: row["layouts"] for row in rows}
     assert set(layouts["fixed <1>"][0]) <= set("<1x2> ") and "2" in layouts["fixed <2>"][0]
+    for name in methods.STAGED:
+        assert f"{name}: " in table and layouts[name] == ["<1>"]
 
 
 def row(method: str, **changes: Any) -> compare.Row:
@@ -74,6 +77,29 @@ def row(method: str, **changes: Any) -> compare.Row:
 def test_the_best_fixed_degree_and_losses_are_judged(fixed: dict[str, Any], required: float | None, message: str) -> None:
     rows = [row(methods.PLANNED), row("fixed <2>", ratios=[9.0] * 3), row("fixed <4>", **fixed)]
     assert compare.missed(rows, required) == ([message] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        # the last links decide about stages, and the faster kind of them counts
+        ({"8/2 2 stages, sharded": 0.9}, []),
+        ({"8/2 2 stages, gathered_per_step": 0.9}, ["8/2 MB/s, 512 tokens on a rank: 2 stages 1.111 times"]),
+        ({"8/8 2 stages, gathered_per_step": 2.0}, []),
+        ({"8/8 auto stages": 1.1}, ["8/8 MB/s, 512 tokens on a rank: auto stages 0.909 times"]),
+    ],
+)
+def test_stages_are_judged_on_the_last_links_and_automatic_ones_on_all(changes: dict[str, float], missed: list[str]) -> None:
+    ratios = {methods.SHARDED: 1.0, methods.STAGED[0]: 1.0, methods.STAGED[1]: 0.75, methods.AUTO: 1.0}
+    rows = [
+        row(name, links=links, ratios=[changes.get(f"{links} {name}", ratio)] * 3)
+        for links in ("8/8", "8/2")
+        for name, ratio in ratios.items()
+    ]
+    found = compare.missed_stages(rows, 1.3)
+    assert [text.split(" as fast")[0] for text in found] == missed
+    assert compare.missed_stages(rows, None) == []
 
 
 def send_to_all(folder: Path) -> None:

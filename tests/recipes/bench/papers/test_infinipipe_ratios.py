@@ -1,4 +1,4 @@
-"""Predicted speedups of InfiniPipe come near those published for single cells; a replay counts once; bad input has a message."""
+"""InfiniPipe's speedups over FlexSP come near those published for single cells; a replay counts once; bad input has a message."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from hf_longctx.sim.baselines import FULL
 main: Callable[[list[str]], int] = bench.main
 
 
-def test_speedups_over_flexsp_are_those_published_if_no_gather_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_systems_are_slower_as_published_and_claims_have_the_errors_of_their_cells(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--cells", "7b/48/commoncrawl", "30b/48/commoncrawl", "--batches", "1", "--json"]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     small, large = result["rows"]
-    # the paper: 1.31 and 1.69; with half of the gathers hidden FlexSP loses less
+    # the paper: 1.31 and 1.69, which need gathers across nodes that computing does not hide
     for row, published in ((small, 1.31), (large, 1.69)):
-        assert row["unhidden"]["FlexSP"] == pytest.approx(published, rel=0.1)
-        assert row["speedups"]["FlexSP"] < row["unhidden"]["FlexSP"]
-        assert row["speedups"]["DeepSpeed"] > row["speedups"]["FlexSP"] > 1
+        assert row["shown"]["FlexSP"] == pytest.approx(published, rel=0.1)
+        assert row["counted"]["FlexSP"] < row["shown"]["FlexSP"] < row["shown"]["DeepSpeed"]
+        # inside a node nothing crosses
+        assert row["shown_s"]["InfiniPipe"] == row["step_s"]["InfiniPipe"]
         # our planner has InfiniPipe's plans to choose from
-        assert row["speedups"]["ours"] < 1.01
+        assert row["counted"]["ours"] < 1.01
     claims = {(claim["text"], claim["other"]): claim for claim in result["claims"]}
-    assert claims["7B, 48K, CommonCrawl", "FlexSP"]["unhidden"]["most"] == small["unhidden"]["FlexSP"]
-    assert claims["largest of 48K and 96K", "FlexSP"]["counted"]["least"] == large["speedups"]["FlexSP"]
+    single = claims["7B, 48K, CommonCrawl", "FlexSP"]["shown"]
+    assert single["least"] == single["most"] == small["shown"]["FlexSP"]
+    assert single["errors"] == [small["shown"]["FlexSP"] / 1.31 - 1] * 2
+    largest = claims["largest of 48K and 96K", "DeepSpeed"]["counted"]["least"]
+    assert largest == max(row["counted"]["DeepSpeed"] for row in (small, large))
     assert not any(claim["text"].startswith("13B") for claim in result["claims"])
 
 
