@@ -32,7 +32,7 @@ from typing import Any
 
 from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks, slice_bounds
 from hf_longctx.plan.core.orders import Schedule, families, pipelined
-from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec, PlannerConfig
+from hf_longctx.plan.core.settings import ActivationBudget, ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -41,10 +41,10 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.evaluate import evaluate_plan
-from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.room.cells import recomputed_layer
 from hf_longctx.plan.room.room import PipelineRoom
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
+from hf_longctx.recipes.bench.papers.our_plans import counted_s
 
 NUM_STAGES, RANKS_PER_STAGE = 4, 8
 SLICES = (8, 12, 16, 20, 24, 32, 48)
@@ -131,11 +131,6 @@ class Setting:
             + sum(min(part_s(chunk, group.shape, is_backward, *stage) for chunk in chunks) for stage in stages[:-1])
             for is_backward in (False, True)
         )
-
-
-def counted_s(plan: StepPlan, costs: CostModel) -> float:
-    """Predicted seconds of `plan` with the gathers that count."""
-    return Planning(costs, PlannerConfig(1, (1,))).counted_s(plan)
 
 
 def draw_lengths(longest: int, count: int, seed: int) -> tuple[int, ...]:

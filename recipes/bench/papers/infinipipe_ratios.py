@@ -54,10 +54,10 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.planning import weight_seconds
-from hf_longctx.plan.setup import DeviceMemory, Lengths, Measured, Placement, Wishes, build_setup
 from hf_longctx.recipes.bench.papers import infinipipe
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
 from hf_longctx.recipes.bench.papers.flexsp import FITS, fitted_lengths
+from hf_longctx.recipes.bench.papers.our_plans import counted_s, on_gpus, our_plan
 from hf_longctx.sim.baselines import FULL, CheckpointedCosts, Checkpointing, document_load, static_of_degree
 
 NUM_RANKS, RANKS_PER_NODE = 32, 8
@@ -153,8 +153,7 @@ class Job:
     def model(self) -> ModelSpec:
         num_layers, hidden, mlp, heads = LLAMA[self.name]
         spec = ModelSpec(num_layers, hidden, mlp, heads, heads, 128, 32000, self.limit, bytes_per_element=2)
-        # kernels as on a GPU, for all methods
-        return replace(spec, saves_kv_once=True, fuses_norms=True, fuses_gates=True, fuses_rotary=True)
+        return on_gpus(spec)
 
     def costs(self, num_stages: int) -> CostModel:
         """Costs of Ulysses groups whose ranks share the parameters of a stage."""
@@ -183,7 +182,7 @@ def found_of(plan: StepPlan, costs: CostModel, detail: str) -> Found:
     """Predicts a plan, with gathers, sums of gradients and the optimizer."""
     run, weights = evaluate_plan(plan, costs, with_events=False), weight_seconds(plan, costs)
     once_s = weights.sum_s + weights.update_s + weights.away_s - weights.hidden_s
-    step_s = infinipipe.counted_s(plan, costs) + once_s
+    step_s = counted_s(plan, costs) + once_s
     _, most_s = weights.step_bounds_s(run.step_s, run.once_s, run.ranks)
     sent_s = mean(rank.exchange_s + gathers_s for rank, gathers_s in zip(run.ranks, weights.gathers_s, strict=True))
     idle_s = mean(rank.idle_s for rank in run.ranks)
@@ -228,19 +227,9 @@ def with_deepspeed(job: Job, lengths: Sequence[int]) -> Found:
 
 def with_ours(job: Job, lengths: Sequence[int]) -> Found:
     """Our planner on each number of stages, set up as a run or `hf-longctx plan` does it."""
-    hardware = job.cluster.hardware
-    memory = replace(
-        DeviceMemory.by_formula(job.model, hardware.device_bytes), host_bytes=hardware.host_bytes, keeps_everything=False
-    )
-    measured = Measured(CostModel(job.model, job.cluster, default_coefficients(job.model, job.cluster)), memory)
-    degrees = default_degrees(NUM_RANKS, job.model.num_heads)
-    placement = Placement(NUM_RANKS, "sharded", 0, degrees, "auto", ranks_per_node=RANKS_PER_NODE, max_length=job.limit)
-    known = Lengths(lambda: max(lengths), lambda: lengths, lambda sample: sample)
     found = []
     for num_stages in (1, *STAGES):
-        wishes = Wishes(PlannerConfig(1, degrees), placement, stages=num_stages)
-        setup = build_setup(measured, wishes, known, lambda setup, measured: None)
-        plan = plan_step(0, lengths, setup.costs, setup.planner)
+        plan, setup = our_plan(job.model, job.cluster, lengths, num_stages)
         detail = f"{num_stages} stage(s), {plan.parameters}, {len(plan.micro_batches)} micro-batch(es)"
         found.append(found_of(plan, setup.costs, detail))
     return fastest(found)

@@ -1,7 +1,7 @@
 """Seq1F1B's published throughput and memory (arXiv 2406.03488, A100-80GB), next to predictions for our same schedules.
 
     python recipes/bench/papers/seq1f1b.py --model gpt-7b --seq-len 32768 --micro-batches 8 --stages 4 --slices 4
-        [--parts 2] [--tensor-parallel 8] [--partition paper|time|even] [--fit] [--json [FILE]]
+        [--parts 2] [--tensor-parallel 8] [--partition paper|time|even] [--fit] [--ours] [--json [FILE]]
 
 The schedules are our own (`hf_longctx/plan/core/orders.py`). The event loop (`hf_longctx/plan/predict/event_loop.py`) runs
 them on seconds of a `CostModel` with four constants: the shares of 312 TFLOPS that matrix products and attention reach
@@ -25,6 +25,10 @@ buffers that Seq1F1B holds for slices: one with a sequence's keys and values up 
 has run backward, and one with their gradients up to its latest backward. Slices get 10 % more, for memory fragmentation by
 tensors of unequal shapes. Published bytes were read off a figure. Without tensor parallelism they are a fifth below the
 prediction; for these only the growth with tokens is compared.
+
+`--ours` adds our planner's plans of these sequences on as many GPUs, on one stage and on `--stages`, with everything kept and
+parameters sharded over the ranks of a stage. Their seconds follow from the rates of the profile `a100-80g`, with the gathers that
+count, so they do not compare with the rows that have fitted constants; their bytes do.
 """
 
 from __future__ import annotations
@@ -44,12 +48,15 @@ from hf_longctx.plan.core.orders import Schedule, compute_actions
 from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup, Span, StagePlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.saved_tensors import plain_layer_bytes
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
+from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.recipes.bench.papers.action_times import run_actions
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
+from hf_longctx.recipes.bench.papers.our_plans import counted_s, on_gpus, our_plan
 
 Partition = Literal["paper", "time", "even"]
 PARTITIONS: tuple[str, ...] = ("paper", "time", "even")
@@ -321,15 +328,34 @@ def table(setup: Setup, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def our_rows(setup: Setup) -> list[dict[str, Any]]:
+    """Rows of our planner, with everything kept: on one stage, and on the stages of `setup`."""
+    rows: list[dict[str, Any]] = []
+    cluster = ClusterSpec(setup.stages * setup.tensor_parallel, 8, read_profile("a100-80g").spec)
+    for num_stages in dict.fromkeys((1, setup.stages)):
+        name = f"ours, {num_stages} stage(s)"
+        lengths = [setup.seq_len] * setup.micro_batches
+        try:
+            plan, own = our_plan(on_gpus(setup.model), cluster, lengths, num_stages, keeps_everything=True)
+        except ValueError as error:
+            rows.append({"method": name, "detail": f"{name}: {error}"})
+            continue
+        run, step_s = evaluate_plan(plan, own.costs, with_events=False), counted_s(plan, own.costs)
+        idle = sum(rank.idle_s for rank in run.ranks) / len(run.ranks) / run.step_s
+        row: dict[str, Any] = {"method": name, "tokens_per_s": sum(lengths) / step_s, "idle": idle}
+        rows.append(row | {"peak_bytes": max(run.peak_bytes)})
+    return rows
+
+
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        f"{'method':10s} {'tokens/s':>9s} {'idle':>6s} {'published':>9s} {'error':>7s} {'GB':>7s} {'published':>9s} {'error':>7s}"
+        f"{'method':16s} {'tokens/s':>9s} {'idle':>6s} {'published':>9s} {'error':>7s} {'GB':>7s} {'published':>9s} {'error':>7s}"
     ]
     for row in rows:
         if "tokens_per_s" not in row:
             lines.append(row["detail"])
             continue
-        line = f"{row['method']:10s} {row['tokens_per_s']:9.0f} {row['idle']:6.3f}"
+        line = f"{row['method']:16s} {row['tokens_per_s']:9.0f} {row['idle']:6.3f}"
         published = row.get("published_tokens_per_s")
         line += f" {published:9.0f} {row['error']:+7.1%}" if published else " " * 18
         line += f" {row['peak_bytes'] / 1e9:7.2f}"
@@ -365,7 +391,7 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
         "partition": options.partition,
         "slice_tokens": [stop - start for start, stop in pairwise(bounds)],
         "constants": {name: getattr(constants, name) for name in Constants.__slots__},
-        "rows": table(setup, options.model),
+        "rows": table(setup, options.model) + (our_rows(setup) if options.ours else []),
     }
 
 
@@ -392,6 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel", type=int, default=0, help="GPUs of a stage (default: the paper's)")
     parser.add_argument("--partition", choices=PARTITIONS, default="paper", help="how slices are cut (default: paper)")
     parser.add_argument("--fit", action="store_true", help="fit the constants again instead of using the stored ones")
+    parser.add_argument("--ours", action="store_true", help="also plan these sequences with our planner")
     return run_reproduction(parser, reproduce, report, arguments)
 
 

@@ -1,7 +1,7 @@
 """SPPO's published numbers (arXiv 2503.10377) that follow from shapes and rates, next to the results of our planner's passes.
 
     python recipes/bench/papers/sppo.py [--tokens 524288] [--slices 32] [--degree 8] [--stages 8] [--copy-gb-per-s 13]
-        [--json [FILE]]
+        [--longest 1 2 4] [--json [FILE]]
 
 bubbles: one sequence in N slices of equal time on p stages takes (p - 1 + N) / N of a pass. Compared with our 1F1B in the event
 loop.
@@ -22,6 +22,10 @@ the first stage are counted in two ways. In SPPO's way, a token takes in each la
 way, they are the bytes that our runtime would hold (`evaluate_plan`), layer by layer, with working memory, and with keys, values
 and their fp32 gradients in the K/V book. The paper has no such table. One of its results is not reproduced: there, full offload
 is slower than none (0.91 times Megatron); here, a link that hides its copies costs no time.
+
+`--longest` plans one sequence of 1M, 2M or 4M tokens of 7B with our planner on the paper's 32, 64 or 128 GPUs, on 1, 2 and 4
+stages, at the rates of the profile `a100-80g`, with the gathers that count. The paper's seconds are its hours for 1B tokens, read
+off a figure whose text has no order.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import least_memory_policy
 from hf_longctx.plan.model.attention_pairs import SpanRates
@@ -63,6 +68,8 @@ from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.event_loop import CopyStep
 from hf_longctx.recipes.bench.papers.action_times import run_actions, run_copying
 from hf_longctx.recipes.bench.papers.command_line import run_reproduction
+from hf_longctx.recipes.bench.papers.our_plans import counted_s, on_gpus, our_plan
+from hf_longctx.sim.ablation import describe
 
 K = 1024
 PEAK_FLOPS = 312e12
@@ -77,6 +84,8 @@ LLAMA_65B = ModelSpec(80, 8192, 22016, 64, 64, 128, 32000, 1 << 20, bytes_per_el
 
 # thousands of tokens -> number of slices in the paper's runs of 7B on 8 x 4 GPUs
 SLICES_7B = {512: 32, 640: 64, 768: 80, 896: 128, 1024: 160}
+# millions of tokens -> GPUs of 7B, and hours for 1B tokens
+LONGEST_7B = {1: (32, 55.2), 2: (64, 55.4), 4: (128, 56.2)}
 # figure 5: number of slices; GB of the first and of the last slice; milliseconds of their copies
 FIGURE_5 = ((8, 10.59, 2.87, 821, 254), (16, 6.04, 1.30, 435, 90))
 # assumption -> how much more a pair of tokens costs, relative to products, than causal operations say
@@ -274,6 +283,25 @@ class Offload:
         return rows
 
 
+def longest(millions: Sequence[int], counts: Sequence[int] = (1, 2, 4)) -> list[dict[str, Any]]:
+    """Seconds and bytes of our plans of one sequence on each number of stages, with the seconds of the paper's hours."""
+    rows: list[dict[str, Any]] = []
+    for million in millions:
+        num_gpus, hours = LONGEST_7B[million]
+        num_tokens = million * K * K
+        model, spec = on_gpus(replace(GPT_7B, max_positions=num_tokens)), read_profile("a100-80g").spec
+        for count in counts:
+            row = {"tokens": num_tokens, "gpus": num_gpus, "stages": count, "published_s": hours * 3600 * num_tokens / 1e9}
+            try:
+                plan, setup = our_plan(model, ClusterSpec(num_gpus, 8, spec), [num_tokens], count)
+            except ValueError as error:
+                rows.append(row | {"detail": str(error)})
+                continue
+            row |= {"step_s": counted_s(plan, setup.costs), "device_bytes": plan.estimate.peak_bytes}
+            rows.append(row | {"host_bytes": plan.estimate.host_bytes, "detail": describe(plan)})
+    return rows
+
+
 def _offloaded(share: float) -> LayerPolicy:
     return LayerPolicy(tuple(TensorShare(name, host=share, device=1 - share) for name in OFFLOADED))
 
@@ -312,6 +340,15 @@ def text_of(result: dict[str, Any]) -> str:
             f"{row['offload']:12s} {row['step_s']:9.2f} {sizes[0]:10.1f} {sizes[1]:8.1f} {row['our_step_s']:9.2f} "
             f"{sizes[2]:10.1f} {sizes[3]:8.1f}{shares}"
         )
+    lines += ["", "7B: one sequence on all GPUs"] if result["longest"] else []
+    for row in result["longest"]:
+        line = f"{row['tokens']:9d} tokens, {row['gpus']:3d} GPUs, {row['stages']} stage(s): "
+        if "step_s" in row:
+            line += (
+                f"{row['step_s']:6.0f} s (published {row['published_s']:.0f}, {row['step_s'] / row['published_s'] - 1:+.0%}), "
+            )
+            line += f"{row['device_bytes'] / 1e9:.1f} GB, on the host {row['host_bytes'] / 1e9:.1f}; "
+        lines.append(line + row["detail"])
     return "\n".join(lines)
 
 
@@ -330,7 +367,8 @@ def reproduce(options: argparse.Namespace) -> dict[str, Any]:
             f"give at least {options.slices * options.degree}"
         )
     offload = Offload(options.tokens, options.slices, options.degree, options.stages, options.copy_gb_per_s * 1e9)
-    return {"bubbles": bubbles(), "speedups": speedups(), "splits": splits(), "offload": offload.rows()}
+    found = {"bubbles": bubbles(), "speedups": speedups(), "splits": splits(), "offload": offload.rows()}
+    return found | {"longest": longest(options.longest)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -341,6 +379,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--degree", type=int, default=8, help="ranks of its group (default: 8)")
     parser.add_argument("--stages", type=int, default=8, help="its pipeline stages (default: 8)")
     parser.add_argument("--copy-gb-per-s", type=float, default=13.0, help="copy rate of one GPU, each way (default: 13)")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        nargs="*",
+        default=[],
+        choices=list(LONGEST_7B),
+        help="also plan sequences of so many million tokens",
+    )
     return run_reproduction(parser, reproduce, lambda _, result: text_of(result), arguments)
 
 

@@ -88,9 +88,10 @@ def test_the_best_fixed_degree_and_losses_are_judged(fixed: dict[str, Any], requ
         ({"8/2 2 stages, gathered_per_step": 0.9}, ["8/2 MB/s, 512 tokens on a rank: 2 stages 1.111 times"]),
         ({"8/8 2 stages, gathered_per_step": 2.0}, []),
         ({"8/8 auto stages": 1.1}, ["8/8 MB/s, 512 tokens on a rank: auto stages 0.909 times"]),
+        ({"8/2 auto stages": 1.1}, []),
     ],
 )
-def test_stages_are_judged_on_the_last_links_and_automatic_ones_on_all(changes: dict[str, float], missed: list[str]) -> None:
+def test_stages_are_judged_on_the_last_links_and_their_choice_on_the_first(changes: dict[str, float], missed: list[str]) -> None:
     ratios = {methods.SHARDED: 1.0, methods.STAGED[0]: 1.0, methods.STAGED[1]: 0.75, methods.AUTO: 1.0}
     rows = [
         row(name, links=links, ratios=[changes.get(f"{links} {name}", ratio)] * 3)

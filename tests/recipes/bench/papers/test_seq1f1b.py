@@ -33,6 +33,18 @@ def result_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any
     return run
 
 
+def test_30b_at_64k_needs_no_recomputation_in_slices_or_in_our_plans(result_of: Callable[..., dict[str, Any]]) -> None:
+    words = ("--model", "gpt-30b", "--seq-len", 65536, "--micro-batches", 16, "--stages", 8, "--ours")
+    rows = result_of(*words)["rows"]
+    # whole sequences do not fit 80 GB; slices need half of that, 3.5 % above what was published
+    assert rows["1F1B"]["peak_bytes"] > 80e9
+    assert rows["Seq1F1B"]["peak_bytes"] / rows["1F1B"]["peak_bytes"] == pytest.approx(0.5, abs=0.01)
+    assert rows["Seq1F1B"]["bytes_error"] == pytest.approx(0, abs=0.05)
+    for name in ("ours, 1 stage(s)", "ours, 8 stage(s)"):
+        # plans that keep everything and fit four fifths of a device
+        assert rows[name]["peak_bytes"] < 0.8 * 80e9 and rows[name]["tokens_per_s"] > 0
+
+
 @pytest.mark.parametrize(("tokens", "count"), ROWS)
 def test_published_throughput_of_7b_comes_out(tokens: int, count: int, result_of: Callable[..., dict[str, Any]]) -> None:
     rows = result_of("--seq-len", tokens, "--micro-batches", count)["rows"]

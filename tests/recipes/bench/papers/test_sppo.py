@@ -108,9 +108,17 @@ def test_the_tables_are_printed_and_written(tmp_path: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "published 3.69" in text and "slices shorter than the paper's own bound" in text
     result = json.loads((tmp_path / "found.json").read_text())
-    assert set(result) == {"bubbles", "speedups", "splits", "offload"}
+    assert set(result) == {"bubbles", "speedups", "splits", "offload", "longest"} and not result["longest"]
     assert main([*sizes, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
+
+
+def test_a_sequence_of_4m_tokens_fits_in_the_published_seconds() -> None:
+    # 56.2 hours for 1B tokens on 128 GPUs
+    (row,) = bench.longest([4], [1])
+    assert row["published_s"] == pytest.approx(56.2 * 3600 * 4 * 2**20 / 1e9)
+    assert row["step_s"] == pytest.approx(row["published_s"], rel=0.2)
+    assert row["device_bytes"] < 0.8 * 80e9 and row["host_bytes"] <= 125e9
 
 
 @pytest.mark.parametrize(
