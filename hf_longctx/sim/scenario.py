@@ -321,9 +321,9 @@ def _stages(request: Request, model: ModelSpec, cluster: ClusterSpec, is_measure
 def _check(request: Request, setup: Setup, measured: Measured) -> None:
     """Raise ValueError if states or layers cannot lie on the host."""
     memory, placement, free_bytes = setup.memory, setup.placement, measured.memory.host_bytes
-    if (ranks := placement.ranks_per_stage) % placement.shard_ranks:
+    if (ranks := placement.ranks_per_stage) % (request.shard_ranks or 1):
         raise ValueError(
-            f"--shard-ranks {placement.shard_ranks} does not divide the {ranks} ranks of a stage of {setup.num_stages}; choose a "
+            f"--shard-ranks {request.shard_ranks} does not divide the {ranks} ranks of a stage of {setup.num_stages}; choose a "
             f"divisor, or other --stages"
         )
     states_away, layers_away = memory.model.updates_on_host, memory.model.layers_on_host

@@ -166,7 +166,19 @@ def test_the_same_request_gives_the_same_plan_and_another_seed_another(capsys) -
 
 def test_options_reach_the_plan(lengths: str, capsys) -> None:
     options = ["--lengths", lengths, "--global-batch", "4", "--steps", "2", "--limit", "3000", "--degrees", "4,1,2"]
-    options += ["--method", "ring", "--parameters", "sharded", "--shard-ranks", "4", "--tokens-per-rank", "2000", "--json"]
+    options += [
+        "--method",
+        "ring",
+        "--parameters",
+        "sharded",
+        "--shard-ranks",
+        "4",
+        "--tokens-per-rank",
+        "2000",
+        "--json",
+        "--stages",
+        "1",
+    ]
     data = json.loads(printed(["plan", *MACHINE, *options, "--ranks-per-node", "4", "--dtype", "float32"], capsys))
     assert data["workload"]["num_dropped"] == 2 and data["workload"]["longest"] == 3000
     assert len(data["steps"]) == 2 and data["workload"]["global_batch"] == 4
@@ -204,7 +216,7 @@ def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
             step_s
             <= weights["least_step_s"]
             <= weights["most_step_s"]
-            == pytest.approx(step_s + weights["gather_s"] + weights["update_s"])
+            == pytest.approx(step_s + weights["gather_s"] + weights["copies_s"] + weights["update_s"])
         )
     assert any("chosen equally often" in note for note in spread["notes"])
     path = tmp_path / "plan.json"

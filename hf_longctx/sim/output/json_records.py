@@ -96,7 +96,8 @@ def _weights_record(of: Execution | Forecast) -> dict[str, float]:
     """Returns seconds of gathers of weights and sums of gradients, which `step_s` excludes, and of a step with them."""
     least_s, most_s = of.step_bounds_s
     weights = of.weights
-    parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s, "away_s": weights.away_s}
+    parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s}
+    parts |= {"away_s": weights.away_s, "copies_s": weights.copies_s}
     return {**parts, "least_step_s": least_s, "most_step_s": most_s}
 
 
