@@ -31,7 +31,7 @@ class CutConstants:
     """Constants of the search for ways to cut a group's sequences."""
 
     # numbers of slices of the longest sequence to try
-    slice_counts: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    slice_counts: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
     # numbers of chunks per stage to try if packs may take longer than the longest sequence
     chunks_per_stage: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     # most chunks of all concurrent groups; more cost more in messages, small kernels and planning than they save
