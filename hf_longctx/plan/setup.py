@@ -443,6 +443,7 @@ class _Choices:
         else:
             counts = [wishes.stages]
         numbers = dict.fromkeys((1, wishes.interleave))
+        num_nodes = costs.cluster.num_ranks // costs.cluster.ranks_per_node
         ways: list[tuple[int, ...]] = [(count, each) for count in counts for each in numbers if count * each <= num_layers]
         # ranks may have different devices and so different costs, so rank 0's ranges hold for all
         ranges = self.gather({way: balanced_ranges(costs, way[0], lengths, way[1]) for way in ways})[0]
@@ -461,10 +462,10 @@ class _Choices:
             return _with_planned_room(setups[wishes.stages, 1])
         step, options = self.lengths.step(lengths), StageOptions()
         with suppress(ValueError):
-            options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave)
+            options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
         if not all(self.gather(bool(options.fitting))):
             # no number of stages holds the longest sequences, so these count as long as each may have them
-            options = stage_options(step, counts, cutting_setup_of, _MOST_SLOWER, wishes.interleave)
+            options = stage_options(step, counts, cutting_setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
         best = options.fitting[0]
         # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
         chosen = self.gather((best.num_stages, best.num_ranges))[0]

@@ -53,13 +53,14 @@ def stage_options(
     setup_of: Callable[[int, int], StageSetup],
     most_slower: int = 0,
     interleave: int = 1,
+    num_nodes: int = 1,
 ) -> StageOptions:
     """Plans `lengths` for each number of stages in `counts`; those that fit come fastest first, ties by fewest stages.
 
     setup_of: makes the setup for (stages, layer ranges per stage), or raises ValueError. most_slower: end the search after this
-    many counts in a row that are no faster than the count before them (0: try all). interleave: layer ranges per stage to try
-    besides a single one, unless sequences would have to be shorter for them. Deterministic. If nothing fits, raises the first
-    count's ValueError.
+    many counts in a row that are no faster than the count before them (0: try all), but not before a stage lies within one of
+    `num_nodes` nodes. interleave: layer ranges per stage to try besides a single one, unless sequences would have to be shorter
+    for them. Deterministic. If nothing fits, raises the first count's ValueError.
     """
     found: list[StageOption] = []
     unfit: dict[int, ValueError] = {}
@@ -83,7 +84,7 @@ def stage_options(
         best_s = min(option.counted_s for option in options)
         num_slower, last_s = num_slower + 1 if best_s >= last_s else 0, best_s
         found += options
-        if most_slower and num_slower == most_slower:
+        if most_slower and num_slower >= most_slower and count >= num_nodes:
             break
     if not found:
         raise next(iter(unfit.values()), ValueError("no number of stages to choose from"))

@@ -124,6 +124,10 @@ class Machine:
     host_bytes: int
     tile_tokens: int = 2048
 
+    @property
+    def num_nodes(self) -> int:
+        return self.costs.cluster.num_ranks // self.costs.cluster.ranks_per_node
+
     def stage_counts(self) -> list[int]:
         """Returns numbers of pipeline stages that a run may have, at least two."""
         counts = stage_counts(self.costs.cluster.num_ranks, self.costs.model.num_layers, self.config.degrees)
@@ -172,7 +176,7 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
                 raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
             return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_ranges))
 
-        return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of)
+        return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of, machine.num_nodes)
 
     ways: tuple[Parameters, ...] = ("sharded",) if machine.costs.parameters == "replicated" else ("sharded", "gathered_per_step")
     rows = [planned(parameters) for parameters in ways]
@@ -195,7 +199,7 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
         setup = _staged_setup(machine, costs, balanced_ranges(costs, count, lengths))
         return replace(setup, config=replace(setup.config, lend_stages=True))
 
-    return _chosen("lent stages", lengths, machine.stage_counts(), setup_of)
+    return _chosen("lent stages", lengths, machine.stage_counts(), setup_of, machine.num_nodes)
 
 
 def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSetup:
@@ -209,10 +213,12 @@ def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSe
     return StageSetup(costs, config)
 
 
-def _chosen(name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup]) -> AblationRow:
+def _chosen(
+    name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup], num_nodes: int
+) -> AblationRow:
     """Returns the planner's plan at the best of these numbers of stages."""
     try:
-        best = stage_options(lengths, counts, setup_of, _GIVEN_UP, interleave=_INTERLEAVE).fitting[0]
+        best = stage_options(lengths, counts, setup_of, _GIVEN_UP, _INTERLEAVE, num_nodes).fitting[0]
     except ValueError as error:
         return AblationRow(name, 0.0, str(error))
     return AblationRow(name, best.counted_s, describe(best.plan))

@@ -150,6 +150,10 @@ def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_
     found = stage_options([5000], [1, 2, 4, 3, 5, 6, 2], slower, most_slower=2)
     assert asked == [1, 2, 4, 3, 5, 6] and [option.num_stages for option in found.fitting] == [2, 3, 4, 5, 6]
     assert found.unfit == ((1, "not 1 stages"),)
+    # a stage of more than a node may be slower than one that lies within
+    asked.clear()
+    stage_options([5000], [2, 4, 5, 6, 8, 9], slower, most_slower=2, num_nodes=8)
+    assert asked == [2, 4, 5, 6, 8]
     with pytest.raises(ValueError, match="not 1 stages"):
         stage_options([5000], [1, 7], slower)
 
