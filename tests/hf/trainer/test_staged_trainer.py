@@ -25,7 +25,14 @@ from hf_longctx.runtime.parameters.gradients import GradientSum, TiedWeight
 
 MAX_NORM, NUM_STEPS, ROW_TOKENS = 50.0, 4, 12
 # (stages, how parameters live inside a stage), on four ranks
-LAYOUTS: list[tuple[int, Any]] = [(2, "gathered_per_round"), (4, "replicated"), (2, "replicated")]
+LAYOUTS: list[tuple[int, Any]] = [
+    (2, "gathered_per_round"),
+    (4, "replicated"),
+    (2, "sharded"),
+    (2, "replicated"),
+    (2, "gathered_per_step"),
+]
+WHOLE_STAGES = LAYOUTS[3]
 
 
 def random_step(trainer: LongContextTrainer, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -150,7 +157,7 @@ def test_norms_are_logged_without_clipping_and_the_best_model_is_loaded(ranks, t
 
 
 def refused_resume(folder: str) -> str:
-    trainer = trainer_of(folder, LAYOUTS[2], False)
+    trainer = trainer_of(folder, WHOLE_STAGES, False)
     trainer.create_optimizer()
     try:
         trainer._load_optimizer_and_scheduler(folder)
@@ -171,6 +178,36 @@ REAL: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks per stage": (4, {"stages": 2, "tokens_per_rank": 48, "parameters": "gathered_per_round"}),
 }
 REAL_STEPS = 8
+# every layout: (ranks, settings)
+EVERY: dict[str, tuple[int, dict[str, Any]]] = {
+    "one stage, whole": (2, {"tokens_per_rank": 96}),
+    "one stage, sharded": (2, {"tokens_per_rank": 96, "parameters": "sharded"}),
+    "one stage, gathered per step": (2, {"tokens_per_rank": 96, "parameters": "gathered_per_step"}),
+    "two stages, whole": (2, {"stages": 2, "tokens_per_rank": 96}),
+    "two stages, gathered per micro-batch": (4, {"stages": 2, "tokens_per_rank": 48, "parameters": "gathered_per_round"}),
+    "two stages, gathered per step": (4, {"stages": 2, "tokens_per_rank": 48, "parameters": "gathered_per_step"}),
+    "two stages, sharded": (4, {"stages": 2, "tokens_per_rank": 48, "parameters": "sharded"}),
+}
+
+
+@resuming
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two stages, sharded", "two stages, gathered per step", "one stage, sharded"])
+def test_checkpoints_of_sharded_stages_resume_to_and_from_every_layout(ranks, tmp_path: Path, name: str) -> None:
+    case, rows = ModelCase(promoted=True, tied=True), random_rows(SKEWED)
+    losses, weights = plain_training(case, rows, REAL_STEPS)
+    saving = {"max_steps": REAL_STEPS, "save_strategy": "steps", "save_steps": 4}
+    num_ranks, config = EVERY[name]
+    ranks(num_ranks).run(train_with_norms, case, rows, str(tmp_path / "first"), config, saving)
+    checkpoint = str(tmp_path / "first" / "checkpoint-4")
+    of_whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    for place, (other_ranks, other) in enumerate(EVERY.values()):
+        folder = str(tmp_path / str(place))
+        for found, _, final in ranks(other_ranks).run(
+            train_with_norms, case, rows, folder, other, {"max_steps": REAL_STEPS, "resume": checkpoint}
+        ):
+            assert found == pytest.approx(losses[4:], rel=1e-10)
+            assert max(relative_error(weight, of_whole[key]) for key, weight in final.items()) <= 1e-10
 
 
 @resuming
