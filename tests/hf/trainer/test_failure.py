@@ -21,12 +21,12 @@ trainer = make_trainer(ModelCase(), random_rows([30, 9, 12, 5, 7, 8, 11, 10] * 3
 original = trainer.training_step
 
 def training_step(*args, **kwargs):
-    if trainer.state.global_step == 3 and int(os.environ["RANK"]) == 1:
+    if trainer.state.global_step == 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         if sys.argv[2] == "raise":
-            raise RuntimeError("planted failure on rank 1")
+            raise RuntimeError("planted failure")
         if sys.argv[2] == "kill":
             os.kill(os.getpid(), 9)
-        if sys.argv[2] == "kill in the middle, stages":
+        if sys.argv[2].startswith("kill in the middle"):
             # behind the first of several forwards of the stage
             trainer.model.get_decoder().layers[-1].register_forward_hook(lambda *_: os.kill(os.getpid(), 9))
             return original(*args, **kwargs)
@@ -39,30 +39,31 @@ trainer.train()
 
 
 def start(folder: Path, how: str) -> list[Program]:
-    """Starts a training on two ranks, which write to one shared error stream."""
+    """Starts a training on two ranks, or on two for each of two sharded stages; they write to one shared error stream."""
     folder.mkdir()
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    port, errors = free_port(), folder / "stderr.txt"
+    port, errors, num_ranks = free_port(), folder / "stderr.txt", 4 if "sharded stages" in how else 2
     return [
         Program(
             program,
             [str(folder), how],
-            {**rank_environment(rank, 2, port), "ACCELERATE_USE_CPU": "true"},
+            {**rank_environment(rank, num_ranks, port), "ACCELERATE_USE_CPU": "true"},
             folder / "stdout.txt",
             errors,
         )
-        for rank in range(2)
+        for rank in range(num_ranks)
     ]
 
 
 # run side by side, since most of their time is a wait
 WAYS = [("raise", "kill", "hang"), ("hang, sharded", "hang, stages", "kill in the middle, stages")]
+WAYS += [("hang, sharded stages", "kill in the middle, sharded stages")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", WAYS, ids="; ".join)
-def test_the_other_rank_exits_and_says_why(tmp_path: Path, ways: tuple[str, ...]) -> None:
+def test_the_other_ranks_exit_and_say_why(tmp_path: Path, ways: tuple[str, ...]) -> None:
     started = time.monotonic()
     trainings = {how: start(tmp_path / how, how) for how in ways}
     try:
@@ -70,14 +71,14 @@ def test_the_other_rank_exits_and_says_why(tmp_path: Path, ways: tuple[str, ...]
             # start-up, three steps and the time-out of four seconds; without a time-out it would be thirty minutes
             codes = [ranks[0].wait(max(1.0, started + 90 - time.monotonic()))]
             if how.startswith("hang"):
-                ranks[1].kill()
-            codes.append(ranks[1].wait(20))
+                ranks[-1].kill()
+            codes += [rank.wait(20) for rank in ranks[1:]]
             assert all(codes), how
             errors = (tmp_path / how / "stderr.txt").read_text()
             what = "ended with RuntimeError: planted" if how == "raise" else "died or did not answer within 4 s"
-            consequence = errors.index(f"step 4 could not finish on rank 0: rank 1 {what}")
+            consequence = errors.index(f"step 4 could not finish on rank 0: rank {len(ranks) - 1} {what}")
             if how == "raise":
-                assert errors.index("planted failure on rank 1") < consequence
+                assert errors.index("planted failure") < consequence
     finally:
         for each in itertools.chain(*trainings.values()):
             each.kill()
