@@ -307,8 +307,18 @@ def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
         )
     if placement.tokens_per_rank(memory) < 1:
         gib = config.device_gib or memory.device_bytes / _GIB
-        missing = f"{_describe_states(spec)} ({placement.parameters}) leave no room for a token in {gib:.3g} GiB"
-        # settings of pipelines are not tried
+        held = f"take {memory.state_bytes(*placement.sharing) / _GIB:.3g} GiB on a rank"
+        if placement.is_pipeline:
+            held += (
+                f" of {len(placement.ranges)} stages, with what it gathers beside its shards,"
+                if placement.shard_ranks > 1
+                else ""
+            )
+        missing = f"{_describe_states(spec)} ({placement.parameters}) {held} and leave no room for a token in {gib:.3g} GiB"
+        # of pipelines only this setting is tried
+        sharded = replace(placement, parameters="sharded", shard_ranks=placement.ranks_per_stage)
+        if placement.is_pipeline and placement.parameters != "sharded" and sharded.tokens_per_rank(memory) >= 1:
+            raise ValueError(f"{missing}; use parameters='sharded'")
         found = "" if config.stages != 1 else settings_for(config, setup, 1)
         if found:
             raise ValueError(f"{missing}; what would fit, by formula: {found}")

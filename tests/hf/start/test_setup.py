@@ -22,10 +22,13 @@ from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.start.setup import checked_degrees, choose_setup
 from hf_longctx.plan.core.settings import HardwareSpec
+from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.setup import Setup
 
@@ -81,6 +84,28 @@ def test_a_device_without_room_is_refused_before_the_first_step_with_settings_th
         setup = choose_setup(replace(config, optimizer_states="host"), ModelFacts.of(model), arguments, (1,), None)
         fits = int(match[1].replace(",", ""))
         assert fits >= 1 and setup.room_tokens >= min(64, fits, tokens_per_rank or 64)
+
+
+def test_stages_whose_gathered_weights_do_not_fit_are_refused_with_bytes_limit_and_remedy() -> None:
+    facts = ModelFacts.of(build_model(ModelCase(num_layers=8, dtype=torch.float32)))
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=4)
+    whole, shards = (most_states(model_spec(facts.model), parameters) / 2**30 for parameters in ("gathered_per_step", "sharded"))
+    assert shards < 0.9 * whole
+    cases: tuple[tuple[Parameters, float, str], ...] = (
+        ("gathered_per_step", whole, "use parameters='sharded'"),
+        ("sharded", shards, "use more ranks, a smaller model or a larger device"),
+    )
+    for parameters, gib, remedy in cases:
+        config = LongContextConfig(stages=2, parameters=parameters, device_gib=gib, max_length=64)
+        with pytest.raises(ValueError) as refusal:
+            choose_setup(config, facts, arguments, (1, 2), None)
+        assert f"({parameters}) take {gib:.3g} GiB on a rank of 2 stages, with what it gathers beside" in str(refusal.value)
+        assert str(refusal.value).endswith(f"leave no room for a token in {gib:.3g} GiB; {remedy}")
+
+
+def most_states(spec: ModelSpec, parameters: Parameters) -> int:
+    """Bytes of the states on the fullest rank of two stages of two ranks each."""
+    return ByteModel(spec).most_states(layer_ranges(spec.num_layers, 2), parameters, 2)
 
 
 def test_the_longest_row_that_is_accepted_can_be_planned() -> None:
