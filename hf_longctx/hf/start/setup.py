@@ -315,7 +315,7 @@ def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
                 else ""
             )
         missing = f"{_describe_states(spec)} ({placement.parameters}) {held} and leave no room for a token in {gib:.3g} GiB"
-        # of pipelines only this setting is tried
+        # the only setting that is tried for pipelines
         sharded = replace(placement, parameters="sharded", shard_ranks=placement.ranks_per_stage)
         if placement.is_pipeline and placement.parameters != "sharded" and sharded.tokens_per_rank(memory) >= 1:
             raise ValueError(f"{missing}; use parameters='sharded'")
