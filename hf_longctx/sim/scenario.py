@@ -289,7 +289,9 @@ def _stages(request: Request, model: ModelSpec, cluster: ClusterSpec, is_measure
     }
     excluding = next((f"{name} {value}" for name, (value, default) in excludes.items() if value != default), "")
     if found == 0:
-        is_open = bool(request.step_lengths) and num_ranks > cluster.ranks_per_node and not (excluding or is_measured)
+        # spread experts were not tested in stages
+        is_closed = excluding or is_measured or request.expert_ranks
+        is_open = bool(request.step_lengths) and num_ranks > cluster.ranks_per_node and not is_closed
         return "auto" if is_open else 1
     if found == 1:
         return 1
