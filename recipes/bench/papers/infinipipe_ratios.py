@@ -81,7 +81,7 @@ CELLS = (
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the paper's text says of InfiniPipe's speedup over another system in some cells."""
+    """A speedup over another system in some cells, from the text of the paper."""
 
     text: str
     models: tuple[str, ...]
