@@ -52,6 +52,7 @@ def two_steps(plans_json: list[str], shard_ranks: int) -> list[tuple[float, dict
     [
         *(("replicated", 0, 0), ("replicated", 0, 1), ("replicated", 0, 2)),
         *(("sharded", 4, 0), ("sharded", 2, 1), ("gathered_per_round", 4, 2), ("gathered_per_round", 2, 0)),
+        *(("gathered_per_step", 4, 0), ("gathered_per_step", 2, 2)),
     ],
 )
 def test_several_plans_of_a_step_match(ranks, parameters: Parameters, shard_ranks: int, ulysses: int) -> None:
