@@ -41,7 +41,8 @@ def part_state_bytes(
     `host_state_bytes`.
 
     is_first, is_last: include the embedding and the head. Sharded states also need gathered tensors besides the shards: weights
-    and gradients of embedding, head and two layers, or all weights and those gradients if layers stay gathered. Weights that
+    and gradients of embedding, head and two layers, or all weights and those gradients if layers stay gathered. If every backward
+    sums gradients, `summed_bytes` counts those. Weights that
     autocast rounds are gathered in two bytes. If shards of layers are on the host during steps, the device has those of two
     layers, and needs `resting_bytes` otherwise. Spread experts are not gathered. Frozen weights, such as those of towers, have
     neither gradients nor moments. Every rank holds all scales of packed weights, and one unpacked matrix.
@@ -57,6 +58,8 @@ def part_state_bytes(
         # spread experts are not gathered
         unit_weights -= min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
         unit_gradients -= min(num_layers, 2) * model.spread_gradients * model.bytes_per_element
+    if sums_every_backward(parameters, 1 if is_first and is_last else 2):
+        unit_gradients = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
     # gathered in addition to the shards, which keep their width
     gathered = unit_weights if parameters == "sharded" else weights
     gathered -= model.rounded_bytes(min(num_layers, 2) if parameters == "sharded" else num_layers, is_last)
@@ -120,6 +123,21 @@ def accumulated_bytes(
     spread = num_layers * model.spread_gradients
     _, counted, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
     return max(0, max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element) - counted)
+
+
+def summed_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, shard_ranks: int) -> int:
+    """Returns bytes of gradients in flight on a rank whose every backward reduce-scatters them, besides its shards.
+
+    num_layers: at most one. A layer's gradients arise while FSDP2 keeps both buffers of the last layer's reduce-scatter, with
+    gradients of half-precision weights in fp32; on the last stage, those of the head wait meanwhile. The buffers of embedding and
+    head come at the end of a backward, in place of what its chunk held.
+    """
+    spread = num_layers * model.spread_gradients
+    trained, trained_bytes = trained_sizes(model, num_layers, False, False)
+    trained, trained_bytes = trained - spread, trained_bytes - spread * model.bytes_per_element
+    wide = max(4 * trained, trained_bytes)
+    head, outside = (trained_sizes(model, 0, first, is_last)[1] for first in (False, is_first))
+    return max(head + trained_bytes + wide + -(-wide // shard_ranks), outside)
 
 
 def host_state_bytes(
