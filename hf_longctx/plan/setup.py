@@ -23,7 +23,7 @@ from hf_longctx.plan.core.settings import (
     PlannerConfig,
     default_degrees,
 )
-from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges
+from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -42,6 +42,10 @@ _GIB = 2**30
 _MOST_MORE = 4
 # stop bisecting for the longest sequence that can be planned at a hundredth of its length
 _ROOM_PRECISION = 100
+# ways to share parameters among the ranks of a stage by choice, from most gathers and most room for activations to least
+_SHARINGS: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round", "replicated")
+# share of a step that the gathers of one way must take for the next to be tried, which can save no more
+_WORTH_FEWER_GATHERS = 0.01
 # parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
 # bytes of a communicator of NCCL: 544 to 688 MB were measured on four A100 (NVIDIA/nccl issue 964), and a single allocation of
@@ -436,8 +440,10 @@ class _Choices:
         """The setup with the stages that the user asks for, or the number that is fastest for a step. Collective."""
         wishes, costs = self.wishes, self.measured.costs
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
-            return _with_planned_room(self._on_stages(loaded or balanced_ranges(costs, 1, ())))
+            step = self.lengths.step(self.lengths.sample()) if wishes.may_shard and len(loaded) > 1 else ()
+            return _with_planned_room(self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)[0])
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
+        step = self.lengths.step(lengths)
         if wishes.stages == "auto":
             counts = stage_counts(costs.cluster.num_ranks, num_layers, wishes.planner.degrees)
         else:
@@ -451,16 +457,17 @@ class _Choices:
 
         def setup_of(*way: int) -> StageSetup:
             # with too few layers, this says so
-            setups[way] = setup = self._on_stages(ranges.get(way) or balanced_ranges(costs, way[0], lengths, way[1]))
-            return StageSetup(setup.costs, setup.planner)
+            own = ranges.get(way) or balanced_ranges(costs, way[0], lengths, way[1])
+            setups[way], plan = self._on_stages(own, step)
+            return StageSetup(setups[way].costs, setups[way].planner, plan=plan)
 
         def cutting_setup_of(*way: int) -> StageSetup:
-            return replace(setup_of(*way), longest_tokens=_with_planned_room(setups[way]).room_tokens)
+            return replace(setup_of(*way), longest_tokens=_with_planned_room(setups[way]).room_tokens, plan=None)
 
         if wishes.stages != "auto" and wishes.interleave == 1:
             setup_of(wishes.stages, 1)
             return _with_planned_room(setups[wishes.stages, 1])
-        step, options = self.lengths.step(lengths), StageOptions()
+        options = StageOptions()
         with suppress(ValueError):
             options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
         if not all(self.gather(bool(options.fitting))):
@@ -471,8 +478,8 @@ class _Choices:
         chosen = self.gather((best.num_stages, best.num_ranges))[0]
         return replace(_with_planned_room(setups[chosen]), stage_options=options)
 
-    def _on_stages(self, ranges: Ranges) -> Setup:
-        """The setup with these layer ranges on the stages."""
+    def _on_stages(self, ranges: Ranges, step: Sequence[int]) -> tuple[Setup, StepPlan | None]:
+        """The setup with these layer ranges on the stages, and the plan of a step of these lengths if it was made on the way."""
         wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
         num_ranks, lends = wishes.placement.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
         model, index = measured.costs.model, measured.costs.model.index
@@ -496,11 +503,45 @@ class _Choices:
             costs = replace(measured.costs, model=model, method=method, parameters=parameters, shard_ranks=shard_ranks)
             return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
 
+        if wishes.may_shard and num_stages > 1 and num_ranks > 1 and step:
+            return self._fastest_sharing(placement, setup_on, step)
         setup = setup_on(placement)
         if wishes.may_shard and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
             setup = replace(setup_on(_sharded(placement, num_ranks)), notes=(why,))
         self.check(setup, measured)
-        return setup
+        return setup, None
+
+    def _fastest_sharing(
+        self, placement: Placement, setup_on: Callable[[Placement], Setup], step: Sequence[int]
+    ) -> tuple[Setup, StepPlan | None]:
+        """The setup of a pipeline whose parameters are shared in the way that is fastest for a step, gathers counted; its plan.
+
+        Each way leaves less room than the one before it, so that it gains at most the gathers of the fastest so far.
+        """
+        best: tuple[Setup, StepPlan] | None = None
+        problem = ValueError("no way to share parameters was tried")
+        for parameters in _SHARINGS:
+            if parameters == "gathered_per_round" and len(placement.ranges[0]) > 1:
+                # a run refuses these with several layer ranges
+                continue
+            shard_ranks = 1 if parameters == "replicated" else placement.ranks_per_stage
+            setup = setup_on(replace(placement, parameters=parameters, shard_ranks=shard_ranks))
+            try:
+                self.check(setup, self.measured)
+                plan = plan_step(0, step, setup.costs, setup.planner)
+            except ValueError as error:
+                # what has most room explains best why nothing fits
+                problem = problem if parameters != _SHARINGS[0] else error
+                continue
+            if best is None or plan.estimate.counted_s < best[1].estimate.counted_s:
+                best = setup, plan
+            if best[1].estimate.gathers_s <= _WORTH_FEWER_GATHERS * best[1].estimate.counted_s:
+                break
+        if best is None:
+            raise problem
+        name, ranks = best[0].placement.parameters.replace("_", " "), placement.ranks_per_stage
+        note = f"parameters of stages of {ranks} ranks are {name}, which is fastest for a step among those that fit"
+        return replace(best[0], notes=(note,)), best[1]
 
 
 def _sharded(placement: Placement, shard_ranks: int) -> Placement:

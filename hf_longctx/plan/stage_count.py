@@ -20,6 +20,8 @@ class StageSetup:
     costs: CostModel
     config: PlannerConfig
     longest_tokens: int = sys.maxsize
+    # the plan of the step, if it is known
+    plan: StepPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class StageOption:
     num_ranges: int
     plan: StepPlan
     setup: StageSetup
+
+    @property
+    def counted_s(self) -> float:
+        """Seconds with the gathers of weights that count."""
+        return self.plan.estimate.counted_s
 
     @property
     def counted_s(self) -> float:
@@ -74,7 +81,8 @@ def stage_options(
                 if num_ranges > 1 and setup.longest_tokens < needed:
                     continue
                 fitting = [min(length, setup.longest_tokens) for length in lengths]
-                options.append(StageOption(count, num_ranges, plan_step(0, fitting, setup.costs, setup.config), setup))
+                plan = setup.plan or plan_step(0, fitting, setup.costs, setup.config)
+                options.append(StageOption(count, num_ranges, plan, setup))
                 needed = max(fitting)
             except ValueError as error:
                 unfit.setdefault(count, error)

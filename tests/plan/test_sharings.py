@@ -1,0 +1,62 @@
+"""How ranks of a stage share parameters, if that is open, is the fastest of all ways that fit for a step, gathers counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from helpers.plans.grouping_problems import lognormal_lengths
+
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec, PlannerConfig
+from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.setup import DeviceMemory, Lengths, Measured, Placement, Setup, Wishes, build_setup
+
+MODEL = replace(named_model("llama-3.2-1b"), bytes_per_element=2)
+STEP = lognormal_lengths(3, 24, 30_000, 6_000.0)
+WAYS: tuple[Parameters, ...] = ("replicated", "gathered_per_round", "gathered_per_step", "sharded")
+
+
+def setup_of(device_gib: float, link: float, stages: int, parameters: Parameters | None, step: Sequence[int] = STEP) -> Setup:
+    """A setup of eight ranks in two nodes. parameters: None leaves the choice open."""
+    hardware = replace(GENERIC_GPU, device_bytes=int(device_gib * 2**30), link_bytes_per_s=link, memory_bytes_per_s=1e12)
+    cluster = ClusterSpec(8, 4, hardware)
+    costs = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster))
+    memory = replace(DeviceMemory.by_formula(MODEL, hardware.device_bytes), keeps_everything=False)
+    degrees = (1, 2, 4)
+    placement = Placement(8, parameters or "replicated", 0, degrees, "auto", ranks_per_node=4)
+    wishes = Wishes(PlannerConfig(1, degrees), placement, may_shard=parameters is None, stages=stages)
+    lengths = Lengths(lambda: max(step, default=0), lambda: step, list)
+    return build_setup(Measured(costs, memory), wishes, lengths, lambda *_: None)
+
+
+def counted_s(setup: Setup) -> float:
+    return plan_step(0, STEP, setup.costs, setup.planner).estimate.counted_s
+
+
+@pytest.mark.parametrize("device_gib", [12, 40])
+@pytest.mark.parametrize("link", [1e11, 2e9])
+def test_no_way_that_fits_is_faster(device_gib: float, link: float) -> None:
+    found = setup_of(device_gib, link, 2, None)
+    seconds = {}
+    for way in WAYS:
+        try:
+            seconds[way] = counted_s(setup_of(device_gib, link, 2, way))
+        except ValueError:
+            continue
+    assert found.placement.parameters in seconds
+    assert counted_s(found) <= 1.01 * min(seconds.values())
+    if device_gib == 12:
+        assert "replicated" not in seconds
+    if device_gib == 40 and link < 1e10:
+        # gathers over slow links in every pass cost more than the room that they leave
+        assert found.placement.parameters != "sharded"
+    assert any("fastest for a step" in note for note in found.notes)
+
+
+def test_without_lengths_of_a_step_shards_are_chosen_by_memory_alone() -> None:
+    found = setup_of(12, 1e11, 2, None, ())
+    assert found.placement.parameters == "sharded" and found.placement.shard_ranks == 4
