@@ -443,7 +443,7 @@ class _Choices:
             step = self.lengths.step(self.lengths.sample()) if wishes.may_shard and len(loaded) > 1 else ()
             return _with_planned_room(self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)[0])
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
-        step = self.lengths.step(lengths)
+        step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
         if wishes.stages == "auto":
             counts = stage_counts(costs.cluster.num_ranks, num_layers, wishes.planner.degrees)
         else:
@@ -519,7 +519,6 @@ class _Choices:
         Each way leaves less room than the one before it, so that it gains at most the gathers of the fastest so far.
         """
         best: tuple[Setup, StepPlan] | None = None
-        problem = ValueError("no way to share parameters was tried")
         for parameters in _SHARINGS:
             if parameters == "gathered_per_round" and len(placement.ranges[0]) > 1:
                 # a run refuses these with several layer ranges
@@ -529,16 +528,17 @@ class _Choices:
             try:
                 self.check(setup, self.measured)
                 plan = plan_step(0, step, setup.costs, setup.planner)
-            except ValueError as error:
-                # what has most room explains best why nothing fits
-                problem = problem if parameters != _SHARINGS[0] else error
+            except ValueError:
                 continue
             if best is None or plan.estimate.counted_s < best[1].estimate.counted_s:
                 best = setup, plan
             if best[1].estimate.gathers_s <= _WORTH_FEWER_GATHERS * best[1].estimate.counted_s:
                 break
         if best is None:
-            raise problem
+            # the way with most room says best why nothing fits
+            setup = setup_on(_sharded(placement, placement.ranks_per_stage))
+            self.check(setup, self.measured)
+            return setup, None
         name, ranks = best[0].placement.parameters.replace("_", " "), placement.ranks_per_stage
         note = f"parameters of stages of {ranks} ranks are {name}, which is fastest for a step among those that fit"
         return replace(best[0], notes=(note,)), best[1]

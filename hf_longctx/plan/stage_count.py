@@ -38,11 +38,6 @@ class StageOption:
         """Seconds with the gathers of weights that count."""
         return self.plan.estimate.counted_s
 
-    @property
-    def counted_s(self) -> float:
-        """Seconds with the gathers of weights that count."""
-        return self.plan.estimate.counted_s
-
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
