@@ -162,9 +162,17 @@ def compute_orders(
 
 
 def _family_orders(
-    members: Sequence[Sequence[int]], num_stages: int, schedule: Schedule, num_ranges: int, lead: float
+    members: Sequence[Sequence[int]],
+    num_stages: int,
+    schedule: Schedule,
+    num_ranges: int,
+    lead: float,
+    most_ahead: Sequence[int] = (),
 ) -> tuple[ComputeOrder, ...]:
-    """Computes the `compute_orders` of chunks in these families."""
+    """Computes the `compute_orders` of chunks in these families.
+
+    most_ahead: most forwards before each backward with "1f1b" and "elastic"; (): as many as the schedule wants.
+    """
     num_chunks = sum(map(len, members))
     _check_request(num_chunks, num_stages, schedule, num_ranges, lead)
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
@@ -185,6 +193,8 @@ def _family_orders(
         backwards = _in_rounds(backwards, rounds, range(num_ranges)[::-1])
         ahead_of_last = max((num_ranges - 1) * num_stages + longest, _least_window(forwards, backwards))
         needed = [_window(len(forwards), ahead_of_last + 2 * (num_stages - 1 - stage)) for stage in range(num_stages)]
+    if most_ahead and schedule in ("1f1b", "elastic"):
+        needed = [np.minimum(counts, most_ahead).tolist() for counts in needed]
     forward_units, backward_units = (np.array(units, dtype=np.int64) for units in (forwards, backwards))
     return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
 
@@ -223,12 +233,14 @@ def in_turns(
     schedule: Schedule = "elastic",
     known: MessagedPasses | None = None,
     lead: float = 1.0,
+    reach: int | None = None,
 ) -> tuple[tuple[MicroBatch, ...], tuple[tuple[int, ...], ...]]:
     """Gives all groups stage plans of one schedule through the micro-batches, and returns the turns of `StepPlan`.
 
     The groups of a micro-batch get one order of passes. A single micro-batch needs no turns, nor does a single stage. Nothing is
-    offloaded or recomputed. known: actions made for other groups. lead: see `compute_orders`. Raises ValueError if the groups of
-    a micro-batch have different numbers of chunks.
+    offloaded or recomputed. known: actions made for other groups. lead: see `compute_orders`. reach: most forwards of later
+    micro-batches before a backward with "1f1b" and "elastic", to limit what is in flight; None: any number. Raises ValueError if
+    the groups of a micro-batch have different numbers of chunks.
     """
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), len(ranges[0])
     members: list[tuple[int, ...]] = []
@@ -245,7 +257,9 @@ def in_turns(
         firsts.append(firsts[-1] + counts.pop())
     stages: list[list[StagePlan]] = [[] for _ in micro_batches]
     turns: list[tuple[int, ...]] = []
-    for stage, (kinds, slots, of_ranges) in enumerate(_family_orders(members, num_stages, schedule, num_ranges, lead)):
+    ends = [] if reach is None else [stop + reach for first, stop in pairwise(firsts) for _ in range(first, stop)]
+    orders = _family_orders(members, num_stages, schedule, num_ranges, lead, ends)
+    for stage, (kinds, slots, of_ranges) in enumerate(orders):
         owners = np.searchsorted(firsts, slots, side="right") - 1
         turns.append(tuple(owners.tolist()))
         for index, first in enumerate(firsts[:-1]):

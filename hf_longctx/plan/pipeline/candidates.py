@@ -313,10 +313,10 @@ class Candidates:
             if any(chunk.prefix_tokens for chunks in made.values() for chunk in chunks):
                 return None
             most = max(map(len, made.values()), default=1)
-            padded = {group: _padded(made.get(group, ()), most) for group in groups}
-            seconds = max((self.staged.group_s(group, padded[group])[0] for group in busy), default=0.0)
+            even = {group: padded(made.get(group, ()), most) for group in groups}
+            seconds = max((self.staged.group_s(group, even[group])[0] for group in busy), default=0.0)
             if best is None or seconds < best[0]:
-                best = seconds, padded
+                best = seconds, even
         return Candidate(best[0], self.micro_batch(groups, best[1])) if best is not None and best[0] < math.inf else None
 
     def least_memory(self, members: Sequence[int]) -> LeastMemory:
@@ -375,7 +375,7 @@ class Candidates:
         return MicroBatch(tuple(groups))
 
 
-def _padded(chunks: Sequence[Chunk], count: int) -> tuple[Chunk, ...]:
+def padded(chunks: Sequence[Chunk], count: int) -> tuple[Chunk, ...]:
     """Appends dummy chunks until there are `count` chunks."""
     return (*chunks, *(Chunk(index) for index in range(len(chunks), count)))
 

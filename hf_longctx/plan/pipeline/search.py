@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hf_longctx.plan.core.orders import in_turns
 from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.groups.placement import PlacedGroup
-from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks
+from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.planning import Planning
@@ -44,6 +45,9 @@ class SearchConstants:
     # factor on the least seconds of sequences whose stages run one after the other beyond which a pipeline is slower: these
     # mostly take 1.15 to 1.25 times as long
     in_turn: float = 1.3
+    # forwards for each stage by which one schedule through all micro-batches may reach into later ones (`in_turns`), at least
+    # one in all, if it does not fit without a limit
+    reaches: tuple[float, ...] = (2.0, 1.0, 0.5, 0.0)
     # chunks per stage up to which idle stages may make two parts faster
     few_chunks: int = 2
     # factor on the least seconds of the sequences beyond which two parts are tried
@@ -74,7 +78,25 @@ class PipelineSearch:
 
     def plan(self) -> StepPlan:
         """Plans all sequences; raises ValueError for a sequence for which nothing fits."""
-        return self._plan_of(self.micro_batches(tuple(range(len(self.staged.lengths)))))
+        return self._in_turns(self._plan_of(self.micro_batches(tuple(range(len(self.staged.lengths))))))
+
+    def _in_turns(self, plan: StepPlan) -> StepPlan:
+        """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""
+        if len(plan.micro_batches) == 1 or plan.parameters == "gathered_per_round":
+            return plan
+        even = []
+        for micro_batch in plan.micro_batches:
+            most = max(len(group.chunks) for group in micro_batch.groups)
+            even.append(MicroBatch(tuple(replace(group, chunks=padded(group.chunks, most)) for group in micro_batch.groups)))
+        reaches = [None, *(max(1, math.ceil(share * plan.num_stages)) for share in _CHOICE.reaches)]
+        for reach in reaches if len(self.staged.ranges[0]) == 1 else reaches[:1]:
+            how = self.staged.schedule, self.candidates.passes
+            made, turns = in_turns(even, self.staged.ranges, *how, reach=reach)
+            tried = replace(plan, micro_batches=tuple(map(_with_policies, made, plan.micro_batches)), turns=turns)
+            if self.fits(tried, self.planning.predict(tried)):
+                # forwards that reach less far ahead save memory and no time
+                return min(plan, tried, key=self.planning.counted_s)
+        return plan
 
     def micro_batches(self, members: tuple[int, ...]) -> list[MicroBatch]:
         """Micro-batches for these sequences, in running order: as few as fit, those of the longest sequences first."""
@@ -356,6 +378,15 @@ class PipelineSearch:
         num_long = sum(2 * int(lengths[i]) > lengths[ordered[0]] for i in ordered)
         num_long = num_long if num_long < len(ordered) else -(-num_long // 2)
         return tuple(ordered[:num_long]), tuple(ordered[num_long:])
+
+
+def _with_policies(made: MicroBatch, planned: MicroBatch) -> MicroBatch:
+    """The groups of `made` with the policies of `planned`, whose chunks are the first of theirs."""
+    groups = []
+    for group, like in zip(made.groups, planned.groups, strict=True):
+        pairs = zip(group.stages, like.stages, strict=True)
+        groups.append(replace(group, stages=tuple(replace(own, activations=other.activations) for own, other in pairs)))
+    return MicroBatch(tuple(groups))
 
 
 def _most_tokens(micro_batch: MicroBatch) -> float:

@@ -46,11 +46,12 @@ def pipeline_plan(
     method: Method = "ulysses",
     shard_ranks: int = 0,
     has_turns: bool = False,
+    reach: int | None = None,
 ) -> StepPlan:
     """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
     Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
-    of several ranks share attention. has_turns: all micro-batches follow one schedule.
+    of several ranks share attention. has_turns: all micro-batches follow one schedule. reach: see `in_turns`.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
     in_one_order = has_turns or meets_in_every_pass(parameters)
@@ -72,7 +73,7 @@ def pipeline_plan(
         bare.append(MicroBatch(tuple(found)))
     turns: tuple[tuple[int, ...], ...] = ()
     if has_turns:
-        rounds, turns = in_turns(bare, ranges, schedule)
+        rounds, turns = in_turns(bare, ranges, schedule, reach=reach)
     elif in_one_order:
         rounds = tuple(made for batch in bare for made in in_turns([batch], ranges, schedule)[0])
     else:
@@ -105,10 +106,11 @@ def random_schedules(
     most_tokens: int = 60,
     parameters: Parameters | None = None,
     fixed: bool = False,
+    has_reach: bool = True,
 ) -> StepPlan:
     """Random micro-batches in one schedule: layouts of powers of two on a stage, each with random chunks of some sequences.
 
-    fixed: as many stages and ranks as there may be.
+    fixed: as many stages and ranks as there may be. has_reach: some schedules reach only so far into later micro-batches.
     """
     num_stages = most_stages if fixed else draw(st.integers(2, most_stages))
     per_stage = most_ranks if fixed else draw(st.sampled_from([count for count in (1, 2, 4) if count <= most_ranks]))
@@ -135,6 +137,7 @@ def random_schedules(
         num_ranges=num_ranges,
         parameters=draw(st.sampled_from(kinds)) if parameters is None else parameters,
         has_turns=True,
+        reach=draw(st.none() | st.integers(1, 4)) if has_reach else None,
     )
 
 

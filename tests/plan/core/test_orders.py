@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.plans.stage_orders import chunks_of, family_shapes, makespan, plan_of
+from helpers.plans.stage_orders import chunks_of, family_shapes, makespan, plan_of, without_messages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,6 @@ from hf_longctx.plan.core.orders import (
     compute_orders,
     families,
     pipelined,
-    without_messages,
 )
 from hf_longctx.plan.core.types import Action, Chunk, LayerRange, MicroBatch, SequenceGroup, Span
 from hf_longctx.plan.core.validate import schedule_grid, validate_plan

@@ -40,6 +40,15 @@ def test_the_second_micro_batch_begins_before_the_first_has_drained() -> None:
     assert "  stage 0: 0 0 1 0 0 1 1 1" in describe_plan(plan)
 
 
+@pytest.mark.parametrize("reach", [1, 2, 3])
+def test_a_schedule_reaches_only_so_far_into_later_micro_batches(reach: int) -> None:
+    batches = [[(1, [[(sequence, 0, 9)] for sequence in range(first, first + 4)])] for first in (0, 4)]
+    plan = pipeline_plan([9] * 8, batches, 4, "1f1b", has_turns=True, reach=reach)
+    for stage, order in enumerate(map(str.split, words(plan))):
+        left = order[: order.index("aB3")]
+        assert sum(word[0] == "b" for word in left) == min(reach, 3 - stage)
+
+
 def test_slots_are_one_family_if_they_are_for_any_group() -> None:
     sliced = (Chunk(0, (Span(0, 0, 5),)), Chunk(1, (Span(0, 5, 9),)), Chunk(2, (Span(1, 0, 9),)))
     other = (Chunk(0, (Span(2, 0, 9),)), Chunk(1, (Span(3, 0, 5),)), Chunk(2, (Span(3, 5, 9),)))

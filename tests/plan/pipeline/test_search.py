@@ -254,6 +254,19 @@ def test_room_is_asked_for_and_several_pipelines_come_in_a_row_where_none_is_mad
     assert 0 in first and not first >= set(range(14))
 
 
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+@pytest.mark.parametrize("kind", ["attention", "windows"])
+def test_micro_batches_in_a_row_overlap_as_far_as_they_fit(kind: str, parameters: Parameters) -> None:
+    costs = replace(cost_model(kind, 4), parameters=parameters, shard_ranks=2)
+    plan = validate_plan(plan_stages(0, [3000, 2900, *[300] * 12], costs, 2, config(1000)))
+    assert len(plan.micro_batches) == 3 and plan.turns
+    in_turns, after = (evaluate_plan(each, costs, with_events=False) for each in (plan, replace(plan, turns=())))
+    assert plan.estimate.step_s == pytest.approx(in_turns.step_s)
+    assert in_turns.step_s < after.step_s
+    stages = plan.micro_batches[0].groups[0].stages
+    assert all(rank.peak_tokens * stages[rank.rank // 2].num_layers <= 1000 * MODEL.num_layers for rank in in_turns.ranks)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(64, 20000), min_size=2, max_size=24),

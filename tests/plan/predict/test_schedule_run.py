@@ -189,7 +189,7 @@ def test_micro_batches_of_one_layout_are_one_micro_batch_of_all_chunks(num_stage
     assert [rank.peak_tokens for rank in found.ranks] == [rank.peak_tokens for rank in expected.ranks]
 
 
-@given(random_schedules(parameters="sharded"), st.sampled_from(COST_KINDS))
+@given(random_schedules(parameters="sharded", has_reach=False), st.sampled_from(COST_KINDS))
 @settings(deadline=None, max_examples=150)
 def test_turns_are_never_slower_than_micro_batches_one_after_the_other(plan: StepPlan, kind: str) -> None:
     costs = costs_of(plan, kind)
