@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.sharding import Piece
 from hf_longctx.plan.core.types import Action, Chunk, Method, SequenceGroup, Span
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
-from hf_longctx.runtime.process_groups import GroupPool, RoundMessages, aligned_groups
+from hf_longctx.runtime.process_groups import GroupPool, StageMessages, aligned_groups
 
 CHUNK = Chunk(0, (Span(0, 0, 8),))
 
@@ -172,7 +172,7 @@ def receives_posted_by_a_stage() -> list[int]:
         return original(*args, **kwargs)
 
     with patch.object(dist, "irecv", irecv):
-        messages = RoundMessages(pool.links, lambda chunk: (2,), torch.float64, torch.device("cpu"))
+        messages = StageMessages(pool.links, lambda chunk: (2,), torch.float64, torch.device("cpu"))
         for chunk in range(2):
             posted.append(posted[-1])
             if pool.stage:

@@ -21,7 +21,7 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.runtime import measure
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.process_groups import GroupPool, Links, RoundMessages
+from hf_longctx.runtime.process_groups import GroupPool, Links, StageMessages
 from hf_longctx.runtime.states.passing import exchange
 
 CUDA = torch.device("cuda", 0)
@@ -100,7 +100,7 @@ def on_rank(scenario: Callable[[GroupPool], int], num_stages: int, removals: tup
 def sent_and_dropped(pool: GroupPool) -> int:
     """A message leaves late, and its memory has other values by then."""
     assert pool.links is not None
-    messages = RoundMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
+    messages = StageMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
     wrong = 0
     if pool.stage == 0:
         messages.send(Action("SF", 0, 0), full(1.0))
@@ -120,7 +120,7 @@ def sent_and_dropped(pool: GroupPool) -> int:
 def received_and_read(pool: GroupPool) -> int:
     """A message is read as soon as the package gives it to its caller."""
     assert pool.links is not None
-    messages = RoundMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
+    messages = StageMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
     if pool.stage == 0:
         messages.send(Action("SF", 0, 0), full(1.0))
         messages.finish()
