@@ -27,6 +27,7 @@ from helpers.plans.policies import policies_for, replayed, same_policy
 from helpers.plans.sliced_plans import CUTS, PACKINGS, cut, few, random_slicings, sliced_plan
 from helpers.ranks.lone_steps import policy_step
 from helpers.ranks.pipeline_steps import stage_step_on_rank
+from helpers.ranks.rank_pool import RankPool
 from helpers.ranks.rank_steps import rank_inputs, step_on_rank
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
+from hf_longctx.plan.core.types import Chunk, Parameters, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
@@ -246,15 +247,29 @@ def test_stages_match(ranks, case: ModelCase) -> None:
         pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=4),
         pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, "interleaved", num_layers=4, num_ranges=2),
     ]
-    rows = random_rows(LENGTHS)
+    check_stages(ranks(2), case, plans)
+
+
+def check_stages(pool: RankPool, case: ModelCase, plans: list[StepPlan]) -> None:
+    """Asserts that pipelines of the same rows give the loss and gradients of one plain process."""
+    rows = random_rows(list(plans[0].lengths))
     with wide_floats():
         loss, expected = reference_step(build_model(case), rows)
-    results = ranks(2).run(wide_stage_step_on_rank, case, [plan_to_json(plan) for plan in plans], rows)
+    results = pool.run(wide_stage_step_on_rank, case, [plan_to_json(plan) for plan in plans], rows)
     for steps in zip(*results, strict=True):
         assert {name for _, gradients in steps for name in gradients} == expected.keys()
         for step in steps:
             own = {name: expected[name] for name in step[1]}
             assert worst_error(step, (loss, own)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [QWEN, BOTH], ids=lambda case: case.family)
+def test_sharded_stages_match(ranks, case: ModelCase) -> None:
+    half = len(SLICED) // 2
+    groups = [[(1, SLICED[:half]), (1, SLICED[half:])], [(2, [[(6, 0, 17)], [(6, 17, 30)]])]]
+    modes: list[Parameters] = ["sharded", "gathered_per_step"]
+    lengths = [*LENGTHS, 30]
+    check_stages(ranks(4), case, [pipeline_plan(lengths, groups, 2, parameters=parameters) for parameters in modes])
 
 
 def test_evaluation_passes_states_on_too() -> None:

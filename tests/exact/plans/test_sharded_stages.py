@@ -7,6 +7,7 @@ gloo ranks.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -91,6 +92,41 @@ def test_rings_match(ranks, parameters: Parameters) -> None:
 def test_interleaved_ranges_match(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)
     check_pipeline(ranks(4), ModelCase(num_layers=8), plan)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_hybrids_match(ranks, parameters: Parameters) -> None:
+    plan = pipeline_plan([40, 23, 9], [[(4, [*LONG, [(1, 0, 23)]])]], 2, parameters=parameters, method="hybrid", ulysses=2)
+    check_pipeline(ranks(8), CASE, plan)
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_more_ranks_than_heads_match_in_rings(ranks, parameters: Parameters) -> None:
+    plan = pipeline_plan([40, 23, 9], [[(2, [*LONG, [(1, 0, 23)]])]], 2, parameters=parameters, method="ring")
+    check_pipeline(ranks(4), ModelCase(num_heads=1, num_kv_heads=1, num_layers=4), plan)
+
+
+LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj"]))
+EXPERTS = ModelCase("qwen3_moe_dense", promoted=True, num_layers=4, balance=2.0)
+MODELS: dict[str, ModelCase] = {
+    "adapters": ModelCase(num_layers=4, lora=LORA),
+    # stage 0 begins with a layer that no backward reaches, stage 1 with one that trains nothing
+    "frozen layers": ModelCase(num_layers=4, lora=(*LORA, ("layers_to_transform", [1, 3]))),
+    "a trained head beside DoRA": ModelCase(num_layers=4, lora=(*LORA, ("use_dora", True), ("modules_to_save", ["lm_head"]))),
+    "adapters on embedding and head": ModelCase(num_layers=4, lora=(("r", 2), ("target_modules", ["embed_tokens", "lm_head"]))),
+    "tied": ModelCase(num_layers=4, tied=True),
+    "more ranks than KV heads": ModelCase(num_layers=4, num_kv_heads=1),
+    "windows": ModelCase("mistral_window", num_layers=4),
+    "balanced experts": EXPERTS,
+    "spread experts": replace(EXPERTS, spread=True),
+    "adapters beside spread experts": replace(EXPERTS, spread=True, lora=LORA),
+}
+
+
+@pytest.mark.parametrize("parameters", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_match(ranks, name: str, parameters: Parameters) -> None:
+    check_pipeline(ranks(4), MODELS[name], plan_of("2 x 2", parameters))
 
 
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 10, 0.5, 1e-2

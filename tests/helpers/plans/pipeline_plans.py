@@ -47,11 +47,13 @@ def pipeline_plan(
     shard_ranks: int = 0,
     has_turns: bool = False,
     reach: int | None = None,
+    ulysses: int = 0,
 ) -> StepPlan:
     """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
     Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
-    of several ranks share attention. has_turns: all micro-batches follow one schedule. reach: see `in_turns`.
+    of several ranks share attention, with blocks of `ulysses` ranks if it is "hybrid". has_turns: all micro-batches follow one
+    schedule. reach: see `in_turns`.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
     in_one_order = has_turns or meets_in_every_pass(parameters)
@@ -67,6 +69,7 @@ def pipeline_plan(
                     method="local" if degree == 1 else method,
                     chunks=tuple(Chunk(index, tuple(Span(*span) for span in spans)) for index, spans in enumerate(chunks)),
                     stages=(),
+                    ulysses_degree=ulysses if degree > 1 else 0,
                 )
             )
             first += degree

@@ -18,7 +18,7 @@ from helpers.ranks.rank_steps import rank_inputs, whole
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_longctx.hf.models.cutting import cut_model, stage_model
-from hf_longctx.hf.models.experts import router_balance
+from hf_longctx.hf.models.experts import router_balance, spread_experts_of
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.patch import patch_model
@@ -28,7 +28,8 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
-from hf_longctx.runtime.parameters.sharded import shard_mesh, shard_model
+from hf_longctx.runtime.execution.experts import spread_experts, spread_group
+from hf_longctx.runtime.parameters.sharded import block_mesh, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups import GroupPool
 
 CPU = torch.device("cpu")
@@ -58,11 +59,15 @@ def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple
     cut_model(model, ranges, pool.stage)
     stage = stage_model(model, ranges, pool.stage)
     if plan.parameters != "replicated":
-        shard_model(model, build_model(case)._no_split_modules, stage_mesh(plan.num_stages, plan.block_ranks))
+        mesh = stage_mesh(plan.num_stages, plan.block_ranks)
+        if case.spread:
+            spread_experts(spread_experts_of(model), block_mesh(mesh), CPU)
+        shard_model(model, build_model(case)._no_split_modules, mesh)
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     is_last = pool.stage == plan.num_stages - 1
     head = OutputHead(output_head(model), change=logit_change(model)) if has_policies and is_last else None
-    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**24), head) if has_policies else None
+    tier, partners = HostTier.on(CPU, 2**24), spread_group(model)
+    engine = ActivationEngine(layer_modules(model), tier, head, partners) if has_policies else None
     routers = router_balance(model, CPU)
     return StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss]), engine
 
