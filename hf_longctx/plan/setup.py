@@ -112,7 +112,7 @@ class DeviceMemory:
         if parameters == "replicated":
             return whole
         # weights that "sharded" gathers layer by layer are part of the measured bytes
-        gathered = self.model.num_parameters * self.model.bytes_per_element if parameters == "gathered_per_round" else 0
+        gathered = self.model.num_parameters * self.model.bytes_per_element if parameters != "sharded" else 0
         return -(-whole // shard_ranks) + gathered
 
     def host_states(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
@@ -121,13 +121,13 @@ class DeviceMemory:
             return self.byte_model.most_states(ranges, parameters, shard_ranks, on_host=True)
         return self.byte_model.host_states(parameters, shard_ranks)
 
-    def resting_bytes(self, parameters: Parameters, shard_ranks: int) -> int:
+    def resting_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
         """Bytes of the states on a rank when nothing computes, if shards of layers lie on the host otherwise; else 0."""
-        return self.byte_model.resting(parameters, shard_ranks)
+        return self.byte_model.resting(parameters, shard_ranks, ranges)
 
     def left_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
         """Bytes that the states leave on a rank; 0 if they do not fit when nothing computes."""
-        if self.resting_bytes(parameters, shard_ranks) > self.usable_bytes:
+        if self.resting_bytes(parameters, shard_ranks, ranges) > self.usable_bytes:
             return 0
         return max(0, self.usable_bytes - self.state_bytes(parameters, shard_ranks, ranges))
 
@@ -446,6 +446,9 @@ class _Choices:
         step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
         if wishes.stages == "auto":
             counts = stage_counts(costs.cluster.num_ranks, num_layers, wishes.planner.degrees)
+            # ranks that share one copy of the weights are of one stage
+            shared = wishes.placement.shard_ranks or 1
+            counts = [count for count in counts if costs.cluster.num_ranks // count % shared == 0]
         else:
             counts = [wishes.stages]
         numbers = dict.fromkeys((1, wishes.interleave))

@@ -280,23 +280,17 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: in
 def _stages(request: Request, model: ModelSpec, cluster: ClusterSpec, is_measured: bool) -> int | Literal["auto"]:
     """The number of pipeline stages that the setup follows; raises ValueError for one that a run refuses.
 
-    By default it is chosen if there are several nodes and lengths to choose by, unless another option excludes stages.
+    By default it is chosen if there are several nodes and lengths to choose by, unless a solver is named.
     """
     found, num_ranks = request.stages, request.num_ranks
-    excludes = {
-        "--layer-weights": (request.layer_weights, "device"),
-        "--solver": (request.solver, "auto"),
-    }
-    excluding = next((f"{name} {value}" for name, (value, default) in excludes.items() if value != default), "")
+    has_solver = request.solver != "auto"
     if found == 0:
-        # spread experts were not tested in stages
-        is_closed = excluding or is_measured or request.expert_ranks
-        is_open = bool(request.step_lengths) and num_ranks > cluster.ranks_per_node and not is_closed
+        is_open = bool(request.step_lengths) and num_ranks > cluster.ranks_per_node and not (has_solver or is_measured)
         return "auto" if is_open else 1
     if found == 1:
         return 1
-    if excluding:
-        raise ValueError(f"--stages is {found}, and {excluding} has no effect on stages; leave one of them out")
+    if has_solver:
+        raise ValueError(f"--stages is {found}, and --solver {request.solver} has no effect on stages; leave one of them out")
     if is_measured:
         raise ValueError(
             f"--stages is {found}, but {request.name or request.model} was measured on {request.hardware} without stages; leave "
@@ -539,7 +533,7 @@ def _check_fits(scenario: Scenario) -> None:
     states = memory.state_bytes(*placement.sharing)
     over = f" over {placement.shard_ranks} ranks" if placement.shard_ranks > 1 else ""
     stages = f" of {len(placement.ranges)} stages" if placement.is_pipeline else ""
-    resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
+    resting = memory.resting_bytes(*placement.sharing)
     if resting > memory.usable_bytes:
         raise ValueError(
             f"{scenario.model_name} fits at no degree: between steps, weights of layers come back from the host, and states then "

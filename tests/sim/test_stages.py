@@ -47,7 +47,7 @@ def test_several_nodes_choose_the_number_of_stages_that_counts_the_fewest_second
     assert {option.num_stages for option in fitting} >= {1, 2}
     assert found.setup.num_stages == min(fitting, key=lambda option: option.counted_s).num_stages
     # without lengths there is nothing to choose by, and stages pay across nodes
-    for other in (scenario(step_lengths=()), scenario(ranks_per_node=4), scenario(layer_weights="host", parameters="sharded")):
+    for other in (scenario(step_lengths=()), scenario(ranks_per_node=4), scenario(solver="greedy")):
         assert other.setup.num_stages == 1 and other.setup.stage_options == StageOptions()
 
 

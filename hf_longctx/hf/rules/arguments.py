@@ -663,6 +663,13 @@ def _whole_optimizer(run: Facts) -> Iterator[dict[str, str]]:
             yield {"other": f"optimizer_states={config.optimizer_states!r}"}
 
 
+def _undivided(run: Facts, shared: int | None) -> Iterator[dict[str, str]]:
+    """Yields the ranks of a stage that `shared` ranks with one copy of the weights do not divide."""
+    count = stage_ranks(run.config, run.num_ranks)
+    if shared is not None and count % shared:
+        yield {"ranks": f"{count} ranks" + " of a stage" * (run.config.stages not in (1, "auto"))}
+
+
 _NEEDS, _OUT = "layer_weights={config.layer_weights!r}", "leave layer_weights out"
 # sharded parameters, optimizers that hold weights of other ranks, and shards of layers on the host while a step computes
 _PLACEMENT = {
@@ -691,15 +698,15 @@ _PLACEMENT = {
         "given['optimizers'] = (torch.optim.SGD(model.parameters()), None); config = LongContextConfig(parameters='sharded')",
     ),
     "shard-ranks": Rule(
-        "shard_ranks {config.shard_ranks} does not divide the {num_ranks} ranks",
+        "shard_ranks {config.shard_ranks} does not divide the {ranks}",
         "choose a divisor",
-        lambda run: run.config.shard_ranks is not None and run.num_ranks % run.config.shard_ranks != 0,
+        lambda run: _undivided(run, run.config.shard_ranks),
         "config = LongContextConfig(parameters='sharded', shard_ranks=3)",
     ),
     "expert-ranks": Rule(
-        "expert_ranks {config.expert_ranks} does not divide the {num_ranks} ranks",
+        "expert_ranks {config.expert_ranks} does not divide the {ranks}",
         "choose a divisor",
-        lambda run: run.config.expert_ranks is not None and run.num_ranks % run.config.expert_ranks != 0,
+        lambda run: _undivided(run, run.config.expert_ranks),
         "config = LongContextConfig(parameters='sharded', expert_ranks=3)",
     ),
     "optim-never-sharded": Rule(
@@ -720,16 +727,10 @@ _PLACEMENT = {
         f"change them, or {_OUT}",
         lambda run: (
             {"shared": shared}
-            for shared in [run.config.shard_ranks or run.num_ranks]
+            for shared in [run.config.shard_ranks or stage_ranks(run.config, run.num_ranks)]
             if run.config.layer_weights != "device" and (run.config.parameters != "sharded" or shared == 1)
         ),
         "config = LongContextConfig(layer_weights='host')",
-    ),
-    "layer-weights-in-stages": Rule(
-        f"{_NEEDS} is not tested with stages={{config.stages!r}}",
-        f"set stages=1, or {_OUT}",
-        lambda run: run.config.layer_weights != "device" and run.config.stages != 1,
-        "config = LongContextConfig(layer_weights='host', parameters='sharded', stages='auto')",
     ),
     "layer-weights-and-experts": Rule(
         f"{_NEEDS} would leave experts on the device with expert_ranks={{config.expert_ranks}}",

@@ -287,7 +287,7 @@ def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
     memory, placement, spec = setup.memory, setup.placement, setup.costs.model
     available, host_states = measured.memory.host_bytes, memory.host_states(*placement.sharing)
     ranks_per_node = placement.ranks_per_node
-    resting = memory.resting_bytes(placement.parameters, placement.shard_ranks)
+    resting = memory.resting_bytes(*placement.sharing)
     if resting > memory.usable_bytes:
         raise ValueError(
             f"layer_weights='host': between steps, weights of layers come back, and states then take {resting / _GIB:.1f} GiB, "

@@ -151,10 +151,6 @@ class ByteModel:
         part = self.model.num_layers, True, True, parameters, shard_ranks
         return host_state_bytes(self.model, *part) + host_layer_bytes(self.model, *part)
 
-    def resting(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
-        """Returns bytes of states on a rank without stages between computations, if shards of layers come back; else 0."""
-        return resting_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
-
     def stage_states(self, stage: StagePlan, plan: StepPlan) -> int:
         """Returns bytes of the states on a rank of one stage of the plan."""
         return self._of_stage(part_state_bytes, stage, plan)
@@ -177,6 +173,19 @@ class ByteModel:
     ) -> int:
         """Returns bytes of states on a rank of the fullest stage, given the layers of every stage. on_host: those on its host."""
         kinds = (host_state_bytes, host_layer_bytes) if on_host else (part_state_bytes,)
+        return self._most(ranges, parameters, shard_ranks, *kinds)
+
+    def resting(self, parameters: Parameters, shard_ranks: int, ranges: Sequence[Sequence[LayerRange]] = ()) -> int:
+        """Returns bytes of states between computations on a rank of the fullest stage, if shards of layers come back; else 0.
+
+        ranges: layers of every stage; none if there is one stage.
+        """
+        return self._most(ranges or [[LayerRange(0, self.model.num_layers)]], parameters, shard_ranks, resting_bytes)
+
+    def _most(
+        self, ranges: Sequence[Sequence[LayerRange]], parameters: Parameters, shard_ranks: int, *kinds: Callable[..., int]
+    ) -> int:
+        """Returns the sum of these counts for a rank of the stage where it is largest."""
         counts = [sum(part.num_layers for part in own) for own in ranges]
         parts = [(count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks) for stage, count in enumerate(counts)]
         return max(sum(count_bytes(self.model, *part) for count_bytes in kinds) for part in parts)
