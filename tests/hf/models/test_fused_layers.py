@@ -162,12 +162,25 @@ def train_compiled(config: dict[str, Any]) -> Any:
         layer_kernels.FusedLayers = made  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("config", [{"tokens_per_rank": 40, "degrees": [1, 2]}, {"parameters": "sharded", "tile_tokens": 8}])
-def test_training_on_groups_and_shards_follows_one_plain_process(ranks, config: dict[str, Any]) -> None:
+STAGES = {"stages": 2, "tokens_per_rank": 32}
+
+
+@pytest.mark.parametrize(
+    "num_ranks,config",
+    [
+        (2, {"tokens_per_rank": 40, "degrees": [1, 2]}),
+        (2, {"parameters": "sharded", "tile_tokens": 8}),
+        (4, {"parameters": "sharded", **STAGES}),
+        (4, {"parameters": "gathered_per_step", **STAGES}),
+    ],
+)
+def test_training_on_groups_and_shards_follows_one_plain_process(ranks, num_ranks: int, config: dict[str, Any]) -> None:
     expected_losses, expected = plain_training(ModelCase(promoted=True), random_rows([61, 13, 50, 5, 44, 8, 21, 34]), 4)
-    for losses, _, weights in ranks(2).run(train_compiled, {"compile_layers": True, **config}):
+    results = ranks(num_ranks).run(train_compiled, {"compile_layers": True, **config}, timeout_s=300.0)
+    assert expected.keys() == set().union(*(weights for *_, weights in results))
+    for losses, _, weights in results:
         assert losses == pytest.approx(expected_losses, rel=1e-9)
-        assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-9
+        assert max(relative_error(weight, expected[name]) for name, weight in weights.items()) <= 1e-9
 
 
 def test_a_run_counts_what_its_kernels_save(tmp_path, monkeypatch) -> None:

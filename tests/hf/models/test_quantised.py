@@ -130,6 +130,16 @@ def test_stages_match_one_plain_process(pair) -> None:
     assert_equal(pair.run(stage_step_on_rank, CASE, plan_to_json(plan), ROWS))
 
 
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
+def test_sharded_stages_match_one_plain_process(ranks, parameters: Any) -> None:
+    slices = [[span] for span in cut(2, [9, 15, 7])]
+    groups = [[(1, slices), (1, [[(0, 0, 13), (1, 0, 1)]])], [(2, [[(3, 0, 7)]])]]
+    plan = pipeline_plan(LENGTHS, groups, 2, num_layers=2, parameters=parameters)
+    pool = ranks(4)
+    pool.run(ready, timeout_s=280.0)
+    assert_equal(pool.run(stage_step_on_rank, CASE, plan_to_json(plan), ROWS, timeout_s=280.0))
+
+
 def loaded(compute: torch.dtype = torch.float32, adapters: bool = True, **settings: Any) -> Any:
     """A tiny fp32 model as transformers loads it with such a quantization config, under LoRA if asked."""
     plain = build_model(ModelCase(dtype=torch.float32))

@@ -45,6 +45,8 @@ FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup
 OWN_ADAPTERS = {"own_adapters": True, "precompute_ref_log_probs": False}
 BALANCED = {"router_aux_loss_coef": 0.3}
 
+SHARDED_STAGES = {"tokens_per_rank": 30, "stages": 2, "parameters": "sharded"}
+KEPT_STAGES = {**SHARDED_STAGES, "parameters": "gathered_per_step"}
 # numbers of the log that are times, or sums over what one process has
 NOT_COMPARED = {"step_time", "loss"}
 
@@ -72,6 +74,10 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
     "pairs under plans": (2, "preference", "mixin", (), {"tokens_per_rank": 40}, {"rows_per_step": 4, **ACCUMULATED}),
     "pairs in slices": (1, "preference", "mixin", (), {"device_gib": _tight(22), "tile_tokens": 8}, LOSSES),
     "pairs, adapters off": (2, "preference", "mixin", LORA, {"tokens_per_rank": 60, "stages": 2}, {"loss_type": ["ipo"]}),
+    "pairs, sharded stages": (4, "preference", "mixin", (), SHARDED_STAGES, {}),
+    "pairs, adapters in sharded stages": (4, "preference", "mixin", LORA, SHARDED_STAGES, {"loss_type": ["ipo"]}),
+    "pairs, stages gathered per step": (4, "preference", "mixin", (), KEPT_STAGES, {}),
+    "experts in sharded stages": (4, "preference", "mixin", (), SHARDED_STAGES, BALANCED),
     "pairs, sharded": (2, "preference", "mixin", (), {"tokens_per_rank": 60, "parameters": "sharded"}, {"ld_alpha": 0.5}),
     "pairs, reference follows": (2, "preference", "mixin", (), {"tokens_per_rank": 60}, FOLLOWING),
     "unpaired": (1, "unpaired", "mixin", (), {"tokens_per_rank": 60}, {}),

@@ -39,6 +39,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "replicated": {"tokens_per_rank": 64},
     "sharded": {"tokens_per_rank": 64, "parameters": "sharded"},
     "staged": {"stages": 2, "tokens_per_rank": 64},
+    # on four ranks
+    "sharded stages": {"stages": 2, "tokens_per_rank": 32, "parameters": "sharded"},
+    "stages gathered per step": {"stages": 2, "tokens_per_rank": 32, "parameters": "gathered_per_step"},
 }
 Values = dict[str, Tensor]
 
@@ -89,7 +92,8 @@ def stock(rows) -> Callable[[ModelCase, int], tuple[list[float], Values]]:
 def test_training_follows_torchao_on_one_process(ranks, rows, stock, name: str, bits: int) -> None:
     losses, weights = stock(WIDE, bits)
     arguments = {**CONSTANT, "max_steps": 4, "optim": NAMES[bits], "max_grad_norm": 0.5}
-    for found, _, last in ranks(2).run(train_quickly, WIDE, rows, CONFIGS[name], arguments):
+    num_ranks = 4 if CONFIGS[name]["tokens_per_rank"] == 32 else 2
+    for found, _, last in ranks(num_ranks).run(train_quickly, WIDE, rows, CONFIGS[name], arguments, timeout_s=300.0):
         assert found == pytest.approx(losses, rel=1e-10)
         for key, value in last.items():
             # a stage has some of the weights
