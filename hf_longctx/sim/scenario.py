@@ -116,7 +116,7 @@ class Scenario:
     notes: tuple[str, ...] = ()
     # reason why runs of this class of models always keep everything; empty if they may recompute
     kept_because: str = ""
-    # the same without pipeline stages, in which other systems are predicted
+    # the setup without pipeline stages, in which other systems are predicted
     one_stage: Setup | None = None
 
     @property
