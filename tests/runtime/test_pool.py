@@ -172,11 +172,11 @@ def receives_posted_by_a_stage() -> list[int]:
         return original(*args, **kwargs)
 
     with patch.object(dist, "irecv", irecv):
-        messages = StageMessages(pool.links, lambda chunk: (2,), torch.float64, torch.device("cpu"))
+        messages = StageMessages(pool.links, torch.float64, torch.device("cpu"))
         for chunk in range(2):
             posted.append(posted[-1])
             if pool.stage:
-                found = messages.receive(Action("RF", 1, chunk))
+                found = messages.receive(Action("RF", 1, chunk), (2,))
                 assert found.tolist() == [chunk, chunk]
             else:
                 messages.send(Action("SF", 0, chunk), torch.full((2,), float(chunk), dtype=torch.float64))

@@ -100,7 +100,7 @@ def on_rank(scenario: Callable[[GroupPool], int], num_stages: int, removals: tup
 def sent_and_dropped(pool: GroupPool) -> int:
     """A message leaves late, and its memory has other values by then."""
     assert pool.links is not None
-    messages = StageMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
+    messages = StageMessages(pool.links, torch.float32, CUDA)
     wrong = 0
     if pool.stage == 0:
         messages.send(Action("SF", 0, 0), full(1.0))
@@ -112,7 +112,7 @@ def sent_and_dropped(pool: GroupPool) -> int:
     else:
         # a message leaves at once when somebody waits for it
         dist.barrier(pool.control)
-        wrong = int((messages.receive(Action("RF", 0, 0)) != 1.0).sum())
+        wrong = int((messages.receive(Action("RF", 0, 0), (SIZE,)) != 1.0).sum())
     dist.barrier(pool.control)
     return wrong
 
@@ -120,12 +120,12 @@ def sent_and_dropped(pool: GroupPool) -> int:
 def received_and_read(pool: GroupPool) -> int:
     """A message is read as soon as the package gives it to its caller."""
     assert pool.links is not None
-    messages = StageMessages(pool.links, lambda chunk: (SIZE,), torch.float32, CUDA)
+    messages = StageMessages(pool.links, torch.float32, CUDA)
     if pool.stage == 0:
         messages.send(Action("SF", 0, 0), full(1.0))
         messages.finish()
         return 0
-    return int((messages.receive(Action("RF", 0, 0)) != 1.0).sum())
+    return int((messages.receive(Action("RF", 0, 0), (SIZE,)) != 1.0).sum())
 
 
 def connected_and_dropped(pool: GroupPool) -> int:
