@@ -2,7 +2,7 @@
 
 FSDP2 gathers each layer for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
 (`gathered_per_round`), or once per step (`gathered_per_step`). Embedding and head are one unit with the final norm, and stay
-gathered from a forward to the backward after it. Weights that autocast rounds are gathered in two bytes. The last backward of a
+gathered from a forward to the backward after it; on several stages, to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a
 micro-batch, or every backward (`sums_every_backward`), reduce-scatters gradients, half-precision ones, and those of rounded
 weights, in fp32. Ranks with equal shards, or with whole weights, sum their gradients once per step.
 
@@ -89,8 +89,9 @@ def round_traffic(
     """
     if parameters == "replicated" or shard_ranks == 1:
         return Traffic()
-    once = 0 if parameters == "gathered_per_step" and not is_first else 1
-    of_layers, of_outside = (2 * num_chunks, num_chunks) if parameters == "sharded" else (once, once)
+    once = 0 if sums_every_backward(parameters, num_stages) and not is_first else 1
+    of_layers = 2 * num_chunks if parameters == "sharded" else once
+    of_outside = once if num_stages > 1 or parameters != "sharded" else num_chunks
     sums = num_chunks if sums_every_backward(parameters, num_stages) else 1
     num_bytes = of_layers * weights.layers + of_outside * weights.outside + sums * weights.gradients
     units, has_outside = weights.num_layers, weights.outside > 0
@@ -142,7 +143,7 @@ class StageGathers:
 
     # those of a forward, the first forward of a micro-batch, a backward, and its last backward; empty if there are none
     passes: tuple[Collectives, ...] = ()
-    # the gather of all weights with which a step begins, if they are gathered once per step
+    # the gather with which a step begins, of weights that are gathered once per step
     once: Collectives = Collectives()
 
     @classmethod
@@ -180,14 +181,18 @@ class StageGathers:
         gather = collectives(both.layers, both.outside, 2 * (both.layers + both.outside), host_s)
         read_and_written = (1 + model.bytes_per_element / element) * both.gradients
         add = collectives(layers.gradients, both.gradients - layers.gradients, read_and_written)
-        # embedding and head stay gathered from a forward to its backward
-        again = replace(gather, outside_s=0.0, copies_s=gather.copies_s * both.layers / max(1, both.layers + both.outside))
+        # embedding and head stay gathered from a forward to its backward, on several stages to the end of the step
+        of_layers = replace(gather, outside_s=0.0, copies_s=gather.copies_s * both.layers / max(1, both.layers + both.outside))
+        of_outside = Collectives(outside_s=gather.outside_s, copies_s=gather.copies_s - of_layers.copies_s)
         nothing = Collectives(num_layers)
-        forward, backward = (gather, again) if parameters == "sharded" else (nothing, nothing)
+        sums_each = sums_every_backward(parameters, num_stages)
+        forward, backward = (of_layers if sums_each else gather, of_layers) if parameters == "sharded" else (nothing, nothing)
         first = gather if parameters == "gathered_per_round" else forward
         summed = _both(backward, add)
-        passes = forward, first, summed if sums_every_backward(parameters, num_stages) else backward, summed
-        return cls(passes, gather if parameters == "gathered_per_step" else Collectives())
+        passes = forward, first, summed if sums_each else backward, summed
+        if not sums_each:
+            return cls(passes)
+        return cls(passes, gather if parameters == "gathered_per_step" else of_outside)
 
     @property
     def once_s(self) -> float:
