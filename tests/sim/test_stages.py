@@ -51,6 +51,20 @@ def test_several_nodes_choose_the_number_of_stages_that_counts_the_fewest_second
         assert other.setup.num_stages == 1 and other.setup.stage_options == StageOptions()
 
 
+def test_shards_divide_the_stages_that_are_chosen() -> None:
+    for shard_ranks, counts in ((2, {1, 2}), (4, {1})):
+        options = scenario("auto", parameters="sharded", shard_ranks=shard_ranks).setup.stage_options
+        assert {*(option.num_stages for option in options.fitting), *(number for number, _ in options.unfit)} == counts
+
+
+def test_layers_come_back_from_the_host_to_their_own_stage() -> None:
+    """Between steps, the fuller of two stages has more than half of the model's bytes, and less than all of them."""
+    found = scenario(2, parameters="sharded", layer_weights="host").setup
+    resting = found.memory.resting_bytes(*found.placement.sharing)
+    whole = found.memory.resting_bytes("sharded", 2)
+    assert whole / 2 < resting < whole
+
+
 def test_the_number_that_a_user_chooses_is_compared_with_one_stage(path: Path) -> None:
     found = forecast(path, 2, parameters="sharded")
     seconds = {option.num_stages: option.counted_s for option in found.stages.fitting}
