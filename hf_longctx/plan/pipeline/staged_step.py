@@ -147,8 +147,8 @@ class StagedStep:
         """
         shape, work_s, best_s, best_lead = self.shapes[group.degree], self.work_s(group), math.inf, CUTS.leads[0]
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
-        how = self.ranges, self.schedule, self.leaves_node, leads, self.gathers
-        found = pipeline_s(chunks, shape, self.costs, *how)
+        how = self.ranges, self.schedule, self.leaves_node
+        found = pipeline_s(chunks, shape, self.costs, *how, leads=leads, gathers=self.gathers)
         before_s = math.inf
         tokens = sum(chunk.num_tokens for chunk in chunks) / group.degree
         for lead, (kept_s, held) in zip(leads, found, strict=False):
@@ -303,6 +303,7 @@ def pipeline_s(
     ranges: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
+    *,
     leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
 ) -> Iterator[tuple[float, tuple[int, ...]]]:

@@ -90,6 +90,7 @@ class GroupCells:
         tile_tokens: int,
         keeps_attention: bool,
         known: PredictionCache,
+        *,
         offloads: bool = True,
         kept: Collection[int] = (),
         moves_needed: bool = False,
