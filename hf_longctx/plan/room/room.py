@@ -741,8 +741,16 @@ class PipelineRoom(Room):
 
         def solved(offloads: bool) -> Trial | None:
             known, tile_tokens = self.predictions, self.budget.tile_tokens
-            way = {"offloads": offloads, "kept": _fitting_places(kept), "moves_needed": moves_needed}
-            cells = GroupCells(kept.group, self.costs, tile_tokens, keeps_attention, known, **way)
+            cells = GroupCells(
+                kept.group,
+                self.costs,
+                tile_tokens,
+                keeps_attention,
+                known,
+                offloads=offloads,
+                kept=_fitting_places(kept),
+                moves_needed=moves_needed,
+            )
             return self._solve(cells, kept.seconds, self.budget.host_bytes if offloads else 0)
 
         both = solved(bool(self.budget.host_bytes))
