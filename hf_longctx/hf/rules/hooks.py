@@ -90,12 +90,22 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "_unsharded_param": (),
         "init_dtype_attrs": (),
         "init_unsharded_param": (),
+        "unsharded_accumulated_grad": (),
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives:AllGatherResult": {
+        "all_gather_event": (),
+        "all_gather_work": (),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
         "_all_gather_result": (),
         "_training_state": (),
+        "fsdp_params": (),
         "unshard": ("async_op",),
         "wait_for_unshard": (),
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext": {
+        "iter_forward_root": (),
+        "post_backward_final_callback_queued": (),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
         "_fsdp_param_group": (),

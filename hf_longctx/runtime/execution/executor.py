@@ -216,11 +216,11 @@ class StepExecutor:
             yield
         except BaseException:
             self._aux_loss, self._is_in_step = None, False
-            self.parameters.forget()
             # sums already started would be matched with those of a later step
             self.pool.drop_early()
             if self.routers is not None:
                 self.routers.forget()
+            self.parameters.forget()
             raise
 
     def _settle_routers(self) -> None:
@@ -267,7 +267,12 @@ class StepExecutor:
             for index, (group, stage) in enumerate(plan.rounds)
         ]
         with self.parameters.computing():
-            run_rounds(host, plan, made, f"{purpose} {plan.step}")
+            try:
+                run_rounds(host, plan, made, f"{purpose} {plan.step}")
+            except BaseException:
+                # gradients of a step that goes on after these forwards stay
+                self.parameters.end_passes()
+                raise
             self.parameters.free()
         if rounds is not None:
             rounds += made

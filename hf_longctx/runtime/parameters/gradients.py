@@ -521,6 +521,9 @@ class ReplicatedParameters:
     def free(self) -> None:
         """Does nothing, since there are no gathered weights to free."""
 
+    def end_passes(self) -> None:
+        """Does nothing, since nothing is recorded of passes that run."""
+
     def forget(self) -> None:
         """Drops sums of a step that raised."""
         self.gradients.forget()

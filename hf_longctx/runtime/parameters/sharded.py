@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -226,24 +227,31 @@ class ShardedParameters:
         free_gathered(self.model)
 
     def forget(self) -> None:
-        """Drops sums of a step that raised, and ends the passes that FSDP2 believes to be running.
+        """Drops sums of a step that raised, and ends its passes.
 
-        FSDP2 would add gradients of weights that were gathered to those of the next step, and would not end its backwards.
+        Otherwise FSDP2 would add gradients of weights that were gathered to those of the next step.
         """
         self.gradients.forget()
+        for group in itertools.chain.from_iterable(map(weight_groups, _units(self.model))):
+            for weight in group.fsdp_params:
+                weight.unsharded_accumulated_grad = None
+                if hasattr(weight, "_unsharded_param"):
+                    weight._unsharded_param.grad = None
+        self.end_passes()
+
+    def end_passes(self) -> None:
+        """Resets FSDP2's record of running passes after one of them raised, and frees gathered weights; gradients stay.
+
+        Allocates nothing, since memory may have run out.
+        """
         running = self.model._get_fsdp_state()._state_ctx
         running.iter_forward_root, running.post_backward_final_callback_queued = None, False
         for unit in _units(self.model):
             state = unit._get_fsdp_state()
             state._training_state = type(state._training_state).IDLE
             for group in weight_groups(unit):
-                # a gather that nothing has read
-                group.wait_for_unshard()
                 group._training_state = state._training_state
-                for weight in group.fsdp_params:
-                    weight.unsharded_accumulated_grad = None
-                    if hasattr(weight, "_unsharded_param"):
-                        weight._unsharded_param.grad = None
+                _drop_gather(group)
         self.free()
 
 
@@ -275,11 +283,23 @@ def _units(model: object) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def _drop_gather(group: Any) -> None:
+    """Waits for the gather of an FSDP2 group of weights that no pass has read, if there is one, and drops its result."""
+    result = group._all_gather_result
+    if result is None:
+        return
+    if result.all_gather_event is not None:
+        torch.accelerator.current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, dist.Work):
+        result.all_gather_work.wait()
+    group._all_gather_result = None
+
+
 def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
     """Makes the backward of every layer gather the layer before it in its list and layer range, and the first none.
 
-    By itself FSDP2 looks up what its forwards ran before, and forgets that with every backward that reduces, or takes the last
-    layer of another chunk for the one before a first layer.
+    FSDP2's own order is that of its forwards. Each backward that reduces clears it, and with several chunks the layer recorded
+    before a first layer is the last layer of another chunk.
     """
     assert isinstance(model, nn.Module)
     lists: dict[str, list[FSDPModule]] = {}

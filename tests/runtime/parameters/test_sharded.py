@@ -237,7 +237,7 @@ def test_copies_are_summed_once_per_step(ranks) -> None:
 
 
 def steps_around_an_error(plan_json: str, rows: list[dict[str, list[int]]]) -> list[dict[str, torch.Tensor]]:
-    """Whole gradients of a step, and of the same step after one whose second backward raised inside a layer."""
+    """Whole gradients of a step, and of the same step after one, and an evaluation, that raised inside a layer."""
     plan, pool = plan_from_json(plan_json), group_pool()
     model = build_model(ModelCase(promoted=True, dtype=torch.bfloat16))
     patch_model(model)
@@ -256,9 +256,19 @@ def steps_around_an_error(plan_json: str, rows: list[dict[str, list[int]]]) -> l
         if output.requires_grad:
             output.register_hook(fail)
 
+    def refuse(module: Any, args: Any) -> None:
+        raise ArithmeticError
+
     found = []
     for fails in (False, True, False):
         model.zero_grad()
+        if fails:
+            # the layer is gathered by then, and the next gather may have begun
+            hook = model.model.layers[1].mlp.up_proj.register_forward_pre_hook(refuse)
+            with pytest.raises(ArithmeticError):
+                executor.evaluate(path, chunks)
+            hook.remove()
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         hook = model.model.layers[0].mlp.up_proj.register_forward_hook(watch)
         num_backwards = 0 if fails else 10
         with pytest.raises(ArithmeticError) if fails else nullcontext():
