@@ -283,7 +283,7 @@ class LongContextConfig:
     interleave: int = field(
         default=1,
         metadata={
-            "help": "Number of layer ranges per pipeline stage. With 2 or more, stages take turns along the layers, which "
+            "help": "Number of layer ranges per pipeline stage. With 2 or more, stages alternate along the layers, which "
             "shortens idle times at the ends of a step but needs more messages. Used if a sample of the training set is "
             "predicted to be faster with it, and always by `load_pipeline_stage`. 1: one range per stage. Needs stages; not "
             "with `gathered_per_round` parameters."

@@ -35,7 +35,7 @@ class StageRow:
     idle_share: float = 0.0
     recomputed_share: float = 0.0
     peak_bytes: int = 0
-    # why it does not fit, or why its stages take turns; empty for most
+    # why it does not fit, or why its stages run one after the other; empty for most
     detail: str = ""
 
     @property
@@ -72,14 +72,14 @@ def _row(option: StageOption) -> StageRow:
 
 
 def turns_reason(plan: StepPlan) -> str:
-    """Says that stages take turns, and why: most of their micro-batches have one chunk; empty if they work at the same time."""
+    """Says that stages run one after the other, and why: most micro-batches have one chunk. Empty if they work at one time."""
     if plan.num_stages == 1 or plan.turns or len(plan.micro_batches) < 2 or not _takes_turns(plan):
         return ""
     if sums_every_backward(plan.parameters, plan.num_stages) or plan.parameters == "replicated":
         why = "memory holds one chunk of these sequences at a time"
     else:
         why = "whole gradients of a stage leave no room for several chunks"
-    return f"stages take turns: {why}"
+    return f"stages run one after the other: {why}"
 
 
 def _takes_turns(plan: StepPlan) -> bool:

@@ -141,6 +141,6 @@ def test_stages_that_take_turns_say_why() -> None:
     group = option.micro_batches[0].groups[0]
     alone = MicroBatch((replace(group, chunks=(Chunk(0, (Span(0, 0, 10),)),)),))
     turns = replace(option, micro_batches=(alone, alone))
-    assert turns_reason(turns) == "stages take turns: whole gradients of a stage leave no room for several chunks"
+    assert turns_reason(turns) == "stages run one after the other: whole gradients of a stage leave no room for several chunks"
     assert "one chunk of these sequences at a time" in turns_reason(replace(turns, parameters="sharded"))
     assert isinstance(turns, StepPlan) and isinstance(group, SequenceGroup) and validate_plan(option) is option

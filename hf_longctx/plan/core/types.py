@@ -293,7 +293,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequence groups that run at the same time. All ranks of a stage start and end together unless parameters are replicated."""
+    """Sequence groups that run at the same time. Ranks that share parameters start and end it together unless a plan has turns."""
 
     groups: tuple[SequenceGroup, ...]
 
@@ -372,7 +372,7 @@ class StepPlan:
 
     @property
     def block_ranks(self) -> int:
-        """Number of consecutive positions that start and end micro-batches together."""
+        """Number of consecutive positions that share one copy of the parameters."""
         return 1 if self.parameters == "replicated" else self.shard_ranks or self.ranks_per_stage
 
     @property
@@ -404,8 +404,8 @@ class StepPlan:
     def in_step(self, micro_batch: MicroBatch) -> tuple[tuple[int, ...], ...]:
         """Returns sets of groups of a micro-batch, by index, that must run the same order of forwards and backwards.
 
-        With sharded parameters every forward and backward gathers weights over the ranks of a block, so that groups of one block
-        wait for one another at every action, as do the groups of two blocks that a group spans.
+        If ranks of a block meet in every pass (`meets_in_every_pass`), its groups wait for one another there, as do the groups of
+        two blocks that a group spans.
         """
         groups = micro_batch.groups
         if not meets_in_every_pass(self.parameters) or len(groups) == 1:

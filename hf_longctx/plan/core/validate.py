@@ -307,7 +307,9 @@ def _check_turns(plan: StepPlan) -> None:
                     f"forwards and backwards there; name it once for each"
                 )
         if unknown := set(turns) - set(range(len(groups))):
-            raise PlanError(f"turns of stage {stage} name micro-batch {min(unknown)}, but the plan has {len(groups)}")
+            raise PlanError(
+                f"turns of stage {stage} name micro-batch {min(unknown)}; the plan has micro-batches 0 to {len(groups) - 1}"
+            )
     chunks = itertools.chain.from_iterable(group.chunks for group in groups)
     slots = tuple(replace(chunk, index=index) for index, chunk in enumerate(chunks))
     joined = replace(groups[0], chunks=slots, stages=joined_stages(plan.micro_batches, plan.turns))
@@ -331,7 +333,9 @@ def _check_one_order(index: int, micro_batch: MicroBatch) -> None:
             )
         if any(stage.actions != of_first.actions for stage, of_first in zip(group.stages, first.stages, strict=True)):
             grids = "\n".join(f" group {each.positions}\n{schedule_grid(each)}" for each in (first, group))
-            raise PlanError(f"micro-batch {index}: with turns all groups must run the same actions\n{grids}")
+            raise PlanError(
+                f"micro-batch {index}: with turns all groups must run the same actions; give them one order, or leave turns out\n{grids}"
+            )
     known = MessagedPasses()
     for stage in first.stages:
         passes = [action for action in stage.actions if action.kind in ("F", "B")]
@@ -552,6 +556,6 @@ def _check_same_order(index: int, micro_batch: MicroBatch, block: int, block_ran
     if len(orders) > 1:
         grids = "\n".join(f" group {group.positions}\n{schedule_grid(group)}" for group in groups)
         raise PlanError(
-            f"micro-batch {index}: with sharded parameters all groups must run F and B in the same order, because every "
-            f"forward and backward gathers parameters over all ranks that share them\n{grids}"
+            f"micro-batch {index}: with these parameters all groups must run F and B in the same order, because ranks that "
+            f"share weights meet in every backward; give groups one order, with dummy chunks where some have fewer\n{grids}"
         )

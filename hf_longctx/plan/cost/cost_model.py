@@ -189,7 +189,7 @@ class CostModel:
         return self.shard_ranks if is_split else 0
 
     def attention_pairs(self, layer_ranges: Sequence[LayerRange] = ()) -> AttentionPairs:
-        """Returns pairs that a layer of `parts` (default: any layer) computes on this hardware, on average."""
+        """Returns pairs that a layer of `layer_ranges` (default: any layer) computes on this hardware, on average."""
         return self.model.attention_pairs(layer_ranges, self.cluster.hardware.tile_keys)
 
     def pairs_of(self, kinds: Sequence[LayerKind]) -> AttentionPairs:

@@ -206,7 +206,7 @@ def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = la
 def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_ranges: int = 1) -> int:
     """Returns the most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
 
-    A chunk counts once, from its first forward to its last backward, on any number of parts.
+    A chunk counts once, from its first forward to its last backward, on any number of layer ranges.
     """
     change = np.array(tokens, dtype=np.int64)[chunks]
     if num_ranges == 1:
@@ -248,14 +248,14 @@ class ChunkBytes:
 
 
 class Passes:
-    """Forwards and backwards of a stage, their chunks and parts."""
+    """Forwards and backwards of a stage, their chunks and layer ranges."""
 
     def __init__(self, stage: StagePlan) -> None:
         self.actions = tuple(action for action in stage.actions if action.kind in ("F", "B"))
         self.is_forward: BoolArray = np.array([action.kind == "F" for action in self.actions], dtype=bool)
         self.chunks: IntArray = np.array([action.chunk for action in self.actions], dtype=np.int64)
         layer_ranges: IntArray = np.array([action.layer_range for action in self.actions], dtype=np.int64)
-        # chunk * parts + part of every pass
+        # chunk * layer ranges + layer range of every pass
         self.cells: IntArray = self.chunks * len(stage.layer_ranges) + layer_ranges
         # cells with the backward directly after the forward
         behind = self.cells[1:] == self.cells[:-1]

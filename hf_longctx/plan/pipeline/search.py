@@ -112,7 +112,7 @@ class PipelineSearch:
                 return self._in_pipelines(members, False)[0]
             return [*single, *found]
         except ValueError:
-            # sequences side by side that share weights cannot have slices, but may take turns
+            # sequences side by side that share weights cannot have slices, but may run one after the other
             whole = self._in_single_chunks(members)
             if whole is None:
                 raise

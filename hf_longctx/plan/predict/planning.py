@@ -181,8 +181,9 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     gathers_s = tuple(links[position // block] for position in range(plan.ranks_per_stage))
     sum_s = costs.coefficients.forward.exchange_s(to_copies)
     hidden_s = _hidden_s(plan, place, costs, sum_s) if sum_s else 0.0
-    # a pipeline fills and drains in every micro-batch
-    drains = 1 + (plan.num_stages - 1) * len(plan.micro_batches) / max(1, *slots)
+    # a pipeline fills and drains in every micro-batch, or once if micro-batches follow one schedule
+    num_drains = 1 if plan.turns else len(plan.micro_batches)
+    drains = 1 + (plan.num_stages - 1) * num_drains / max(1, *slots)
     return WeightSeconds(gathers_s, sum_s, hidden_s=hidden_s, away_s=2 * copy_s, copies_s=max(copies), drains=drains)
 
 

@@ -271,7 +271,7 @@ class Round:
         # most bytes during the latest pass
         self.memory = StepMemory()
         self.num_backwards = sum(action.kind == "B" for action in self.actions)
-        # whether the next backward is the last one of the plan
+        # whether the running action is the last backward of the plan, or comes after it
         self.is_last_of_plan = False
         self.books = self._new_books()
         self.state_book = StateBook(has_backward=self.num_backwards > 0)
