@@ -293,7 +293,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequence groups that run at the same time. Ranks that share parameters start and end it together unless a plan has turns."""
+    """Sequence groups that run at the same time. Ranks that share parameters start and end it together, but not with turns."""
 
     groups: tuple[SequenceGroup, ...]
 

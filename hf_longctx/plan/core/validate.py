@@ -334,7 +334,8 @@ def _check_one_order(index: int, micro_batch: MicroBatch) -> None:
         if any(stage.actions != of_first.actions for stage, of_first in zip(group.stages, first.stages, strict=True)):
             grids = "\n".join(f" group {each.positions}\n{schedule_grid(each)}" for each in (first, group))
             raise PlanError(
-                f"micro-batch {index}: with turns all groups must run the same actions; give them one order, or leave turns out\n{grids}"
+                f"micro-batch {index}: with turns all groups must run the same actions; give them one order, or leave turns out\n"
+                f"{grids}"
             )
     known = MessagedPasses()
     for stage in first.stages:

@@ -29,6 +29,8 @@ from hf_longctx.plan.core.types import FloatArray, IntArray
 _PASSES = 4
 # parts of what the link copies in time in which offloaded shares are counted, upwards
 _OFFLOAD_STEPS = 4
+# times that copies leave more of the host to what recomputed layers need
+_HOST_TRIES = 4
 # relative margin by which bytes are freed, for rounding
 _MARGIN = 1e-6
 
@@ -74,9 +76,26 @@ class Levels:
 
 
 def choose_levels(cells: Cells, moments: Moments, host_bytes: float) -> Levels | None:
-    """Layers and shares with which no moment exceeds its room; None if this frees too little."""
+    """Layers and shares with which no moment exceeds its room or the host's; None if none are found."""
     excess = np.where(moments.excess_bytes > 0, moments.excess_bytes * (1 + _MARGIN), -np.inf)
-    flight = _Flight(moments)
+    flight, for_copies = _Flight(moments), max(0.0, host_bytes)
+    for _ in range(_HOST_TRIES):
+        levels = _levels(cells, excess, flight, for_copies)
+        if levels is None:
+            return None
+        held = flight.sums(levels.offload * cells.host_bytes + levels.layers * cells.layer_host_bytes)
+        over = float(held.max(initial=0.0)) - (1 + _MARGIN) * max(0.0, host_bytes)
+        if over <= 0:
+            return levels
+        if not for_copies:
+            return None
+        # what recomputed layers need on the host leaves less for copies
+        for_copies = max(0.0, for_copies - over)
+    return None
+
+
+def _levels(cells: Cells, excess: FloatArray, flight: _Flight, host_bytes: float) -> Levels | None:
+    """Layers and shares if offloaded shares alone take host memory; None if they free too little."""
     most = cells.most_offload * cells.offload_bytes
     share = np.zeros(len(cells))
     if host_bytes > 0:

@@ -783,7 +783,7 @@ class PipelineRoom(Room):
             else:
                 margin_bytes = _ROOM.margin * self.limit_bytes
                 taken = [_ROOM.shrink * over + margin_bytes if over > 0 else 0.0 for over in trial.over_bytes]
-                host_bytes -= max(0.0, trial.over_host_bytes)
+                host_bytes = max(0.0, host_bytes - max(0.0, trial.over_host_bytes))
             return tuple(num_bytes - less for num_bytes, less in zip(device_bytes, taken, strict=True)), host_bytes
 
         free_bytes = []

@@ -520,7 +520,7 @@ def test_sharded_parameters_need_one_order_of_kinds_in_all_groups() -> None:
     # groups may run their chunks in different orders as long as F and B alternate in the same way
     validate_plan(plan("sharded", "0F1 0F0 0B0 0B1"))
     validate_plan(plan("gathered_per_round", "0F0 0B0 0F1 0B1"))
-    message = refused(plan("sharded", "0F0 0B0 0F1 0B1"), "micro-batch 1: with sharded parameters all groups must run F and B")
+    message = refused(plan("sharded", "0F0 0B0 0F1 0B1"), "micro-batch 1: with these parameters all groups must run F and B")
     assert "group (2,)" in message
     assert "group (3,)" in message
 
@@ -533,7 +533,7 @@ def test_sharded_parameters_need_equal_numbers_of_chunks_in_all_groups() -> None
             f"{_FLEXSP_SECOND}__2__stages__0__actions": "0F0 0B0 0F1 0B1",
         },
     )
-    refused(plan, "with sharded parameters")
+    refused(plan, "with these parameters all groups")
 
 
 # memory

@@ -53,7 +53,7 @@ def test_rows_at_the_edge_of_memory_fall(seed: int, host_gib: int) -> None:
 
 
 def test_sequences_split_often_still_run_in_pipelines() -> None:
-    """Stages that run one after the other would need 14 s: most sets of these sequences do not fit, and in few do pipelines pay."""
+    """Stages that run one after the other would need 14 s: most sets of these do not fit, and in few do pipelines pay."""
     model, cluster = named_model("llama-3.1-8b"), ClusterSpec(8, 8, read_profile("h100").spec)
     costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters="gathered_per_round")
     lengths = np.clip(np.random.default_rng(100).lognormal(np.log(20_000), 1.0, 8), 16, 32_768).astype(int).tolist()
