@@ -116,11 +116,14 @@ def from_json(found: Any, other: Callable[[dict[str, Any]], Any] | None = None) 
 
 
 def first_difference(found: Any, expected: Any, name: str) -> str:
-    """Name of the first value of `expected`, at any level, in whose place `found` has another value or type; else empty."""
+    """Name of the first value of `expected`, at any level, in whose place `found` has another value or type; else empty.
+
+    name: of `expected` itself, not empty.
+    """
     if type(found) is not type(expected):
         return name
     if isinstance(expected, dict):
-        if list(found) != list(expected):
+        if first_difference(list(found), list(expected), name):
             return name
         inner = ((found[key], each, f"{name}/{key}") for key, each in expected.items())
         return next((lost for each in inner if (lost := first_difference(*each))), "")
@@ -129,6 +132,8 @@ def first_difference(found: Any, expected: Any, name: str) -> str:
             return name
         listed = ((own, each, f"{name}/{place}") for place, (own, each) in enumerate(zip(found, expected, strict=True)))
         return next((lost for each in listed if (lost := first_difference(*each))), "")
+    if isinstance(expected, set | frozenset):
+        return "" if {(type(each), each) for each in found} == {(type(each), each) for each in expected} else name
     if isinstance(expected, Tensor):
         return "" if _is_same_tensor(found, expected) else name
     if isinstance(expected, np.ndarray | np.generic):

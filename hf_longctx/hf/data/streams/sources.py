@@ -67,7 +67,7 @@ def take_state(stream: Any) -> str:
     state = stream.state_dict()
     try:
         text = json.dumps(state)
-        if not first_difference(json.loads(text), state, ""):
+        if not first_difference(json.loads(text), state, "state_dict()"):
             return text
     except (TypeError, ValueError, RecursionError):
         pass

@@ -178,6 +178,8 @@ def test_states_of_datasets_are_used_where_they_are_exact() -> None:
 STATES: dict[str, Any] = {
     "plain": {"a": [1, {"b": None}], "c": "text", "d": 2.5, "e": True},
     "tuples": {"a": (1, (2, []))},
+    "a tuple": (1, 2),
+    "int keys": {0: "a", 1: "b"},
     "keys": {1: 2.5, (1, "b"): {None: b"\x00\xff"}},
     "random states": (random.Random(3).getstate(), np.random.RandomState(3).get_state(), torch.get_rng_state()),
     "numpy": {
@@ -210,11 +212,18 @@ class Number(int):
     pass
 
 
+class Text(str):
+    pass
+
+
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
         ({"a": {"lock": threading.Lock()}}, r"since state_dict\(\)/a/lock is a _thread.lock; let state_dict return numbers"),
         ({"a": [1, Number(2)]}, r"since state_dict\(\)/a/1 would not be read back as it is"),
+        ({"a": {Text("b"): 1}}, r"since state_dict\(\)/a would not be read back as it is"),
+        ({"a": {Text("b")}}, r"since state_dict\(\)/a would not be read back as it is"),
+        ({Text("b"): 1}, r"since state_dict\(\) would not be read back as it is"),
         ({"a": defaultdict(int)}, r"since state_dict\(\)/a would not be read back as it is"),
         ({"a": torch.zeros(2, requires_grad=True)}, r"since state_dict\(\)/a would not be read back as it is"),
         ({"a": np.array([object()])}, r"since state_dict\(\)/a is a object"),
