@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from hf_longctx.hf.checkpoints.values import Unwritable
 from hf_longctx.hf.data.collator import TokenSequence, shift
 from hf_longctx.hf.data.fields import unread_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
@@ -146,7 +147,7 @@ class SequenceReader:
         digest = self._hashed.hexdigest()
         if self._has_states and is_item and self.num_rows >= self._state_row:
             self._state_row = self.num_rows + ROWS_PER_STATE
-            self._pending = Anchor(self.epoch, self.num_rows + 1, digest, self._state_of(stream))
+            self._pending = self._state_after_row(stream, digest)
         cuts = self._cuts(np.array([len(tokens.input_ids)]), tokens.documents)
         if len(cuts) > 1 and self.rules.num_rows is not None:
             raise ValueError(
@@ -164,11 +165,14 @@ class SequenceReader:
                 )
                 yield ReadSequence(sequence, after, None if piece else row_hash, self._kinds)
 
-    def _state_of(self, stream: Any) -> str:
+    def _state_after_row(self, stream: Any, digest: str) -> Anchor | None:
+        """Takes the state of the dataset. If it cannot be saved, warns and returns None, and no later one is taken."""
         try:
-            return take_state(stream)
-        except ValueError as error:
-            raise ValueError(f"{self.rules.name}, row {self.num_rows} of epoch {self.epoch}{self._by()}: {error}") from error
+            return Anchor(self.epoch, self.num_rows + 1, digest, take_state(stream))
+        except Unwritable as error:
+            self._has_states = False
+            logger.warning("%s, row %d of epoch %d%s: %s", self.rules.name, self.num_rows, self.epoch, self._by(), error)
+            return None
 
     @property
     def _kinds(self) -> str:

@@ -62,7 +62,7 @@ def counts_samples(stream: Any) -> bool:
 def take_state(stream: Any) -> str:
     """Returns the dataset's state after its last row as text, from which `load_state` makes an equal one.
 
-    Raises ValueError with the name of a value for which that is not so, such as an object of a user's class.
+    Raises Unwritable with the name of a value for which that is not so, such as an object of a user's class.
     """
     state = stream.state_dict()
     try:
@@ -80,10 +80,9 @@ def take_state(stream: Any) -> str:
     except Exception as error:
         problem = f"state_dict() cannot be written ({type(error).__name__}: {error})"
     if problem:
-        raise ValueError(
-            f"the state of {class_name(stream)} cannot be saved, since {problem}; let state_dict return numbers, texts, lists, "
-            f"tuples, dictionaries, and tensors or arrays in host memory, or remove state_dict, so that a resumed run reads the "
-            f"rows before its place again"
+        raise Unwritable(
+            f"the state of {class_name(stream)} cannot be saved, since {problem}, so a resumed run will read rows before its "
+            f"place again; let state_dict return numbers, texts, lists, tuples, dictionaries, and tensors or arrays in host memory"
         )
     return text
 

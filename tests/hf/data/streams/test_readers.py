@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import re
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -219,7 +220,7 @@ class Text(str):
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        ({"a": {"lock": threading.Lock()}}, r"since state_dict\(\)/a/lock is a _thread.lock; let state_dict return numbers"),
+        ({"a": {"lock": threading.Lock()}}, r"since state_dict\(\)/a/lock is a _thread.lock, so a resumed run"),
         ({"a": [1, Number(2)]}, r"since state_dict\(\)/a/1 would not be read back as it is"),
         ({"a": {Text("b"): 1}}, r"since state_dict\(\)/a would not be read back as it is"),
         ({"a": {Text("b")}}, r"since state_dict\(\)/a would not be read back as it is"),
@@ -230,13 +231,37 @@ class Text(str):
         ({"a": np.zeros(2, "i4,i4")}, r"since state_dict\(\)"),
     ],
 )
-def test_a_state_that_cannot_be_saved_is_refused_at_the_first_row_with_its_name(state: Any, problem: str) -> None:
+def test_a_state_that_cannot_be_saved_is_named_once_and_rows_are_read_again(
+    monkeypatch, caplog: Any, state: Any, problem: str
+) -> None:
     class Strange(StatefulPart):
         def state_dict(self) -> Any:
             return state
 
-    with pytest.raises(ValueError, match=problem):
-        some(parts([random_rows([3] * 8)], Strange)[0], 1, Place.begin(1))
+    monkeypatch.setattr(stream_rows, "ROWS_PER_STATE", 2)
+    rows = [random_rows([3] * 8)]
+    straight = some(parts(rows, Strange)[0], 4, Place.begin(1))
+    (message,) = [record.getMessage() for record in caplog.records if "cannot be saved" in record.getMessage()]
+    assert re.search(f"row 0 of epoch 0: the state of .*Strange cannot be saved, {problem}", message)
+    assert "a resumed run will read rows before its place again" in message
+    for number in range(3):
+        assert all(cursor.anchor is None for cursor in straight[number].after.readers)
+        assert ids(some(parts(rows, Strange)[0], 3 - number, straight[number].after)) == ids(straight[number + 1 :])
+
+
+def test_a_run_whose_later_states_cannot_be_saved_goes_on_from_the_last_saved_one(monkeypatch) -> None:
+    class LaterStrange(StatefulPart):
+        def state_dict(self) -> Any:
+            found = super().state_dict()
+            return {**found, "own": object()} if max(found.values()) > 4 else found
+
+    monkeypatch.setattr(stream_rows, "ROWS_PER_STATE", 2)
+    rows = [random_rows([3] * 16)]
+    straight = some(parts(rows, LaterStrange)[0], 7, Place.begin(1))
+    (cursor,) = straight[5].after.readers
+    assert cursor.anchor is not None and 0 < cursor.anchor.row < cursor.row - 2
+    for number in range(6):
+        assert ids(some(parts(rows, LaterStrange)[0], 6 - number, straight[number].after)) == ids(straight[number + 1 :])
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
