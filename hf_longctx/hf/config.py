@@ -516,7 +516,10 @@ class LongContextConfig:
                 f"one of them out"
             )
         if self.shard_ranks is not None and self.parameters == "replicated":
-            raise ValueError(f"shard_ranks is {self.shard_ranks} but parameters are 'replicated'; only sharded ones have copies")
+            raise ValueError(
+                f"shard_ranks is {self.shard_ranks} but parameters are 'replicated', and only sharded ones have copies; leave "
+                f"shard_ranks out, or set parameters='sharded'"
+            )
         if self.expert_ranks is not None:
             self._check_expert_ranks(self.expert_ranks)
         if self.static_degree and self.solver != "static":

@@ -32,7 +32,11 @@ REFUSED = {
         {"parameters": "zero3"},
         "parameters is 'zero3'; choose one of replicated, gathered_per_round, gathered_per_step, sharded",
     ),
-    "shards of nothing": ({"shard_ranks": 4}, "shard_ranks is 4 but parameters are 'replicated'; only sharded ones have copies"),
+    "shards of nothing": (
+        {"shard_ranks": 4},
+        "shard_ranks is 4 but parameters are 'replicated', and only sharded ones have copies; leave shard_ranks out, or set "
+        "parameters='sharded'",
+    ),
     "shards of one": (
         {"shard_ranks": 1, "parameters": "sharded"},
         "shard_ranks is 1; give at least 2 ranks, or parameters='replicated'",

@@ -21,7 +21,7 @@ from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
-from hf_longctx.hf.rules.arguments import METRICS, SET_LOSSES, argument_problems
+from hf_longctx.hf.rules.arguments import METRICS, argument_problems, set_loss_problems
 from hf_longctx.hf.rules.callbacks import ATTACHED, SIGNALS, WHOLE_LOGITS
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.rule import Facts, refusals
@@ -208,7 +208,7 @@ def _attach_problems(trainer: Trainer, known: ModelFacts, config: LongContextCon
     problems = argument_problems(facts) + refusals(SIGNALS, facts)
     if outside := refusals(NOT_ATTACHED, Facts(trainer=type(trainer))) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
-    problems += refusals(ATTACHED | SET_LOSSES, replace(facts, given=vars(trainer)))
+    problems += refusals(ATTACHED, replace(facts, given=vars(trainer))) + set_loss_problems(trainer)
     if config.stages != 1:
         problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer, known.head_kind)
     return problems

@@ -487,6 +487,11 @@ SET_LOSSES = {
 }
 
 
+def set_loss_problems(trainer: Trainer) -> list[str]:
+    """Problems with losses set on a built trainer. A property of its class may give `compute_loss_func`, too."""
+    return refusals(SET_LOSSES, Facts(given={**vars(trainer), "compute_loss_func": trainer.compute_loss_func}))
+
+
 # methods of a Trainer's subclass that would never be called, although plans may not do the same work
 OVERRIDES = {
     **{

@@ -348,7 +348,7 @@ def _changed_loader_settings(args: TrainingArguments) -> list[str]:
 
 logger = logging.getLogger(__name__)
 
-# names and numbers of FSDP's strategies -> how parameters live on the ranks, and whether each node has a copy
+# names and numbers of FSDP's strategies -> how parameters live on the ranks of one stage, and whether each node has a copy
 _STRATEGIES = {
     "true": ("sharded", False),
     "full_shard": ("sharded", False),
@@ -517,6 +517,9 @@ def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironm
     parameters, by_node = _STRATEGIES[asked.strategy]
     if config.parameters != "replicated":
         return config, f"{asked.origin} is replaced by LongContextConfig(parameters={config.parameters!r}), which shards instead"
+    if parameters == "gathered_per_round" and config.stages != 1:
+        # stages fix an order of chunks anyway, so gradients need not wait whole
+        parameters = "gathered_per_step"
     changes: dict[str, Any] = {"parameters": parameters}
     if by_node and launch.ranks_per_node < launch.num_ranks and config.stages == 1 and config.expert_ranks is None:
         changes["shard_ranks"] = launch.ranks_per_node

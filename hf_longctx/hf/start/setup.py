@@ -309,11 +309,9 @@ def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
         gib = config.device_gib or memory.device_bytes / _GIB
         held = f"take {memory.state_bytes(*placement.sharing) / _GIB:.3g} GiB on a rank"
         if placement.is_pipeline:
-            held += (
-                f" of {len(placement.ranges)} stages, with what it gathers beside its shards,"
-                if placement.shard_ranks > 1
-                else ""
-            )
+            held += f" of {len(placement.ranges)} stages"
+        if placement.shard_ranks > 1:
+            held += ", with what it gathers beside its shards,"
         missing = f"{_describe_states(spec)} ({placement.parameters}) {held} and leave no room for a token in {gib:.3g} GiB"
         # the only setting that is tried for pipelines
         sharded = replace(placement, parameters="sharded", shard_ranks=placement.ranks_per_stage)

@@ -45,11 +45,11 @@ from hf_longctx.hf.rules.arguments import (
     KINDS,
     OF_LOGITS,
     OVERRIDES,
-    SET_LOSSES,
     TOGETHER,
     argument_problems,
     likeliest_form,
     run_problems,
+    set_loss_problems,
     values_at_start,
 )
 from hf_longctx.hf.rules.collators import Collation, forward_columns
@@ -508,7 +508,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         Also if another token has become padding since documents' labels were placed.
         """
         run = self.longctx_run
-        problems = refusals(SET_LOSSES, Facts(given=vars(self))) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
+        problems = set_loss_problems(self) + noise_problems(self.neftune_noise_alpha, run.noise_alpha)
         model: Any = self.model
         align_padding(run.task.kind, inner_model(model), self.processing_class)
         problems += refusals(PADDING, Facts(task=run.task, model=model))

@@ -64,6 +64,14 @@ def test_own_settings_come_first(tmp_path: Path) -> None:
     assert staged.config.parameters == "sharded"
 
 
+@pytest.mark.parametrize("stages", [2, "auto"])
+@pytest.mark.parametrize("strategy", ["false", "shard_grad_op", "2", "hybrid_shard_zero2"])
+def test_zero2_gathers_once_per_step_in_stages(tmp_path: Path, strategy: str, stages: Any) -> None:
+    found = translate(LongContextConfig(stages=stages, interleave=2), arguments(tmp_path), replace(PLAIN, fsdp_reshard=strategy))
+    assert found.config == LongContextConfig(stages=stages, interleave=2, parameters="gathered_per_step")
+    assert "parameters='gathered_per_step'" in found.lines[0]
+
+
 # kind of a wish without words of ours -> the launcher's settings, the arguments, and the remedy
 UNTRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "offload": ({"fsdp_offload": True}, {}, "layer_weights='host', optimizer_states='host'"),

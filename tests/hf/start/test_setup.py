@@ -91,7 +91,9 @@ def test_stages_whose_gathered_weights_do_not_fit_are_refused_with_bytes_limit_a
     arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=4)
     whole, shards = (most_states(model_spec(facts.model), parameters) / 2**30 for parameters in ("gathered_per_step", "sharded"))
     assert shards < 0.9 * whole
+    unsharded = ByteModel(model_spec(facts.model)).most_states(layer_ranges(8, 2), "replicated", 1) / 2**30
     cases: tuple[tuple[Parameters, float, str], ...] = (
+        ("replicated", unsharded, "use parameters='sharded'"),
         ("gathered_per_step", whole, "use parameters='sharded'"),
         ("sharded", shards, "use more ranks, a smaller model or a larger device"),
     )
@@ -99,8 +101,17 @@ def test_stages_whose_gathered_weights_do_not_fit_are_refused_with_bytes_limit_a
         config = LongContextConfig(stages=2, parameters=parameters, device_gib=gib, max_length=64)
         with pytest.raises(ValueError) as refusal:
             choose_setup(config, facts, arguments, (1, 2), None)
-        assert f"({parameters}) take {gib:.3g} GiB on a rank of 2 stages, with what it gathers beside" in str(refusal.value)
+        gathered = "" if parameters == "replicated" else ", with what it gathers beside its shards,"
+        assert f"({parameters}) take {gib:.3g} GiB on a rank of 2 stages{gathered} and leave" in str(refusal.value)
         assert str(refusal.value).endswith(f"leave no room for a token in {gib:.3g} GiB; {remedy}")
+
+
+def test_shards_of_one_stage_without_room_are_refused_with_what_a_rank_gathers() -> None:
+    facts = ModelFacts.of(build_model(ModelCase(num_layers=8, dtype=torch.float32)))
+    arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=4)
+    config = LongContextConfig(parameters="sharded", device_gib=1e-5, max_length=64)
+    with pytest.raises(ValueError, match="GiB on a rank, with what it gathers beside its shards, and leave no room"):
+        choose_setup(config, facts, arguments, (1, 2, 4), None)
 
 
 def most_states(spec: ModelSpec, parameters: Parameters) -> int:

@@ -298,6 +298,8 @@ def refusal(rows: Any, door: str, what: str) -> str:
             # set after the start
             if what == "function":
                 trainer.compute_loss_func = focal_of_logits
+            elif what == "function of a class":
+                trainer.__class__ = type("Mine", (type(trainer),), {"compute_loss_func": property(lambda self: focal_of_logits)})
             elif what == "smoother":
                 trainer.label_smoother = LabelSmoother(0.1)
             elif what == "collator":
@@ -316,6 +318,7 @@ def refusal(rows: Any, door: str, what: str) -> str:
 
 REFUSED = {
     ("trainer", "function"): "compute_loss_func was set on the trainer, but plans would never call it; pass the loss of a token",
+    ("trainer", "function of a class"): "compute_loss_func was set on the trainer, but plans would never call it",
     ("trainer", "method"): "compute_loss was replaced on the trainer instance",
     ("trainer", "smoother"): "label_smoother was set on the trainer (epsilon 0.1), but plans train cross-entropy",
     ("trainer", "collator"): "data_collator was set on the trainer, but plans make batches themselves",

@@ -82,7 +82,7 @@ def take_state(stream: Any) -> str:
     if problem:
         raise Unwritable(
             f"the state of {class_name(stream)} cannot be saved, since {problem}, so a resumed run will read rows before its "
-            f"place again; let state_dict return numbers, texts, lists, tuples, dictionaries, and tensors or arrays in host memory"
+            f"place again; let state_dict return numbers, texts, lists, tuples, dictionaries, tensors, and arrays, in host memory"
         )
     return text
 
