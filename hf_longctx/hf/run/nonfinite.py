@@ -1,6 +1,6 @@
 """Explains an optimizer step whose loss or gradients are NaN or infinite: where they arose, and how to run the step again.
 
-`StepRunner` asks for it before an optimizer could use them. Everything here is the same on every rank, because loss and flag of a
+`StepRunner` calls it before an optimizer could use them. Everything here is the same on every rank, because loss and flag of a
 step are sums over all ranks.
 """
 

@@ -33,7 +33,6 @@ _TRAINED = {
 _ROUNDING = 1e-4
 # largest difference in fp32 at which a loss counts as cross-entropy
 _EQUAL = 1e-6
-# remedy for a loss that plans would not call
 
 
 def chosen_loss(

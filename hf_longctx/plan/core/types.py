@@ -43,7 +43,8 @@ def meets_in_every_pass(parameters: Parameters) -> bool:
 def sums_every_backward(parameters: Parameters, num_stages: int) -> bool:
     """Whether every backward reduce-scatters its gradients; otherwise they wait whole for a micro-batch's last backward.
 
-    "sharded" parameters do so on several stages, whose chunks overlap from the first to the last.
+    "sharded" parameters do so on several stages: there, some chunk is always between its forward and its backward, so that whole
+    gradients would stay for the whole step.
     """
     return parameters == "gathered_per_step" or (parameters == "sharded" and num_stages > 1)
 

@@ -10,7 +10,7 @@ The planner validates every plan it makes, and the command line every plan it re
 - every forward precedes its backward
 - sends and receives between two stages come in the same order
 - layer ranges and policies fit the layers of the stage
-- with sharded parameters all groups of a micro-batch run the same order of action kinds
+- if ranks meet in every pass (`meets_in_every_pass`), all groups of a micro-batch run the same order of action kinds
 - with turns, all groups of a micro-batch run one order of passes with messages beside them, turns name every pass once, and the
   stages can run them
 - the predicted peak of every rank is within the limit, if one is given

@@ -3,8 +3,8 @@
 FSDP2 gathers each layer for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
 (`gathered_per_round`), or once per step (`gathered_per_step`). Embedding and head are one unit with the final norm, and stay
 gathered from a forward to the backward after it; on several stages, to the end of the step. Weights that autocast rounds are
-gathered in two bytes. The last backward of a micro-batch, or every backward (`sums_every_backward`), reduce-scatters gradients,
-half-precision ones, and those of rounded weights, in fp32. Ranks with equal shards, or with whole weights, sum their gradients
+gathered in two bytes. The last backward of a micro-batch, or every backward (`sums_every_backward`), reduce-scatters gradients;
+those of half-precision and rounded weights are sent in fp32. Ranks with equal shards, or with whole weights, sum their gradients
 once per step.
 
 Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops

@@ -42,10 +42,10 @@ def part_state_bytes(
 
     is_first, is_last: include the embedding and the head. Sharded states also need gathered tensors besides the shards: weights
     and gradients of embedding, head and two layers, or all weights and those gradients if layers stay gathered. If every backward
-    sums gradients, `summed_bytes` counts those. Weights that
-    autocast rounds are gathered in two bytes. If shards of layers are on the host during steps, the device has those of two
-    layers, and needs `resting_bytes` otherwise. Spread experts are not gathered. Frozen weights, such as those of towers, have
-    neither gradients nor moments. Every rank holds all scales of packed weights, and one unpacked matrix.
+    sums gradients, `summed_bytes` counts those. Weights that autocast rounds are gathered in two bytes. If shards of layers are
+    on the host during steps, the device has those of two layers, and needs `resting_bytes` otherwise. Spread experts are not
+    gathered. Frozen weights, such as those of towers, have neither gradients nor moments. Every rank holds all scales of packed
+    weights, and one unpacked matrix.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True

@@ -85,8 +85,8 @@ def _even_bounds(num_layers: int, num_stages: int, num_ranges: int, head_layers:
         stage = min(range(num_stages), key=lambda stage: (work[stage], -stage))
         counts[stage] += 1
         work[stage] += 1
-    # later parts hold their chunks for a shorter time, so they get the remainder
-    return list(accumulate(((count + part) // num_ranges for part in range(num_ranges) for count in counts), initial=0))
+    # later ranges hold their chunks for a shorter time, so they get the remainder
+    return list(accumulate(((count + place) // num_ranges for place in range(num_ranges) for count in counts), initial=0))
 
 
 def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: float) -> list[int]:
@@ -126,12 +126,12 @@ def _least_bounds(layer_work: Sequence[float], num_stages: int, head_layers: flo
 
 
 def _moved_bounds(layer_work: Sequence[float], num_stages: int, bounds: list[int], head_layers: float) -> list[int]:
-    """Moves bounds of parts by one layer as long as that lowers the largest work of a stage, or else the sum of squares."""
+    """Moves bounds of ranges by one layer as long as that lowers the largest work of a stage, or else the sum of squares."""
     before = list(accumulate(layer_work, initial=0.0))
 
     def rating(bounds: Sequence[int]) -> tuple[float, float]:
-        parts = [before[stop] - before[start] for start, stop in pairwise(bounds)]
-        work = [sum(parts[stage::num_stages]) + (head_layers if stage == num_stages - 1 else 0) for stage in range(num_stages)]
+        ranges = [before[stop] - before[start] for start, stop in pairwise(bounds)]
+        work = [sum(ranges[stage::num_stages]) + (head_layers if stage == num_stages - 1 else 0) for stage in range(num_stages)]
         return round(max(work), 9), round(sum(own * own for own in work), 9)
 
     while True:

@@ -7,11 +7,11 @@ stage, bytes that exceed the room must leave the device:
     sum of h host bytes <= host                       in every moment of every stage
     h L + c <= L,   h <= H                            of each cell, with L layers, and H the share that the link copies in time
 
-Copies that hide cost nothing, so offloading comes first, and recomputation frees what is left. Each moment asks the cells in
-flight for equal shares of what they can free: its *level*. A cell frees as much as the highest level of its moments asks for.
+Copies that hide cost nothing, so offloading comes first, and recomputation frees what is left. In each moment, the cells
+in flight free equal shares of what they can free: its *level*. A cell frees the share of the highest level of its moments.
 Levels fulfil all rows, and neighbouring chunks recompute about equally much, so that slots of the pipeline stay equal: one stage
 that takes longer makes all others wait. A solution of a linear program costs less in sum, but recomputes some chunks wholly and
-others not at all. Where the highest level asks for more than other moments need, cells give the rest back.
+others not at all. Where the highest level is more than other moments need, cells free less.
 
 InfiniPipe (arXiv 2509.21275, section 5) lets cells on one anti-diagonal, whose backwards run at once, recompute as many layers.
 Here stages recompute what they need; in one that needs less, the rest would be free but useless. Offload shares are our addition.

@@ -116,10 +116,6 @@ class GroupCells:
         self.cells = self._cells()
         self._kept_moments = [self.bytes.moments(group, stage) for stage in group.stages]
 
-    def place(self, stage: int, chunk: int, layer_range: int) -> int:
-        """Place in `cells` of a chunk on a layer range of a stage."""
-        return (stage * len(self.group.chunks) + chunk) * self.num_ranges + layer_range
-
     def least_moments(self, room_bytes: Sequence[float]) -> Moments:
         """Moments as in `moments` without workspace of policies."""
         return self._moments([kept.peak for kept in self._kept_moments], room_bytes)

@@ -427,8 +427,8 @@ def run_rounds(host: RoundHost, plan: RankPlan, rounds: Sequence[Round], where: 
         num_backwards -= action.kind == "B"
         current.is_last_of_plan = not num_backwards
         next_index, following = order[place + 1] if place + 1 < len(order) else (index, None)
-        explains = explained(f"{where}, round {index}", action, current.group, host.device, predicted_bytes)
-        with host.clock.measure(index, action.kind, str(action)), explains:
+        explained_errors = explained(f"{where}, round {index}", action, current.group, host.device, predicted_bytes)
+        with host.clock.measure(index, action.kind, str(action)), explained_errors:
             current.run(action, following if next_index == index else None)
         if action.kind in ("F", "B"):
             memory = memory.most(reduce(StepMemory.plus, (rounds[other].held() for other in live - {index}), current.memory))

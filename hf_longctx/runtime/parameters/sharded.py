@@ -153,11 +153,11 @@ class ShardedParameters:
     sharded: every forward and backward gathers a layer and frees it afterwards. The unit of embedding and head stays gathered
     from forward to backward, or until the step's last backward if every backward reduces.
     gathered_per_round: the first forward of a micro-batch gathers each layer and its last backward frees it, so that the order of
-    the actions in between is free. gathered_per_step: the first forward of an optimizer step gathers each layer, and `free` ends
-    it.
+    the actions in between is free. gathered_per_step: the first forward of an optimizer step gathers each layer, and `free` frees
+    them.
 
-    If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards. Its end makes the current
-    stream wait for its reduce-scatters, so that `absorb` finds their results. A backward gathers the layer before the one that
+    If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards. At its end, the current
+    stream waits for its reduce-scatters, so that `absorb` finds their results. A backward gathers the layer before the one that
     it runs (`_prefetch_backward`); a forward needs no such order, since the host runs ahead of the device.
 
     num_stages: pipeline stages of the model. range_layers: number of layers in each layer range of this stage.

@@ -148,7 +148,8 @@ def test_chunks_in_flight_are_those_of_a_walk(seed: int) -> None:
     number = 0
     for stage in group.stages:
         passes = [action for action in stage.actions if action.kind in "FB"]
-        places = [cells.place(stage.stage, action.chunk, action.layer_range) for action in passes]
+        begin = stage.stage * len(group.chunks)
+        places = [(begin + action.chunk) * len(stage.layer_ranges) + action.layer_range for action in passes]
         waiting: list[int] = []
         for place, action in zip(places, passes, strict=True):
             if action.kind == "F":
