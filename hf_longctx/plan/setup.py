@@ -9,7 +9,7 @@ one. With NCCL every communicator takes device memory; with gloo, on CPU devices
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import longest_alone
-from hf_longctx.plan.stage_count import StageOptions, StageSetup, stage_counts, stage_options
+from hf_longctx.plan.stage_count import StageOption, StageOptions, StageSetup, stage_counts, stage_options
 
 Place = Literal["device", "host", "auto"]
 
@@ -312,6 +312,8 @@ class Lengths:
     sample: Callable[[], Sequence[int]] = tuple
     # lengths of one step, given a sample
     step: Callable[[Sequence[int]], Sequence[int]] = tuple
+    # tokens of a sequence that a number of stages chosen here must hold (0: none)
+    must_hold: int = 0
 
 
 # returns the values of all ranks, in their order; collective
@@ -475,11 +477,38 @@ class _Choices:
             options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
         if not all(self.gather(bool(options.fitting))):
             # no number of stages holds the longest sequences, so these count as long as each may have them
-            options = stage_options(step, counts, cutting_setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
-        best = options.fitting[0]
-        # rank 0 decides for all: planning is deterministic, but agreeing costs nothing
+            try:
+                options = stage_options(step, counts, cutting_setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
+            except ValueError:
+                fewest = next(iter(setups.values()), None)
+                if fewest is None or fewest.placement.tokens_per_rank(fewest.memory):
+                    raise
+                # the caller says how many bytes are missing
+                return fewest
+        options, best = self._holding(options, setups)
+        # rank 0 decides for all; other ranks may have ended the search earlier, by the costs of other devices
         chosen = self.gather((best.num_stages, best.num_ranges))[0]
+        if chosen not in setups:
+            setup_of(*chosen)
         return replace(_with_planned_room(setups[chosen]), stage_options=options)
+
+    def _holding(self, options: StageOptions, setups: Mapping[tuple[int, ...], Setup]) -> tuple[StageOptions, StageOption]:
+        """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
+
+        If none does, nothing is dropped, and the option with most room is returned.
+        """
+        needed, rooms = self.lengths.must_hold, list[int]()
+        if not needed:
+            return options, options.fitting[0]
+        for number, option in enumerate(options.fitting):
+            setup = _with_planned_room(setups[option.num_stages, option.num_ranges])
+            if setup.room_tokens >= min(needed, setup.max_length or needed):
+                why = "holds {:,} tokens of a sequence, and the longest one has {:,}"
+                dropped = zip(options.fitting, rooms, strict=False)
+                unfit = [(faster.num_stages, why.format(room, needed)) for faster, room in dropped]
+                return StageOptions(options.fitting[number:], (*options.unfit, *unfit)), option
+            rooms.append(setup.room_tokens)
+        return options, options.fitting[rooms.index(max(rooms))]
 
     def _on_stages(self, ranges: Ranges, step: Sequence[int]) -> tuple[Setup, StepPlan | None]:
         """The setup with these layer ranges on the stages, and the plan of a step of these lengths if it was made on the way."""
@@ -557,11 +586,11 @@ def _why_sharded(whole: Setup, num_ranks: int, longest: int, setup_on: Callable[
     longest: tokens of the longest sequence; 0 if it is unknown, so that as many as possible should fit.
     """
     memory, placement = whole.memory, whole.placement
-    needed, usable = memory.state_bytes("replicated", 1) / _GIB, memory.usable_bytes / _GIB
+    needed, usable = memory.state_bytes("replicated", 1, placement.ranges) / _GIB, memory.usable_bytes / _GIB
     missing = f"they would need {needed:.1f} GiB per rank; {usable:.1f} GiB are usable"
     if longest:
         # kept activations cost no time, so shard the states before recomputing anything
-        has_tokens = memory.tokens_per_rank("replicated", 1, placement.is_shared) >= _LEAST_TOKENS
+        has_tokens = memory.tokens_per_rank("replicated", 1, placement.is_shared, placement.ranges) >= _LEAST_TOKENS
         has_room = has_tokens and placement.degrees[-1] * placement.kept_tokens(memory) >= longest
         return "" if has_room else f"states are sharded over {num_ranks} ranks: replicated, {missing}"
     fits = placement.longest_tokens(memory)

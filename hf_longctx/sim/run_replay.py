@@ -83,9 +83,10 @@ def replayed(run: Replay, scenario: Scenario) -> Replay:
     """Plans the run's sequences for the scenario; raises ValueError for sequences that it cannot hold."""
     longest = max(max(plan.lengths) for plan in run.past)
     if longest > scenario.longest_tokens:
+        stages = "--stages 1, " if longest <= scenario.flat.longest_tokens else ""
         raise ValueError(
             f"the longest sequence of the run has {longest:,} tokens, but {scenario.placement.num_ranks} rank(s) hold "
-            f"{scenario.longest_tokens:,} here; give more --gpus, --parameters sharded or a larger --hardware"
+            f"{scenario.longest_tokens:,} here; give {stages}more --gpus, --parameters sharded or a larger --hardware"
         )
     new = [_planned(number, plan.lengths, scenario) for number, plan in enumerate(run.past)]
     return Replay(run.folder, run.machine, run.num_plans, run.past, scenario, tuple(new))

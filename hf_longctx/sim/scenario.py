@@ -225,12 +225,12 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     # a measured run had its communicators beside the usable bytes
     takes_memory = _is_gpu(profile.spec.name) and not memory.is_measured
     measured = Measured(CostModel(model, cluster, coefficients), memory, memory.is_measured, takes_memory)
-    lengths = Lengths(lambda: request.longest_tokens, lambda: request.step_lengths, list)
-    wishes = _wishes(request, model, cluster, _stages(request, model, cluster, memory.is_measured))
+    lengths = Lengths(lambda: request.longest_tokens, lambda: request.step_lengths, list, request.longest_tokens)
+    wishes = _wishes(request, model, cluster, _stages(request, model, cluster, memory.is_measured and must_fit))
     setup = build_setup(measured, wishes, lengths, partial(_check, request))
     notes += setup.notes
     one_stage = None
-    if setup.num_stages > 1:
+    if setup.num_stages > 1 and must_fit:
         flat = replace(request, stages=1, parameters="", shard_ranks=0)
         one_stage = build_setup(measured, _wishes(flat, model, cluster, 1), lengths, lambda *_: None)
     scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage)
@@ -280,7 +280,8 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: in
 def _stages(request: Request, model: ModelSpec, cluster: ClusterSpec, is_measured: bool) -> int | Literal["auto"]:
     """The number of pipeline stages that the setup follows; raises ValueError for one that a run refuses.
 
-    By default it is chosen if there are several nodes and lengths to choose by, unless a solver is named.
+    By default it is chosen if there are several nodes and lengths to choose by, unless a solver is named. is_measured: the model
+    was measured without stages, and must run so.
     """
     found, num_ranks = request.stages, request.num_ranks
     has_solver = request.solver != "auto"
@@ -317,10 +318,12 @@ def _stages(request: Request, model: ModelSpec, cluster: ClusterSpec, is_measure
 def _check(request: Request, setup: Setup, measured: Measured) -> None:
     """Raise ValueError if states or layers cannot lie on the host."""
     memory, placement, free_bytes = setup.memory, setup.placement, measured.memory.host_bytes
-    if (ranks := placement.ranks_per_stage) % (request.shard_ranks or 1):
+    ranks, shared = placement.ranks_per_stage, request.shard_ranks or request.expert_ranks or 1
+    if ranks % shared:
+        option = "--shard-ranks" if request.shard_ranks else "--expert-ranks"
         raise ValueError(
-            f"--shard-ranks {request.shard_ranks} does not divide the {ranks} ranks of a stage of {setup.num_stages}; choose a "
-            f"divisor, or other --stages"
+            f"{option} {shared} does not divide the {ranks} ranks of a stage of {setup.num_stages}; choose a divisor, or other "
+            f"--stages"
         )
     states_away, layers_away = memory.model.updates_on_host, memory.model.layers_on_host
     if memory.is_measured and states_away:

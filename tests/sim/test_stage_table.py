@@ -27,7 +27,8 @@ LENGTHS = (9000, 4000, 3000, 2500, 1200, 900, 800, 700)
 def scenario(stages: Any = 0, lengths: Sequence[int] = LENGTHS, **options: Any) -> Scenario:
     """A model of 16 layers on two nodes of two ranks."""
     sizes = {"longest_tokens": max(lengths), "step_lengths": tuple(lengths), "stages": stages, "ranks_per_node": 2}
-    return build_scenario(Request("llama-3.2-1b", "h100", 4, **{**sizes, **options}))
+    names = {"model": "llama-3.2-1b", "hardware": "h100", "num_ranks": 4}
+    return build_scenario(Request(**{**names, **sizes, **options}))
 
 
 @pytest.fixture
@@ -49,6 +50,22 @@ def test_several_nodes_choose_the_number_of_stages_that_counts_the_fewest_second
     # without lengths there is nothing to choose by, and stages pay across nodes
     for other in (scenario(step_lengths=()), scenario(ranks_per_node=4), scenario(solver="greedy")):
         assert other.setup.num_stages == 1 and other.setup.stage_options == StageOptions()
+
+
+def test_stages_that_do_not_hold_the_longest_sequence_are_not_chosen() -> None:
+    fastest = scenario(model="llama-3.1-8b", network_gbit=5.0)
+    room = fastest.longest_tokens
+    assert fastest.setup.num_stages > 1
+    found = scenario(model="llama-3.1-8b", network_gbit=5.0, longest_tokens=room + room // 50)
+    assert found.setup.num_stages != fastest.setup.num_stages and found.longest_tokens > room
+    assert f"holds {room:,} tokens" in dict(found.setup.stage_options.unfit)[fastest.setup.num_stages]
+    # if none holds it, the roomiest says how much would fit
+    assert scenario(model="llama-3.1-8b", network_gbit=5.0, longest_tokens=10**8).longest_tokens >= found.longest_tokens
+
+
+def test_a_model_that_fits_nowhere_says_how_many_bytes_it_takes() -> None:
+    with pytest.raises(ValueError, match=r"llama-3.1-405b fits at no degree: .* GiB on each rank.*Possible changes: "):
+        scenario(num_ranks=16, ranks_per_node=8, model="llama-3.1-405b")
 
 
 def test_shards_divide_the_stages_that_are_chosen() -> None:
@@ -101,6 +118,11 @@ def test_one_stage_says_what_stages_would_do_and_one_node_does_not_mention_them(
         (32, {"num_ranks": 32}, "--stages 32 is more than the 16 layers of llama-3.2-1b"),
         (2, {"shard_ranks": 4}, "--shard-ranks 4 does not divide the 2 ranks of a stage of 2; choose a divisor"),
         (2, {"solver": "lp"}, "--stages is 2, and --solver lp has no effect on stages; leave one of them out"),
+        (
+            16,
+            {"num_ranks": 64, "model": "mixtral-8x7b", "expert_ranks": 8},
+            "--expert-ranks 8 does not divide the 4 ranks of a stage of 16",
+        ),
         ("auto", {"step_lengths": ()}, "--stages auto chooses by the lengths of a step; give --lengths too"),
     ],
 )
