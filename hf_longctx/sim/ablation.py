@@ -10,7 +10,8 @@
 
 Each system with stages runs at the best number of stages that fits, and shares sequences inside a stage by Ulysses and weights by
 ZeRO-3, as InfiniPipe does (section 3.1) and as it runs its baseline of the kind of Seq1F1B; Seq1F1B's own experiments have tensor
-parallelism there (Megatron, 8 ranks), and SPPO's have Ulysses. All together hold weights in the fastest of the ways that fit.
+parallelism there (Megatron, 8 ranks), and SPPO's have Ulysses. All together share weights by ZeRO-3
+or gather them once per step (of `plan/setup.py`, two of four ways), whichever is faster.
 FlexSP and Seq1F1B choose nothing layer by layer, so each runs with everything kept, with selective and with full checkpointing,
 and the fastest that fits is shown. InfiniPipe and SPPO choose what to recompute and to offload by our planner's programs. With
 checkpointing, norms and MLPs of Seq1F1B also run in tiles, as in our plans.

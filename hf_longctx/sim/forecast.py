@@ -156,9 +156,9 @@ class Forecast:
 
     @property
     def baselines(self) -> tuple[Choice, ...]:
-        """Mean seconds of every baseline that can run all steps, fastest first; then those that cannot."""
+        """Mean seconds of every baseline that can run all steps, fastest first, gathers counted; then those that cannot."""
         means = [_mean_choice(same) for same in zip(*(step.baselines for step in self.steps), strict=True)]
-        return tuple(sorted(means, key=lambda choice: (not choice.is_possible, choice.step_s)))
+        return tuple(sorted(means, key=lambda choice: (not choice.is_possible, choice.counted_s)))
 
     @property
     def degrees_used(self) -> tuple[DegreeUse, ...]:
@@ -250,7 +250,8 @@ def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:
         except ValueError as error:
             choices.append(Choice(name, detail=str(error)))
             continue
-        choices.append(Choice(name, execute_plan(_reshaped(plan, shapes), forced).step_s))
+        step_s = execute_plan(_reshaped(plan, shapes), forced).step_s
+        choices.append(Choice(name, step_s, gathers_s=plan.estimate.gathers_s))
     return tuple(choices)
 
 

@@ -20,8 +20,6 @@ class StageRow:
 
     num_stages: int
     ranks_per_stage: int
-    # layer ranges of a stage
-    num_ranges: int = 1
     parameters: Parameters = "replicated"
     shard_ranks: int = 1
     # predicted seconds, and those with the gathers that count, by which numbers of stages are compared
@@ -44,10 +42,10 @@ class StageRow:
 
 
 def stage_rows(options: StageOptions, num_ranks: int) -> tuple[StageRow, ...]:
-    """Returns a row for each number of stages that was tried, by number; interleaved ones come after plain ones."""
+    """Returns a row for each number of stages that was tried, by number."""
     rows = [_row(option) for option in options.fitting]
     rows += [StageRow(count, num_ranks // count, detail=reason) for count, reason in options.unfit]
-    return tuple(sorted(rows, key=lambda row: (row.num_stages, row.num_ranges)))
+    return tuple(sorted(rows, key=lambda row: row.num_stages))
 
 
 def _row(option: StageOption) -> StageRow:
@@ -57,7 +55,6 @@ def _row(option: StageOption) -> StageRow:
     return StageRow(
         option.num_stages,
         plan.ranks_per_stage,
-        option.num_ranges,
         plan.parameters,
         plan.block_ranks,
         run.step_s,
@@ -76,7 +73,7 @@ def turns_reason(plan: StepPlan) -> str:
     if plan.num_stages == 1 or plan.turns or len(plan.micro_batches) < 2 or not _takes_turns(plan):
         return ""
     if sums_every_backward(plan.parameters, plan.num_stages) or plan.parameters == "replicated":
-        why = "memory holds one chunk of these sequences at a time"
+        why = "most micro-batches have one chunk of these sequences at a time"
     else:
         why = "whole gradients of a stage leave no room for several chunks"
     return f"stages run one after the other: {why}"

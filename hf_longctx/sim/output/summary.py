@@ -92,10 +92,12 @@ def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:
         none = "they keep all activations" if forecast.scenario.memory.keeps_everything else "not even with full checkpointing"
         yield "others", f"none of the systems compared can run these lengths: {none}"
     else:
-        factor = best.step_s / forecast.step_s
+        factor = best.counted_s / forecast.counted_s
         verdict = "equal to" if abs(factor - 1) < _EQUAL else f"{factor:.2f}x as fast as"
         static = next((choice for choice in forecast.baselines if choice.name == "static" and choice.is_possible), None)
-        beside = f", {static.step_s / forecast.step_s:.2f}x as fast as one degree for all" if static and static != best else ""
+        beside = (
+            f", {static.counted_s / forecast.counted_s:.2f}x as fast as one degree for all" if static and static != best else ""
+        )
         yield "others", f"{verdict} the best of the others ({best.label}){beside}"
     yield from stage_lines(forecast)
     yield "layout", f"of the first step, <ranks x groups>: {_shortened(forecast.steps[0].plan.folded_layout)}"

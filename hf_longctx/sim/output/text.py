@@ -150,11 +150,14 @@ def _why(forecast: Forecast) -> list[str]:
 
 
 def _reasons(forecast: Forecast, uses: Sequence[DegreeUse]) -> list[str]:
-    room = forecast.scenario.tokens_per_rank
+    placement, room = forecast.scenario.placement, forecast.scenario.tokens_per_rank
     longest = max(use.longest for use in uses)
-    degrees = forecast.scenario.placement.degrees
+    degrees = placement.degrees
     needed = next((degree for degree in degrees if degree * room >= longest), 0)
-    if not needed:
+    if placement.is_pipeline:
+        # sequences run in slices, so tokens of a rank decide nothing here
+        sentences = []
+    elif not needed:
         sentences = [
             f"a rank holds {room:,} tokens, and more of a sequence that is alone: the longest ({longest:,}) runs in slices where "
             f"it needs them, on {_ranks(degrees[-1])}"
@@ -167,7 +170,7 @@ def _reasons(forecast: Forecast, uses: Sequence[DegreeUse]) -> list[str]:
     else:
         why = "; larger groups let all ranks end at the same time" if uses[0].degree > 1 else ""
         sentences = [f"every planned sequence fits on one rank ({room:,} tokens){why}"]
-    waiting = "waiting for other stages" if forecast.scenario.placement.is_pipeline else "waiting for other groups"
+    waiting = "waiting for other stages" if placement.is_pipeline else "waiting for other groups"
     shares = {"computing": "compute_s", "communication": "exchange_s", waiting: "idle_s"}
     ranked = sorted(((forecast.share(name), word) for word, name in shares.items()), reverse=True)
     then = f", then {ranked[1][1]} ({ranked[1][0]:.0%})" if ranked[1][0] > 0 else ""
@@ -205,16 +208,16 @@ def _fold_start(bins: Sequence[LengthBin]) -> list[LengthBin]:
 def _baselines(forecast: Forecast) -> list[str]:
     if not forecast.baselines:
         return []
-    ours, memory = forecast.step_s, forecast.scenario.memory
+    memory = forecast.scenario.memory
     keeps = memory.keeps_everything
     settings = "degree and micro-batch" if keeps else "degree, micro-batch and checkpointing"
     # gathers of weights, sums and the optimizer are known only if nothing was measured
     has_most = any(choice.most_s > choice.step_s for choice in forecast.baselines)
     gap = f"{forecast.gap:.1%} above the bound"
-    own = ["this plan", duration(ours), *([duration(forecast.whole_step_s)] if has_most else []), "", gap]
+    own = ["this plan", duration(forecast.step_s), *([duration(forecast.whole_step_s)] if has_most else []), "", gap]
     rows = [own]
     for choice in forecast.baselines:
-        label, seconds, *verdict = _choice_row(choice, ours)
+        label, seconds, *verdict = _choice_row(choice, forecast.counted_s)
         most = duration(choice.most_s) if choice.is_possible else "-"
         rows.append([label, seconds, *([most] if has_most else []), *verdict])
     head = ("", "seconds", *(["with gathers"] if has_most else []), "this plan", "")
@@ -230,12 +233,16 @@ def _baselines(forecast: Forecast) -> list[str]:
 def _rejected(forecast: Forecast) -> list[str]:
     if not forecast.alternatives:
         return []
-    ours = forecast.steps[0].execution.step_s
+    first = forecast.steps[0]
+    ours = first.plan.estimate.counted_s
     impossible = [choice for choice in forecast.alternatives if choice.degree and not choice.is_possible]
     # one row for all degrees that are too small, with the reason of the largest one
     rows = [_choice_row(replace(choice, name=f"all groups of {choice.degree} or fewer"), ours) for choice in impossible[-1:]]
     rows += [_choice_row(choice, ours) for choice in forecast.alternatives if choice not in impossible]
-    return [f"REJECTED  for the first step, against {duration(ours)}", *_table(("", "seconds", "this plan", ""), rows)]
+    return [
+        f"REJECTED  for the first step, against {duration(first.execution.step_s)}",
+        *_table(("", "seconds", "this plan", ""), rows),
+    ]
 
 
 def _stages(forecast: Forecast) -> list[str]:
@@ -246,7 +253,6 @@ def _stages(forecast: Forecast) -> list[str]:
         return []
     rows = []
     for row in found:
-        name = f"{row.num_stages}{f' of {row.num_ranges} ranges' if row.num_ranges > 1 else ''}"
         mark = " (chosen)" if row.num_stages == chosen else ""
         cells = ["-"] * 7
         if row.is_possible:
@@ -260,7 +266,7 @@ def _stages(forecast: Forecast) -> list[str]:
                 _gib(row.peak_bytes),
             ]
         held = held_words(row.parameters, row.shard_ranks) if row.is_possible else "-"
-        rows.append([name + mark, str(row.ranks_per_stage), held, *cells, _shortened(row.detail, 90)])
+        rows.append([f"{row.num_stages}{mark}", str(row.ranks_per_stage), held, *cells, _shortened(row.detail, 90)])
     head = ["stages", "ranks each", "weights", "seconds", "counted", "at most", "bound", "waiting", "recomputed", "peak GiB", ""]
     return [
         "STAGES  of the first step; compared by seconds with the gathers of weights that count, at most: with all of them",
@@ -286,7 +292,7 @@ def _ablation(forecast: Forecast) -> list[str]:
 def _choice_row(choice: Choice, ours_s: float) -> tuple[str, ...]:
     if not choice.is_possible:
         return choice.label, "-", "", choice.detail
-    factor = choice.step_s / ours_s
+    factor = choice.counted_s / ours_s
     verdict = f"{factor:.2f}x faster" if factor > 1 else f"{1 / factor:.2f}x slower"
     if abs(factor - 1) < _EQUAL:
         verdict = "equal"
