@@ -89,7 +89,7 @@ def choose_levels(cells: Cells, moments: Moments, host_bytes: float) -> Levels |
             return levels
         if not for_copies:
             return None
-        # what recomputed layers need on the host leaves less for copies
+        # recomputed layers need host memory too, which leaves less for copies
         for_copies = max(0.0, for_copies - over)
     return None
 

@@ -92,7 +92,8 @@ def walked(group: SequenceGroup, stage: StagePlan) -> list[tuple[int, ...]]:
             first, last = (before + a_layer, after) if after > before else (before, after - a_layer)
             work = held[key].backward_workspace
         saved, host = (sum(getattr(one, name) for one in held.values()) for name in ("device", "host"))
-        ending = saved - held[key].device + held[key].ending + last
+        # a backward of the first layer
+        ending = saved - held[key].device + held[key].ending + last if action.kind == "B" else 0
         book_bytes = max(first, last) + others
         found.append((saved, host, book_bytes, work, max(saved + work + first, ending) + others))
         if action.kind == "B":
