@@ -92,13 +92,10 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "init_unsharded_param": (),
         "unsharded_accumulated_grad": (),
     },
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives:AllGatherResult": {
-        "all_gather_event": (),
-        "all_gather_work": (),
-    },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
         "_all_gather_result": (),
         "_training_state": (),
+        "finalize_backward": (),
         "fsdp_params": (),
         "unshard": ("async_op",),
         "wait_for_unshard": (),

@@ -16,7 +16,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -251,7 +250,8 @@ class ShardedParameters:
             state._training_state = type(state._training_state).IDLE
             for group in weight_groups(unit):
                 group._training_state = state._training_state
-                _drop_gather(group)
+                # waits for a gather that no pass has read, and drops it
+                group.finalize_backward()
         self.free()
 
 
@@ -281,18 +281,6 @@ def parameters_of(
 def _units(model: object) -> list[FSDPModule]:
     assert isinstance(model, nn.Module)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _drop_gather(group: Any) -> None:
-    """Waits for the gather of an FSDP2 group of weights that no pass has read, if there is one, and drops its result."""
-    result = group._all_gather_result
-    if result is None:
-        return
-    if result.all_gather_event is not None:
-        torch.accelerator.current_stream().wait_event(result.all_gather_event)
-    if isinstance(result.all_gather_work, dist.Work):
-        result.all_gather_work.wait()
-    group._all_gather_result = None
 
 
 def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
