@@ -271,7 +271,7 @@ def check_slices(tokens: int, device: torch.device) -> tuple[float, str]:
     for out, out_gradient in reversed(list(zip(outputs, gradients, strict=True))):
         out.backward(out_gradient)
     found = [torch.cat(outputs).detach().transpose(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-    note = f"{kv_book.peak_bytes} bytes in the K/V book, {kv_book.num_bytes} left"
+    note = f"{kv_book.take_peak()} bytes in the K/V book, {kv_book.num_bytes} left"
     return largest_error(found, reference_attention(tokens, device)), note
 
 
