@@ -162,8 +162,9 @@ def test_ranks_that_save_no_weights_hold_few_of_them(ranks, tmp_path: Path) -> N
     wide_llama(tmp_path)
     (writer, total), *others = ranks(4).run(saving_mib, str(tmp_path))
     assert writer >= total
-    # a weight of 8 MiB, as it comes from the ranks and as one tensor, this rank's shard of it, and one that gloo has yet to free
-    assert all(peak <= 28 for peak, _ in others), others
+    # a weight of 8 MiB, as it comes from the ranks and as one tensor, this rank's shard of it, one that gloo has yet to free, and
+    # a norm of 2 KiB
+    assert all(peak <= 28.1 for peak, _ in others), others
 
 
 def test_each_of_four_ranks_holds_its_shards_and_no_more(ranks, tmp_path: Path) -> None:
