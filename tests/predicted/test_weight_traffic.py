@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.measures.round_traffic import round_traffic
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import plan_of
@@ -27,7 +28,7 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, round_traffic
+from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.planning import WeightSeconds, weight_seconds
 from hf_longctx.runtime.activations.engine import ActivationEngine

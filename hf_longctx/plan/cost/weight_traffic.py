@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.settings import ClusterSpec
-from hf_longctx.plan.core.types import FloatArray, Parameters, sums_every_backward
+from hf_longctx.plan.core.types import FloatArray, sums_every_backward
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
 
-# share of the seconds of hidden collectives by which the kernels beside them take longer. NCCL's rings and trees run 16 blocks
-# of threads or more on a GPU, each of which takes one of the 108 processors of an A100 or 132 of an H100 while it sends
+# share of the seconds of hidden collectives by which the kernels beside them take longer: NCCL's rings and trees run at least 16
+# blocks of threads, each of which takes one of the 108 processors of an A100, or of the 132 of an H100, while it sends
 SLOWED_SHARE = 0.125
 
 # least bytes of one element of a gradient that ranks sum (fp32)
@@ -74,32 +74,6 @@ class StageWeights:
         return cls(num_layers, layers, outside, trained * element, spread * element)
 
 
-def round_traffic(
-    weights: StageWeights,
-    cluster: ClusterSpec,
-    parameters: Parameters,
-    shard_ranks: int,
-    num_chunks: int,
-    num_stages: int = 1,
-    is_first: bool = True,
-) -> Traffic:
-    """Returns traffic of a rank in a micro-batch of `num_chunks` chunks: gathers of weights, reduce-scatters of gradients.
-
-    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. No traffic if
-    weights are replicated.
-    """
-    if parameters == "replicated" or shard_ranks == 1:
-        return Traffic()
-    once = 0 if sums_every_backward(parameters, num_stages) and not is_first else 1
-    of_layers = 2 * num_chunks if parameters == "sharded" else once
-    of_outside = once if num_stages > 1 or parameters != "sharded" else num_chunks
-    sums = num_chunks if sums_every_backward(parameters, num_stages) else 1
-    num_bytes = of_layers * weights.layers + of_outside * weights.outside + sums * weights.gradients
-    units, has_outside = weights.num_layers, weights.outside > 0
-    messages = (of_layers * units + of_outside * has_outside) + sums * (units + has_outside) * (weights.gradients > 0)
-    return _around_ring(num_bytes, shard_ranks, 1, messages, cluster)
-
-
 def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int, num_copies: int) -> Traffic:
     """Returns traffic of a rank in the sum of gradients over `num_copies` copies of the weights, once per step.
 
@@ -109,7 +83,7 @@ def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int
         return Traffic()
     shard_bytes = (weights.gradients + weights.spread_gradients) / shard_ranks
     # an all-reduce is a reduce-scatter and a gather
-    return _around_ring(2 * shard_bytes, num_copies, shard_ranks, 2, cluster)
+    return ring_traffic(2 * shard_bytes, num_copies, shard_ranks, 2, cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +145,7 @@ class StageGathers:
 
         def collectives(of_layers: float, of_outside: float, copied: float, host_s: float = 0.0) -> Collectives:
             layer_s, outside_s = (
-                exchange_s(_around_ring(num_bytes, shard_ranks, 1, 1, cluster)) if num_bytes else 0.0
+                exchange_s(ring_traffic(num_bytes, shard_ranks, 1, 1, cluster)) if num_bytes else 0.0
                 for num_bytes in (of_layers / max(1, num_layers), of_outside)
             )
             copies_s = copied / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
@@ -247,7 +221,7 @@ def whole_gathers(costs: CostModel) -> StageGathers:
     return StageGathers.of(costs, costs.shards or costs.cluster.num_ranks, (costs.model.num_layers, True, True))
 
 
-def _around_ring(num_bytes: float, num_ranks: int, stride: int, messages: int, cluster: ClusterSpec) -> Traffic:
+def ring_traffic(num_bytes: float, num_ranks: int, stride: int, messages: int, cluster: ClusterSpec) -> Traffic:
     """Returns mean traffic of a rank in collectives of `num_bytes` over a ring of ranks that are `stride` apart."""
     sent = num_bytes * (num_ranks - 1) / num_ranks
     per_node = max(1, cluster.ranks_per_node // stride)

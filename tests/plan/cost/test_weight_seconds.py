@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.measures.round_traffic import round_traffic
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from hf_longctx.plan.cost.weight_traffic import (
     StageGathers,
     StageWeights,
     counted_passes_s,
-    round_traffic,
 )
 
 MODEL = named_model("llama-3.2-1b")
