@@ -53,7 +53,7 @@ _KNOWN = {
     "class LongSFTTrainer": ("trl", 2),
     "NeedleTask(": ("evaluation", 1),
     "BitsAndBytesConfig(": ("four_bits", 1),
-    "load_pipeline_stage(": ("stages", 4),
+    "load_pipeline_stage(": ("stages", 8),
     "MuonWithAdamW": ("muon", 1),
     "stream_readers=8": ("stream", 2),
     "train_dataset=ShardedStream(make)": ("loaders", 2),

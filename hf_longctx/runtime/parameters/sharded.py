@@ -243,7 +243,11 @@ class ShardedParameters:
 
         Allocates nothing, since memory may have run out.
         """
-        running = self.model._get_fsdp_state()._state_ctx
+        root = self.model._get_fsdp_state()
+        if root._is_root is None:
+            # no pass has run yet: FSDP2 makes its streams and records in the first one
+            return
+        running = root._state_ctx
         running.iter_forward_root, running.post_backward_final_callback_queued = None, False
         for unit in _units(self.model):
             state = unit._get_fsdp_state()
