@@ -115,7 +115,7 @@ def _make_locked_folder() -> tuple[Path, int]:
     The lock ends with the process, so `remove_left_copies` finds the folders that are no longer used.
     """
     while True:
-        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=MEMORY_FOLDER))
+        root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=MEMORY_FOLDER))
         try:
             lock = os.open(root, os.O_RDONLY)
         except FileNotFoundError:

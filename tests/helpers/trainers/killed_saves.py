@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import psutil
 import torch
 import torch.distributed as dist
 from helpers.models.reference import random_rows
@@ -20,7 +21,7 @@ from transformers import TrainerState
 
 from hf_longctx import LongContextCallback, LongContextTrainer
 from hf_longctx.hf.checkpoints import staging, weights
-from hf_longctx.hf.checkpoints.background import MemoryCopy
+from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER, MemoryCopy
 from hf_longctx.hf.run import saver
 
 NUM_STEPS, SAVE_STEPS = 6, 2
@@ -35,6 +36,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "attached": {"stages": 2},
 }
 LIMIT = {"save_total_limit": 1}
+
+
+def copies_in_memory() -> list[Path]:
+    """Copies of checkpoints in host memory that processes of this test made, or processes that have ended."""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    made_by = {root: int(root.name.split("-")[2]) for root in MEMORY_FOLDER.glob("longctx-checkpoint-*")}
+    return [root for root, maker in made_by.items() if maker in own or not psutil.pid_exists(maker)]
 
 
 def trainer_of(kind: str, folder: str, config: dict[str, Any] | None = None, **arguments: Any) -> Any:

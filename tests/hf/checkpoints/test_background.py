@@ -16,14 +16,23 @@ from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
 from helpers.models.versions import resuming
 from helpers.ranks.forked import FORKED
-from helpers.trainers.killed_saves import KINDS, NUM_STEPS, SAVE_STEPS, close, run, trainer_of, whole_checkpoints
+from helpers.trainers.killed_saves import (
+    KINDS,
+    NUM_STEPS,
+    SAVE_STEPS,
+    close,
+    copies_in_memory,
+    run,
+    trainer_of,
+    whole_checkpoints,
+)
 from helpers.trainers.stock_runs import make_stock_trainer
 from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_arguments
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer
 from hf_longctx.hf.checkpoints import background, room
-from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER, MemoryCopy, remove_left_copies
+from hf_longctx.hf.checkpoints.background import MemoryCopy, remove_left_copies
 from hf_longctx.hf.checkpoints.manifest import read_manifest
 
 # written with the name of the folder, with times or with random names
@@ -85,7 +94,7 @@ def test_files_written_behind_training_are_those_of_the_save_step(ranks, tmp_pat
         assert [name for name in sums[0].files if name not in OWN_FILES and sums[0].files[name] != sums[1].files[name]] == []
         states = [json.loads((folder / f"checkpoint-{step}/trainer_state.json").read_text()) for folder in (plain, behind)]
         assert len({(state["global_step"], state["epoch"], len(state["log_history"])) for state in states}) == 1
-    assert not list(behind.glob(".checkpoint*")) and not list(MEMORY_FOLDER.glob("longctx-checkpoint-*"))
+    assert not list(behind.glob(".checkpoint*")) and not copies_in_memory()
     for losses, _ in ranks(2).run(run_behind, kind, str(behind), str(behind / "checkpoint-4")):
         assert losses == straight[0][4:]
 
@@ -125,7 +134,7 @@ def test_a_full_disk_behind_training_ends_all_ranks_in_a_later_step(ranks, tmp_p
         assert message.startswith("the checkpoint of step 4, written behind training: ") and 4 <= step <= NUM_STEPS
         assert "No space left on device" in message and f"rank {victim}: " in message and f"checkpoint-4/{name}" in message
         assert names == ["checkpoint-2"]
-    assert not list(MEMORY_FOLDER.glob("longctx-checkpoint-*"))
+    assert not copies_in_memory()
     for first, losses in ranks(2).run(run, kind, str(tmp_path), True, {"async_save": True}):
         assert first == 2 and len(losses) == NUM_STEPS - 2
 

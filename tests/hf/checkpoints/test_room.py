@@ -10,11 +10,10 @@ import pytest
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
-from helpers.trainers.killed_saves import NUM_STEPS, close, run, trainer_of
+from helpers.trainers.killed_saves import NUM_STEPS, close, copies_in_memory, run, trainer_of
 from helpers.trainers.trainer_runs import make_trainer, start, training_arguments
 
 from hf_longctx.hf.checkpoints import room
-from hf_longctx.hf.checkpoints.background import MEMORY_FOLDER
 from hf_longctx.hf.ranks.stopping import LOCK_NAME
 from hf_longctx.journal import JOURNAL
 
@@ -135,7 +134,7 @@ def test_a_save_that_fails_ends_all_ranks_and_leaves_no_trace(ranks, tmp_path: P
         assert "RuntimeError: checkpoint-4 could not be written" in message and f"rank {victim}: " in message
         assert "resume_from_checkpoint=True" in message and ("in host memory" in message) == kind.endswith(BEHIND)
         assert names == ["checkpoint-2"]
-    assert not list(MEMORY_FOLDER.glob("longctx-checkpoint-*"))
+    assert not copies_in_memory()
     for first, losses in ranks(2).run(run, kind.removesuffix(BEHIND), str(tmp_path), True):
         assert first == 2 and len(losses) == NUM_STEPS - 2
 
