@@ -180,7 +180,7 @@ def _operators(device: torch.device) -> Iterator[Finding]:
         yield Finding("attention", text, "note", "plain matrices are many times slower; pip install 'hf_longctx[flash]'")
     else:
         yield Finding("attention", text)
-    for kernel, _ in KERNELS.values():
+    for kernel in (each for kernels, _ in KERNELS.values() for each in kernels):
         if device.type != kernel.device_type:
             yield Finding("scans", f"torch code in place of {kernel.name}, which needs {kernel.device_type}")
         elif not kernel.is_installed:

@@ -56,6 +56,7 @@ from hf_longctx.runtime.states.kernels import (
     GATED_DELTA_RULE,
     KIMI_DELTA_ATTENTION,
     MAMBA2_SCAN,
+    QWEN_DELTA_RULE,
     HeadSizes,
     KernelScan,
     ScanKernel,
@@ -137,9 +138,9 @@ def gated_delta_rule(
     # decays of Kimi delta attention have one number per channel
     by_channel = g.dim() == 4
     size = (kimi_scan if by_channel else delta_scan)(key.shape[-1], value.shape[-1])
-    kernel = KIMI_DELTA_ATTENTION if by_channel else GATED_DELTA_RULE
+    kernels = (KIMI_DELTA_ATTENTION,) if by_channel else (QWEN_DELTA_RULE, GATED_DELTA_RULE)
     settings = (bool(keywords.get("use_qk_l2norm_in_kernel", False)),)
-    mixer_scan = MixerScan(scan, size, DeltaRule(), KernelScan(kernel, settings))
+    mixer_scan = MixerScan(scan, size, DeltaRule(), KernelScan(kernels, settings))
     return scan_documents((query, key), (value, g, beta), (), mixer_scan, LayerScan(call.mixer), call.context), None
 
 
@@ -180,7 +181,7 @@ def mamba2_scan(
     weights, size = (A, keywords["dt_bias"], keywords["D"]), mamba_scan(x.shape[-1], B.shape[-1], chunk_size)
     state_map = Decay(log_decays, reads=lambda mine: mine[1])
     limits: Any = keywords.get("dt_limit") or _NO_LIMITS
-    kernel = KernelScan(MAMBA2_SCAN, (chunk_size, bool(keywords.get("dt_softplus")), tuple(limits)))
+    kernel = KernelScan((MAMBA2_SCAN,), (chunk_size, bool(keywords.get("dt_softplus")), tuple(limits)))
     mixer_scan = MixerScan(scanned, size, state_map, kernel)
     return scan_documents((B, C), (x, dt), weights, mixer_scan, LayerScan(call.mixer), call.context)
 
@@ -289,11 +290,11 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": mamba1_scan,
     "rwkv_linear_attention": rwkv_attention,
 }
-# name of the function in the mixer's module -> the kernel that runs in its place, and the settings with which a mixer calls it
-KERNELS: dict[str, tuple[ScanKernel, Callable[[Any], tuple[Any, ...]]]] = {
-    "torch_chunk_gated_delta_rule": (GATED_DELTA_RULE, lambda mixer: (True,)),
-    "chunk_kimi_delta_attention": (KIMI_DELTA_ATTENTION, lambda mixer: (True,)),
-    "mamba2_chunk_scan": (MAMBA2_SCAN, lambda mixer: (mixer.chunk_size, True, tuple(mixer.time_step_limit))),
+# name of the function in the mixer's module -> kernels for its place, the fastest first, and settings with which a mixer calls it
+KERNELS: dict[str, tuple[tuple[ScanKernel, ...], Callable[[Any], tuple[Any, ...]]]] = {
+    "torch_chunk_gated_delta_rule": ((QWEN_DELTA_RULE, GATED_DELTA_RULE), lambda mixer: (True,)),
+    "chunk_kimi_delta_attention": ((KIMI_DELTA_ATTENTION,), lambda mixer: (True,)),
+    "mamba2_chunk_scan": ((MAMBA2_SCAN,), lambda mixer: (mixer.chunk_size, True, tuple(mixer.time_step_limit))),
 }
 
 
@@ -311,16 +312,21 @@ def scan_line(known: Mixer | None, model: nn.Module, states: StateSpec, device: 
     mixer = None if known is None else next((x for x in model.modules() if type(x).__name__ == known.name), None)
     if known is None or mixer is None or known.functions == ("causal_conv1d_fn",):
         return ""
-    kernel, settings_of = next((KERNELS[name] for name in known.functions if name in KERNELS), (None, None))
-    if kernel is None or settings_of is None or device.type != kernel.device_type or not kernel.is_installed:
+    kernels, settings_of = next((KERNELS[name] for name in known.functions if name in KERNELS), ((), None))
+    kernels = tuple(each for each in kernels if device.type == each.device_type and dtype in each.dtypes and each.is_installed)
+    if not kernels or settings_of is None:
         return "scans: torch code, for each document"
     if states.is_empty:
-        return f"scans: {kernel.label}, if its first use finds it right"
+        return f"scans: {' or '.join(each.label for each in kernels)}, if its first use finds it right"
     key = states.read_size // 2
     sizes = HeadSizes(key, states.head_elements // key, states.heads // states.read_heads, states.tile_tokens)
-    if problem := kernel.problem(device, dtype, sizes, settings_of(mixer)):
-        return f"scans: torch code, for each document; not {kernel.label}, because {problem}"
-    return f"scans: {kernel.label} for whole rows; torch code where ranks pass states on"
+    refused = []
+    for kernel in kernels:
+        problem = kernel.problem(device, dtype, sizes, settings_of(mixer))
+        if not problem:
+            return f"scans: {kernel.label} for whole rows; torch code where ranks pass states on"
+        refused.append(f"not {kernel.label}, because {problem}")
+    return f"scans: torch code, for each document; {'; '.join(refused)}"
 
 
 # keywords of an mLSTM that have tokens

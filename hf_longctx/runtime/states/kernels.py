@@ -1,11 +1,12 @@
 """Scans all documents of a row in one call of a package's kernel, if one is installed and proves correct.
 
 On CUDA, transformers' torch code of a scan starts some ten small kernels per tile and document. Packages have kernels that take
-the boundaries of documents: `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, `mamba_chunk_scan_combined` of
-mamba_ssm. Their numbers and signatures change between releases. So a kernel is used only after its outputs, last state and all
-gradients for a small row of documents have been compared with a slow, obvious scan token by token in fp32 (`by_token`), once per
-device capability, dtype and sizes of heads. A package that is not installed is skipped; one that differs or fails is not used,
-with a warning in the log that names its version and the difference.
+the boundaries of documents: `chunk_gated_delta_rule` of flash-qla and of flash-linear-attention, `chunk_kda` of the latter,
+`mamba_chunk_scan_combined` of mamba_ssm. Their numbers and signatures change between releases. So a kernel is used only after its
+outputs, last state and all gradients for a small row of documents have been compared with a slow, obvious scan token by token in
+fp32 (`by_token`), once per device capability, dtype and sizes of heads. A package that is not installed is skipped; one that
+differs or fails is not used, with a warning in the log that names its version and the difference. Of several kernels for a scan,
+the first that is installed and right runs.
 
 Only a row's first document may start from a state, and only its last may leave one; `recurrence` cuts rows accordingly.
 
@@ -84,8 +85,11 @@ class ScanKernel(ABC):
     name: str
     # keyword arguments that the function must take
     arguments: tuple[str, ...]
-    # device type on which it runs
+    # device type on which it runs, and dtypes that it takes
     device_type: str = "cuda"
+    dtypes: tuple[torch.dtype, ...] = tuple(_TOLERANCES)
+    # further keywords with which it is called
+    fixed: dict[str, Any] = field(default_factory=dict)
     # why the function is not used, or "", by everything that a check depends on
     verdicts: dict[_Key, str] = field(default_factory=dict)
     _boundaries: OrderedDict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=OrderedDict)
@@ -115,7 +119,7 @@ class ScanKernel(ABC):
     def takes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> bool:
         """Whether the kernel is installed and correct for a scan of such tensors; the first call for such tensors checks it."""
         x = tensors[0]
-        if x.device.type != self.device_type or x.dtype not in _TOLERANCES or not self.in_kernel_format(tensors):
+        if x.device.type != self.device_type or x.dtype not in self.dtypes or not self.in_kernel_format(tensors):
             return False
         return not self.problem(x.device, x.dtype, self.sizes(tensors, settings), settings)
 
@@ -123,6 +127,8 @@ class ScanKernel(ABC):
         """Describes why the kernel is not used for such scans; empty if it is. The first call for them checks, and warns."""
         if device.type != self.device_type:
             return f"it runs on {self.device_type}"
+        if dtype not in self.dtypes:
+            return f"it takes no {str(dtype).removeprefix('torch.')}"
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         key = (dtype, sizes, capability, settings)
         if key not in self.verdicts:
@@ -154,7 +160,7 @@ class ScanKernel(ABC):
         """Imports the function. Raises ImportError or AttributeError if missing, TypeError if it lacks arguments."""
         found: Callable[..., Any] = getattr(import_module(self.module), self.name)
         known = inspect.signature(found).parameters
-        if missing := [name for name in self.arguments if name not in known]:
+        if missing := [name for name in (*self.arguments, *self.fixed) if name not in known]:
             # further keywords may be taken and ignored
             raise TypeError(f"it has no argument {' and '.join(missing)}")
         return found
@@ -259,18 +265,19 @@ def _results(
 
 @dataclass(frozen=True, slots=True)
 class KernelScan:
-    """A kernel with the settings of a mixer's scan."""
+    """Kernels for a mixer's scan, the fastest first, with its settings."""
 
-    kernel: ScanKernel
+    kernels: tuple[ScanKernel, ...]
     settings: tuple[Any, ...]
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the kernel is installed and correct for a scan of such tensors."""
-        return self.kernel.takes(tensors, self.settings)
+        """Whether a kernel is installed and correct for a scan of such tensors."""
+        return any(kernel.takes(tensors, self.settings) for kernel in self.kernels)
 
     def __call__(self, tensors: Sequence[Tensor], state: Tensor | None, row: Row) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs [1, T, H, E], and the state after the last document if `row.goes_on`."""
-        return self.kernel.call(tensors, state, row, self.settings)
+        """Runs the first that takes the tensors; returns outputs [1, T, H, E], and the last state if `row.goes_on`."""
+        kernel = next(each for each in self.kernels if each.takes(tensors, self.settings))
+        return kernel.call(tensors, state, row, self.settings)
 
 
 @dataclass
@@ -293,7 +300,7 @@ class DeltaKernel(ScanKernel):
     def call(
         self, tensors: Sequence[Tensor], state: Tensor | None, row: Row, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs flash-linear-attention's rule; returns outputs and last state [1, H, K, E]."""
+        """Runs the package's rule; returns outputs and last state [1, H, K, E]."""
         q, k, v, decay, strength = tensors
         # the other documents start from zeros
         states = None if state is None else F.pad(state, (0, 0, 0, 0, 0, 0, 0, row.num_documents - 1))
@@ -305,6 +312,7 @@ class DeltaKernel(ScanKernel):
             output_final_state=row.goes_on,
             use_qk_l2norm_in_kernel=settings[0],
             cu_seqlens=self.boundaries(row, q.device),
+            **self.fixed,
         )
         return output, after[-1:] if row.goes_on else None
 
@@ -388,6 +396,15 @@ class MambaKernel(ScanKernel):
 
 _RULE = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens")
 _FLA = "flash-linear-attention"
+# auto_cp splits long documents among multiprocessors and leaves out corrections that it takes for noise, which is not exact
+QWEN_DELTA_RULE = DeltaKernel(
+    "flash-qla",
+    "flash_qla",
+    "chunk_gated_delta_rule",
+    _RULE,
+    dtypes=(torch.bfloat16, torch.float16),
+    fixed={"auto_cp": False},
+)
 GATED_DELTA_RULE = DeltaKernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _RULE)
 KIMI_DELTA_ATTENTION = DeltaKernel(_FLA, "fla.ops.kda", "chunk_kda", _RULE, by_channel=True)
 MAMBA2_SCAN = MambaKernel(

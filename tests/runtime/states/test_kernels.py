@@ -40,7 +40,15 @@ from hf_longctx.runtime.attention.chunk import Document
 from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.states import kernels as by_token
-from hf_longctx.runtime.states.kernels import GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, HeadSizes, Row, ScanKernel
+from hf_longctx.runtime.states.kernels import (
+    GATED_DELTA_RULE,
+    KIMI_DELTA_ATTENTION,
+    QWEN_DELTA_RULE,
+    HeadSizes,
+    KernelScan,
+    Row,
+    ScanKernel,
+)
 from hf_longctx.runtime.states.recurrence import row_blocks, rows_of
 
 pytestmark = newest
@@ -199,8 +207,9 @@ def installed(kernel: ScanKernel, run: Any = stand_in, device_type: str = "cpu")
     def function(*args: Any, **given: Any) -> Any:
         return run(rule, *args, **given)
 
-    parameters = list(inspect.signature(run if run is of_another_signature else stand_in).parameters.values())
-    vars(function)["__signature__"] = inspect.Signature(parameters[1:])
+    parameters = list(inspect.signature(run if run is of_another_signature else stand_in).parameters.values())[1:]
+    further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kernel.fixed]
+    vars(function)["__signature__"] = inspect.Signature([*parameters[:-1], *further, *parameters[-1:]])
     vars(module)[kernel.name] = function
     root = kernel.module.partition(".")[0]
     with patch.dict("sys.modules", {root: ModuleType(root), kernel.module: module}):
@@ -262,6 +271,40 @@ def test_a_kernel_is_checked_once_for_all_that_it_depends_on() -> None:
         assert len(calls) == 2 * num_checks
     with installed(GATED_DELTA_RULE, counted, device_type="cuda") as kernel:
         assert not kernel.takes(tensors, NORMALIZED) and len(calls) == 2 * num_checks
+
+
+def whole(rule: Any, *qkv: Tensor, auto_cp: bool = True, **others: Any) -> Any:
+    # split, it leaves out corrections
+    return stand_in(rule, *qkv, **others) if not auto_cp else leaking(rule, *qkv, **others)
+
+
+def test_the_first_kernel_that_is_right_runs(caplog: Any) -> None:
+    scan = KernelScan((QWEN_DELTA_RULE, GATED_DELTA_RULE), NORMALIZED)
+    drawn = QWEN_DELTA_RULE.drawn(SMALL, 9, NORMALIZED)
+    tensors, row = [x for name, x in drawn.items() if name != "first state"], Row((0, 4, 9), False)
+    in_fp32 = [x.float() for x in tensors]
+    ran: list[str] = []
+
+    def noted(name: str, run: Any, *args: Any, **given: Any) -> Any:
+        ran.append(name)
+        return run(*args, **given)
+
+    for first, expected in ((whole, "flash-qla"), (leaking, "flash-linear-attention")):
+        with (
+            installed(QWEN_DELTA_RULE, partial(noted, "flash-qla", first)),
+            installed(GATED_DELTA_RULE, partial(noted, "flash-linear-attention", stand_in)),
+        ):
+            assert scan.takes(tensors)
+            ran.clear()
+            scan(tensors, None, row)
+            assert ran == [expected]
+            # it takes no fp32, which is no reason for a warning
+            assert scan.takes(in_fp32) and QWEN_DELTA_RULE.problem(CPU, torch.float32, SMALL, NORMALIZED) == "it takes no float32"
+            ran.clear()
+            scan(in_fp32, None, row)
+            assert ran == ["flash-linear-attention"]
+    (warning,) = caplog.records
+    assert "chunk_gated_delta_rule of flash-qla" in warning.getMessage()
 
 
 def test_a_package_that_is_missing_is_not_a_warning(caplog: Any) -> None:
@@ -417,6 +460,11 @@ def test_the_opening_lines_say_what_runs_the_scans() -> None:
     assert not line(build_model(ModelCase("lfm3", num_layers=4))) and not line(build_model(ModelCase("llama")))
     with installed(GATED_DELTA_RULE) as kernel:
         assert line(qwen) == f"scans: {label} for whole rows; torch code where ranks pass states on"
+        with installed(QWEN_DELTA_RULE, whole):
+            # for heads in fp32 there is one kernel, for those in bf16 the faster one
+            assert line(qwen) == f"scans: {label} for whole rows; torch code where ranks pass states on"
+            faster = scan_line(mixer_of(qwen), qwen, model_spec(qwen).states, CPU, torch.bfloat16)
+            assert faster.startswith("scans: chunk_gated_delta_rule of flash-qla (version unknown) for whole rows")
         # it checked heads of the model's sizes
         ((dtype, sizes, *_),) = kernel.verdicts
         mixer = next(iter(mixers_of(qwen).values()))
