@@ -377,7 +377,7 @@ CAUSAL: tuple[Family, ...] = (
         "llama4",
         "Llama4ForCausalLM",
         types=("llama4", "llama4_text"),
-        traits=Traits(runs_all_experts=True),
+        traits=Traits(runs_all_experts=True, windows="chunks_with_rope"),
         wrapper="Llama4ForConditionalGeneration",
         text="Llama4ForCausalLM",
         modules=Modules(mlps_of_two=("Llama4TextMoe",), tempered=("Llama4TextAttention",)),

@@ -51,8 +51,8 @@ class Traits:
     # layers with more KV heads than the config says: all (one for each query head), or those with a window (twice as many)
     kv_heads: Literal["", "all", "doubled_in_windows"] = ""
     # layers with a window if the config lists no layer types: none; all; those from `max_window_layers` on; those without RoPE;
-    # or those that `block_types` names
-    windows: Literal["", "all", "from_max_window_layers", "without_rope", "blocks"] = ""
+    # those with RoPE, which see chunks; or those that `block_types` names
+    windows: Literal["", "all", "from_max_window_layers", "without_rope", "chunks_with_rope", "blocks"] = ""
     # every n-th layer has full attention and the others have a window; 0: `windows` says it
     full_every: int = 0
     # `sliding_window` counts only if `use_sliding_window` is set

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_longctx.plan.core.serialize import parse_json
-from hf_longctx.plan.cost.catalog import named_model, named_type
-from hf_longctx.plan.model.config import check_fields, has_position_table, kept_reason, kernel_fields, kernels_of_config
+from hf_longctx.plan.cost.catalog import named_config, named_model
+from hf_longctx.plan.model.config import check_fields, has_position_table, kept_reason, kernels_of_config
 from hf_longctx.plan.model.model_spec import ModelSpec
 
 
@@ -23,12 +23,9 @@ def read_model(name_or_path: str, bytes_per_element: int) -> ModelSpec:
         try:
             return named_model(short_name(name_or_path), bytes_per_element)
         except ValueError as error:
-            if name_or_path.count("/") != 1:
-                raise
-            raise ValueError(
-                f"{error} {name_or_path} is not in the hub's local cache either; `hf download {name_or_path} config.json` puts "
-                f"it there"
-            ) from None
+            hub = name_or_path if name_or_path.count("/") == 1 else "OWNER/NAME"
+            given = "" if hub == name_or_path else f", and --model {hub} then finds it there"
+            raise ValueError(f"{error}; `hf download {hub} config.json` puts one into the hub's local cache{given}") from None
     config = _read_config(path)
     try:
         return _sound(ModelSpec.from_config(config, bytes_per_element))
@@ -80,19 +77,23 @@ def _unreadable(path: Path, reason: object) -> ValueError:
     return ValueError(f"{path} cannot be read as a model config: {reason}; give the config.json of a causal language model")
 
 
-def kept_because(name_or_path: str) -> str:
-    """Describes why a run of this model keeps everything; empty if it may recompute, and for named shapes."""
+def _config_of(name_or_path: str) -> dict[str, Any]:
+    """Returns the fields of a model's config.json, or of the catalogue's; none for GPTs and unknown names."""
     path = _config_path(name_or_path)
-    return "" if path is None else kept_reason(_read_config(path))
+    return _read_config(path) if path is not None else named_config(short_name(name_or_path)) or {}
+
+
+def kept_because(name_or_path: str) -> str:
+    """Describes why a run of this model keeps everything; empty if it may recompute."""
+    return kept_reason(_config_of(name_or_path))
 
 
 def most_positions(name_or_path: str, model: ModelSpec) -> int:
     """Returns the positions of a model if they cannot be extended, so that a run refuses longer sequences; else 0.
 
-    A named shape is no checkpoint, and may have any number of positions.
+    GPTs of the catalogue are no checkpoints, and may have any number of positions.
     """
-    path = _config_path(name_or_path)
-    return 0 if path is None or not has_position_table(_read_config(path)) else model.max_positions
+    return model.max_positions if has_position_table(_config_of(name_or_path)) else 0
 
 
 def short_name(name: str) -> str:
@@ -102,10 +103,7 @@ def short_name(name: str) -> str:
 
 def kernels_of(name_or_path: str) -> dict[str, Any]:
     """Returns the fields of `ModelSpec` for functions of this model's layers that run as kernels if layers are compiled."""
-    path = _config_path(name_or_path)
-    if path is None:
-        return kernel_fields(named_type(short_name(name_or_path)))
-    return kernels_of_config(_read_config(path))
+    return kernels_of_config(_config_of(name_or_path))
 
 
 def cached_folder(name: str) -> Path | None:

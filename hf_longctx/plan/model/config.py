@@ -31,6 +31,7 @@ _NAMES = {
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "num_experts_per_tok": ("num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
     "n_shared_experts": ("num_shared_experts",),
+    "first_k_dense_replace": ("num_dense_layers",),
     "layer_types": ("layers_block_type",),
     "sliding_window": ("attention_window_size",),
 }
@@ -45,12 +46,12 @@ _SIZES = (
     *("q_lora_rank", "intermediate_size_mlp", "router_hidden_size", "attention_hidden_size", "global_head_dim"),
     *("num_global_key_value_heads", "full_attention_interval", "decoder_sparse_step", "sliding_window_pattern", "index_topk"),
     *("index_head_dim", "index_n_heads", "no_rope_layer_interval", "layer_group_size", "ffn_round_up_to_multiple_of"),
-    *("block_multiple_of", "num_mem_blocks", "time_step_rank", "mamba_dt_rank", "adapter_rank"),
+    *("block_multiple_of", "num_mem_blocks", "time_step_rank", "mamba_dt_rank", "adapter_rank", "interleave_moe_layer_step"),
 )
 _COUNTS = (
     *("intermediate_size", "max_position_embeddings", "pad_token_id", "sliding_window", "attention_chunk_size"),
     *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "top_k_experts"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("moe_intermediate_size", "moe_latent_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("shared_intermediate_size", "n_shared_experts", "first_k_dense_replace", "attn_layer_period", "attn_layer_offset"),
     *("expert_layer_period", "expert_layer_offset", "max_window_layers", "num_kv_shared_layers", "qk_nope_head_dim"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
@@ -250,7 +251,8 @@ def expert_sizes(
 
     Granite without experts has only the MLP that otherwise all tokens share. Each chosen expert gets a copy of the token and
     returns one. Experts of GPT-OSS clamp gate and up, which saves three more inner tensors. Gemma 4 has experts beside an MLP for
-    every token. In Llama 4 every token runs through all experts, multiplied by zero if it did not choose them.
+    every token. In Llama 4 every token runs through all experts, multiplied by zero if it did not choose them. In large Nemotrons
+    experts read and write a latent.
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = int(config.get("num_experts_per_tok") or 0)
@@ -274,6 +276,8 @@ def expert_sizes(
         has_experts = [kind == "sparse" for kind in types]
     if (layers := config.get("moe_layers")) is not None:
         has_experts = [layer in layers for layer in range(num_layers)]
+    elif every := int(config.get("interleave_moe_layer_step") or 0):
+        has_experts = [not (layer + 1) % every for layer in range(num_layers)]
     if period := int(config.get("expert_layer_period") or 0):
         has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
     if is_named:
@@ -282,10 +286,15 @@ def expert_sizes(
     shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
     shared = shared or size * int(config.get("n_shared_experts") or traits.runs_all_experts) + dense_size * is_beside
-    passed, matrices = chosen * size + shared, 3 if traits.gated_mlp else 2
-    idle = matrices * (num_experts - chosen) * hidden_size * size + num_experts * hidden_size
-    routed = 2 * chosen * hidden_size + traits.expert_clamps * chosen * size
-    parameters = round(share * matrices * num_experts * hidden_size * size)
+    matrices, latent = 3 if traits.gated_mlp else 2, int(config.get("moe_latent_size") or hidden_size)
+    passed = chosen * size * latent / hidden_size + shared
+    idle = matrices * (num_experts - chosen) * latent * size + num_experts * hidden_size
+    routed = 2 * chosen * latent + traits.expert_clamps * chosen * size
+    if latent != hidden_size:
+        # one matrix before the experts and one after them; inner tensors are wider than `passed`, which counts parameters, says
+        passed += 2 * latent / matrices
+        routed += latent + 2 * chosen * round(size * (1 - latent / hidden_size))
+    parameters = round(share * matrices * num_experts * latent * size)
     experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
     dense_share = 1 if is_named else 1 - share
     return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts

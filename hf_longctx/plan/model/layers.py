@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hf_longctx.families.registry import traits_of
+from hf_longctx.families.registry import family_of_type, traits_of
 from hf_longctx.plan.model.config import HeadSizes
 from hf_longctx.plan.model.mixers import (
     NO_STATES,
@@ -68,9 +68,11 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
         is_sliding = [bool((layer + 1) % every) for layer in layers]
     elif traits.windows == "from_max_window_layers":
         is_sliding = [layer >= int(config.get("max_window_layers") or 0) for layer in layers]
-    elif traits.windows == "without_rope":
+    elif traits.windows in ("without_rope", "chunks_with_rope"):
         every = int(config.get("no_rope_layer_interval") or 4)
         rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
+        if traits.windows == "chunks_with_rope":
+            return ["chunked_attention" if each else "full_attention" for each in rotated]
         is_sliding = [not each for each in rotated]
     else:
         is_sliding = [False for _ in layers]
@@ -151,9 +153,10 @@ def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
     # without such types all layers have an index
     num_chosen = sum(kind == "indexed_attention" for kind in kinds) or (0 if "indexed_attention" in kinds else num_layers)
     owners = config.get("indexer_types") or ()
+    passes_on = bool(owners or family_of_type(config.get("model_type")).modules.passed_on)
     num_indexes = sum(kind == "full" for kind in owners) or num_chosen
     sizes = int(config["index_topk"]), int(config.get("index_n_heads") or 1), int(config["index_head_dim"])
-    return IndexSpec(*sizes, num_chosen, num_indexes, passes_on=bool(owners))
+    return IndexSpec(*sizes, num_chosen, num_indexes, passes_on)
 
 
 def with_states(windows: Windows, states: StateSpec) -> Windows:
