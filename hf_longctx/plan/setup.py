@@ -778,6 +778,11 @@ class Remedy:
         """Whether the same machine does."""
         return not re.search("--gpus|^devices of", self.change)
 
+    @property
+    def trains_all(self) -> bool:
+        """Whether it brings no adapters."""
+        return "--lora-rank" not in self.change
+
 
 @dataclass(frozen=True, slots=True)
 class _Change:
@@ -829,12 +834,35 @@ def remedies(memory: DeviceMemory, placement: Placement, may_recompute: bool = F
 def fitting_remedies(
     memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool = False
 ) -> tuple[Remedy, ...]:
-    """Changes with which a sequence of `num_tokens` fits: single ones, or else pairs of settings; larger machines come last."""
-    singles = remedies(memory, placement, may_recompute)
-    enough = [one for one in singles if one.longest_tokens >= num_tokens]
+    """Changes with which a sequence of `num_tokens` fits: single ones, or else pairs of settings; larger machines come last.
+
+    Where all weights are trained, a pair that trains them stands beside single changes to adapters. If no settings are enough,
+    settings on more ranks are among the changes.
+    """
+    enough = [one for one in remedies(memory, placement, may_recompute) if one.longest_tokens >= num_tokens]
+    own = [one for one in enough if one.is_setting]
+    if not any(memory.lora_rank or one.trains_all for one in own):
+        pairs = _fitting_pairs(memory, placement, num_tokens, may_recompute)
+        enough += [one for one in pairs if one.trains_all or not own][:_MOST_PAIRS]
     if not any(one.is_setting for one in enough):
-        enough = [*_fitting_pairs(memory, placement, num_tokens, may_recompute), *enough]
+        enough = [*_on_more_ranks(memory, placement, num_tokens, may_recompute), *enough]
     return tuple(sorted(enough, key=lambda one: not one.is_setting))
+
+
+def _on_more_ranks(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
+    """Settings with which fewer ranks hold a sequence of `num_tokens` than without them; the fewest ranks come first."""
+    plain = wider_job(memory, placement, 2 * placement.num_ranks, num_tokens)
+    found: dict[str, Remedy] = {}
+    num_ranks = 2 * placement.num_ranks
+    while num_ranks < plain.num_ranks and len(found) < _MOST_PAIRS:
+        # of 0 tokens, any number of ranks is enough
+        for change in _settings(memory, wider_job(memory, placement, num_ranks, 0), may_recompute):
+            name = change.name.replace(": --", f": --gpus {num_ranks} --", 1)
+            one = replace(change, name=name, setting="").remedy()
+            if one.longest_tokens >= num_tokens:
+                found.setdefault(re.sub(r" \(\d.*", "", change.name), one)
+        num_ranks *= 2
+    return list(found.values())[:_MOST_PAIRS]
 
 
 def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
@@ -842,13 +870,17 @@ def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, 
     pairs: dict[frozenset[str], Remedy] = {}
     for first in _settings(memory, placement, may_recompute):
         for second in _settings(first.memory, first.placement, may_recompute):
-            if (names := frozenset((first.name, second.name))) in pairs or len(names) < 2:
+            # the bytes in names depend on their order
+            names = frozenset(re.sub(r" \(\d.*", "", each.name.split(" --host-gib")[0]) for each in (first, second))
+            if names in pairs or len(names) < 2:
                 continue
             setting = f"{first.setting} and {second.setting}" if first.setting and second.setting else ""
-            tried = replace(second, name=f"{first.name} and {second.name}", setting=setting).remedy()
+            # the later one counts the host memory of both
+            own = first.name.split(" --host-gib")[0] if "--host-gib" in second.name else first.name
+            tried = replace(second, name=f"{own} and {second.name}", setting=setting).remedy()
             if tried.longest_tokens >= num_tokens:
                 pairs[names] = tried
-    return sorted(pairs.values(), key=lambda one: -one.longest_tokens)[:_MOST_PAIRS]
+    return sorted(pairs.values(), key=lambda one: -one.longest_tokens)
 
 
 def _changes(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
@@ -897,13 +929,11 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
         add("weights and activations in bf16: --dtype bfloat16", "weights loaded in bfloat16", halved)
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
         away = replace(model, updates_on_host=True)
-        name = "optimizer states in host memory: --optimizer-states host"
-        changes.append(_on_host(name, "optimizer_states='host'", memory, away, placement))
+        changes.append(_on_host("optimizer states", "optimizer_states", memory, away, placement))
     can_move = placement.parameters == "sharded" and not (model.layers_on_host or memory.is_measured) and can_leave(model)
     if can_move:
         away = replace(model, layers_on_host=True)
-        name = "weights of layers in host memory: --layer-weights host"
-        changes.append(_on_host(name, "layer_weights='host'", memory, away, placement))
+        changes.append(_on_host("weights of layers", "layer_weights", memory, away, placement))
     if model.has_master_weights and model.bytes_per_element == 2 and not memory.is_measured:
         name = "weights updated in bf16, which loses small updates: --bf16-updates"
         setting = "fp32_master_weights=False, which loses small updates"
@@ -911,17 +941,22 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     return changes + list(_adapters(memory, placement))
 
 
-def _on_host(name: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:
-    """The change to `model`, which has more in host memory; asks for more host memory if too little is known to be there."""
+def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:
+    """The change to `model`, which has more in host memory, and the bytes of that.
+
+    If a rank is not known to have so much, it asks for as much again as there is for activations.
+    """
     away = replace(memory, model=model)
     # host memory of the states was left out before
     before, more = memory.host_states(*placement.sharing), away.host_states(*placement.sharing)
-    left = memory.host_bytes + before - more
+    bytes_there = f" ({(more - before) / _GIB:.0f} GiB a rank)" if more - before >= _GIB else ""
+    name = f"{what} in host memory{bytes_there}: --{setting.replace('_', '-')} host"
+    left, in_run = memory.host_bytes + before - more, f"{setting}='host'"
     if left < 0:
-        gib = -(-more // _GIB)
+        gib = -(-(more + memory.host_bytes) // _GIB)
         # a run knows the memory of its hosts
-        name, setting, left = f"{name} --host-gib {gib}, if a rank has that many GiB", "", gib * _GIB - more
-    return _Change(name, setting, replace(away, host_bytes=left), placement)
+        name, in_run, left = f"{name} --host-gib {gib}, if a rank has that many GiB", "", gib * _GIB - more
+    return _Change(name, in_run, replace(away, host_bytes=left), placement)
 
 
 def can_leave(model: ModelSpec) -> bool:

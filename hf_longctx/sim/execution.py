@@ -82,9 +82,19 @@ class Price:
 
 # middle of the range in https://www.mercatus-ai.com/blog/cloud-gpu-pricing
 _SURVEY = "specialised clouds, on demand, May 2026"
+# https://deploybase.ai/articles/runpod-gpu-pricing; for h100-nvl https://gpu.blog/gpus/nvidia-h100-nvl
+_RUNPOD = "RunPod, March 2026"
+# middle of the range in https://awesomeagents.ai/hardware/amd-mi325x
+_AMD = "specialised clouds, 2026"
 
 # shipped hardware profile -> price; others have none unless given by the user
-PRICES = {"a100-80g": Price(1.30, _SURVEY), "h100": Price(3.00, _SURVEY), "h200": Price(4.00, _SURVEY)}
+PRICES = {
+    **{name: Price(usd, _SURVEY) for name, usd in {"a100-80g": 1.30, "h100": 3.00, "h200": 4.00}.items()},
+    **{name: Price(usd, _RUNPOD) for name, usd in {"rtx-3090": 0.22, "rtx-4090": 0.34, "rtx-5090": 0.69, "l4": 0.44}.items()},
+    **{name: Price(usd, _RUNPOD) for name, usd in {"l40s": 0.79, "rtx-pro-6000": 0.89, "b200": 5.98}.items()},
+    **{name: Price(usd, _RUNPOD) for name, usd in {"h100-pcie": 1.99, "h100-nvl": 3.07}.items()},
+    "mi325x": Price(2.13, _AMD),
+}
 
 
 def price_of(hardware: str, usd_per_hour: float | None) -> Price | None:

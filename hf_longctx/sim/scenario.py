@@ -54,6 +54,8 @@ def optimizer_of(moment_bytes: float) -> str:
     return next((name for name, num_bytes in MOMENT_BYTES.items() if num_bytes == moment_bytes), "adamw_torch")
 
 
+# the most that PCIe 5.0 x16 carries in one direction
+_PCIE_BYTES_PER_S = 6.4e10
 # elements of the largest heads that FlashAttention takes
 _MOST_HEAD_DIM = 256
 
@@ -118,6 +120,8 @@ class Scenario:
     kept_because: str = ""
     # the setup without pipeline stages, in which other systems are predicted
     one_stage: Setup | None = None
+    # tokens of the longest sequence over weights that are not quantized, if these hold a longer one; else 0
+    unquantized_tokens: int = 0
 
     @property
     def flat(self) -> Scenario:
@@ -201,6 +205,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
     if request.network_gbit:
         cluster = _with_network(request.network_gbit, cluster, notes)
+    if links := slow_links(cluster):
+        notes.append(links)
     coefficients, memory = _measured_or_assumed(model, cluster, calibration)
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep; choose one of these")
@@ -236,6 +242,14 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage)
     if must_fit:
         _check_fits(scenario)
+    if must_fit and request.quantize:
+        longest = build_scenario(replace(request, quantize=""), must_fit=False).longest_tokens
+        if longest > scenario.longest_tokens:
+            why = (
+                f"{longest:,} tokens fit without --quantize: over weights of four bits attention runs all its heads at once, and "
+                f"its workspace takes more than these weights save"
+            )
+            scenario = replace(scenario, unquantized_tokens=longest, notes=(*scenario.notes, why))
     return scenario
 
 
@@ -339,8 +353,18 @@ def _check(request: Request, setup: Setup, measured: Measured) -> None:
         ] * memory.model.layers_on_host
         raise ValueError(
             f"{' and '.join(named)} {'need' if len(named) > 1 else 'needs'} {host_states / _GIB:.1f} GiB of host memory on each "
-            f"rank, which has {free_bytes / _GIB:.1f} GiB; give more with --host-gib, use more ranks, or leave it out"
+            f"rank, which has {free_bytes / _GIB:.1f} GiB; if it has more, give --host-gib {-(-host_states // _GIB)} or, with "
+            f"{free_bytes / _GIB:.0f} GiB for activations, --host-gib {-(-(host_states + free_bytes) // _GIB)}; otherwise use "
+            f"more ranks, or leave {'them' if len(named) > 1 else 'it'} out"
         )
+
+
+def slow_links(cluster: ClusterSpec) -> str:
+    """Says at which rate ranks of a node exchange if that is PCIe's; empty for faster links, for one rank, and for CPUs."""
+    hardware = cluster.hardware
+    if not _is_gpu(hardware.name) or cluster.ranks_per_node == 1 or hardware.link_bytes_per_s > _PCIE_BYTES_PER_S:
+        return ""
+    return f"ranks of a node exchange over PCIe, without NVLink: {hardware.link_bytes_per_s / 1e9:.0f} GB/s are counted"
 
 
 def _is_gpu(hardware: str) -> bool:
@@ -390,11 +414,6 @@ def _model(
         for window, count in sorted(sizes.items())
     ]
     quantised = _quantised(request, model)
-    if model.head_pieces() > 1 and quantised.head_pieces() == 1:
-        notes.append(
-            "over weights of four bits attention runs all its heads at once, with more workspace than in pieces: long sequences "
-            "may fit better over bf16 weights (--lora-rank without --quantize)"
-        )
     wide = [own.head_dim for own in model.heads if own.head_dim > _MOST_HEAD_DIM]
     if wide and _is_gpu(hardware):
         notes.append(
@@ -539,14 +558,14 @@ def _check_fits(scenario: Scenario) -> None:
     resting = memory.resting_bytes(*placement.sharing)
     if resting > memory.usable_bytes:
         raise ValueError(
-            f"{scenario.model_name} fits at no degree: between steps, weights of layers come back from the host, and states then "
+            f"{scenario.model_name} does not fit: between steps, weights of layers come back from the host, and states then "
             f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
         )
     found = fitting_remedies(memory, placement, 1, scenario.may_recompute)
     advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in found)
     device = scenario.costs.cluster.hardware.name
     raise ValueError(
-        f"{scenario.model_name} fits at no degree: weights, gradients and optimizer states ({placement.parameters}{over}) take "
+        f"{scenario.model_name} does not fit: weights, gradients and optimizer states ({placement.parameters}{over}) take "
         f"{states / _GIB:.1f} GiB on each rank{stages}, and a token {memory.saved_bytes_per_token / 2**20:.2f} MiB, but only "
         f"{memory.usable_bytes / _GIB:.1f} of the {memory.device_bytes / _GIB:.1f} GiB of {device} are usable. Possible changes: "
         f"{advice or 'more than twice the ranks, larger devices, or a smaller model'}"

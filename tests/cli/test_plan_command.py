@@ -302,7 +302,7 @@ def refused(arguments: list[str], capsys) -> str:
         (["--hardware", "abacus"], "'abacus' is neither a shipped profile"),
         (["--gpus", "0"], "--gpus is 0"),
         (["--gpus", "12"], "set --ranks-per-node to a divisor of --gpus"),
-        (["--model", "qwen3-32b", "--gpus", "1"], "fits at no degree"),
+        (["--model", "qwen3-32b", "--gpus", "1"], "does not fit"),
         (["--lengths", "nowhere.txt"], "'nowhere.txt', which does not exist"),
         (["--lengths", "lognormal:17,0.1", "--steps", "1"], "leave these out with --limit"),
         (["--lengths", "LENGTHS", "--limit", "10"], "longer than the limit of 10 tokens"),
@@ -541,7 +541,7 @@ def test_the_place_of_optimizer_states_is_chosen_and_said(tmp_path: Path, capsys
         chosen["notes"].remove(note)
         assert chosen == given
     assert main([*machine, "--gpus", "4", "--host-gib", "8", "--optimizer-states", "auto"]) == 1
-    assert "fits at no degree" in capsys.readouterr().err
+    assert "does not fit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

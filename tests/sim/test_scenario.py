@@ -237,7 +237,7 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     with pytest.raises(ValueError) as error:
         build_scenario(Request("qwen3-32b", "h100", 2))
     message = str(error.value)
-    assert "qwen3-32b fits at no degree" in message and "(sharded over 2 ranks) take 314.5 GiB" in message
+    assert "qwen3-32b does not fit" in message and "(sharded over 2 ranks) take 314.5 GiB" in message
     assert "59.6 of the 74.5 GiB" in message
     assert "8 times the ranks: --gpus 16 (up to 1,476,560 tokens)" in message
     assert "adapters over weights of four bits, attention in one piece (QLoRA): --lora-rank 16 --quantize nf4 (up to" in message
@@ -400,7 +400,7 @@ def test_moments_of_few_bits_take_fewer_bytes_and_stay_on_the_device() -> None:
 
 def test_a_model_whose_shards_fill_the_device_trains_with_those_of_layers_on_the_host() -> None:
     request = Request("llama-3.1-70b", "h100", 8, optimizer_states="host", host_bytes=200 * 2**30, parameters="sharded")
-    with pytest.raises(ValueError, match=r"fits at no degree.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):
+    with pytest.raises(ValueError, match=r"does not fit.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):
         build_scenario(request)
     plain = build_scenario(request, must_fit=False)
     away = build_scenario(replace(request, layer_weights="host"))

@@ -81,6 +81,8 @@ class ModelCalibration:
         return tokens
 
 
+# devices older than Ampere, as `normal_name` spells them
+_WITHOUT_BF16 = re.compile("t4$|^(tesla)?t4|v100|p100|p40$|gtx|rtx20[678]0|^20[678]0(ti|super)?$|titan|quadrortx")
 _RULES[ModelCalibration] = {
     "model": "text",
     "saved_bytes_per_token": "an integer above 0",
@@ -94,13 +96,14 @@ class HardwareProfile:
     """The rates of one kind of machine, and the models measured on it.
 
     residuals: (name of the fit, its mean relative error). source: origin of each number, in prose. (`spec.source` is empty for
-    rates that were not measured; a run then measures its own.)
+    rates that were not measured; a run then measures its own.) formats: numbers that its tensor cores multiply, as text.
     """
 
     spec: HardwareSpec
     models: tuple[ModelCalibration, ...] = ()
     residuals: tuple[tuple[str, float], ...] = ()
     source: str = ""
+    formats: str = ""
 
     def calibration(self, model: str) -> ModelCalibration | None:
         """Returns measurements of the model with this name (spelling as for `normal_name`), or None."""
@@ -115,7 +118,8 @@ def normal_name(name: str) -> str:
 
 def profile_to_json(profile: HardwareProfile) -> str:
     """Returns the profile as JSON for `profile_from_json`; raises ValueError if that would refuse it."""
-    data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "hardware": dataclasses.asdict(profile.spec)}
+    data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "formats": profile.formats}
+    data["hardware"] = dataclasses.asdict(profile.spec)
     data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
     data["models"] = [dataclasses.asdict(model) for model in profile.models]
     data["residuals"] = dict(profile.residuals)
@@ -137,7 +141,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
     found = data.get("schema") if isinstance(data, dict) else data
     if type(found) is not int or found != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema is {found!r}; this version reads hardware profiles of schema {SCHEMA_VERSION}")
-    _check_names(data, ("schema", "source", "hardware"), ("models", "residuals"), file)
+    _check_names(data, ("schema", "source", "hardware"), ("formats", "models", "residuals"), file)
     models = data.get("models", [])
     if not isinstance(models, list):
         raise ValueError(f"{file}: models is {models!r}; a list of objects is needed")
@@ -146,13 +150,16 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
         models=tuple(_calibration(model, f"{file}: models[{i}]") for i, model in enumerate(models)),
         residuals=_table(data.get("residuals", {}), "a number of 0 or more", f"{file}: residuals"),
         source=_value(data["source"], "text", f"{file}: source"),
+        formats=_value(data.get("formats", ""), "text", f"{file}: formats"),
     )
 
 
 def read_profile(name_or_path: str | Path) -> HardwareProfile:
-    """Reads the shipped profile with this name (case and separators do not matter), or the file at this path.
+    """Reads the shipped profile with this name, or the file at this path.
 
-    Raises ValueError with the names of the shipped profiles if there is neither.
+    Case and separators do not matter, nor do further words: "H100 SXM" and "NVIDIA H100 80GB HBM3" are "h100".
+
+    Raises ValueError with the names of the shipped profiles if there is neither, and for devices on which bf16 is slow.
     """
     shipped = _shipped_profiles()
     name = str(name_or_path)
@@ -160,8 +167,19 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
         if normal_name(known) == normal_name(name):
             return profile_from_json(text, f"{known}.json")
     if not Path(name).is_file():
+        words = {word.rstrip("b") for word in _words(name)}
+        found = _of_device(name)
+        of_size = [known for known in found if words & set(_sizes(known))] or found
+        if len(of_size) == 1:
+            return read_profile(of_size[0])
+        if _WITHOUT_BF16.search(normal_name(name)):
+            raise ValueError(
+                f"hardware {name!r} has no tensor cores for bf16, in which runs multiply; use a GPU of Ampere (A100, A10G, RTX "
+                f"3090) or newer, or give the path of a profile that `hf-longctx calibrate` has measured"
+            )
         raise ValueError(
-            f"hardware {name!r} is neither a shipped profile ({', '.join(shipped)}) nor the path of a profile; give one of these"
+            f"hardware {name!r} is neither a shipped profile ({', '.join(found or shipped)}) nor the path of a profile; give one "
+            f"of these"
         )
     return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
 
@@ -169,17 +187,26 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
 def profile_of_device(name: str, device_bytes: int) -> HardwareProfile | None:
     """Returns the shipped profile for a device name from a driver ("NVIDIA H200"); None for other devices.
 
-    Of profiles for several memory sizes, it returns the one nearest to `device_bytes`.
+    It has as many words of the name as possible ("h100-pcie" before "h100"), and the memory nearest to `device_bytes`.
     """
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    # "80g" is a memory size, which the driver's name does not have
-    of_device = (known for known in profile_names() if {word for word in known.split("-") if not _is_size(word)} <= words)
-    found = [read_profile(known) for known in of_device]
+    found = [read_profile(known) for known in _of_device(name)]
     return min(found, key=lambda profile: abs(profile.spec.device_bytes - device_bytes), default=None)
 
 
-def _is_size(word: str) -> bool:
-    return re.fullmatch("[0-9]+g", word) is not None
+def _of_device(name: str) -> list[str]:
+    """Returns the shipped profiles whose words are all in `name`, memory sizes apart; of these the ones with the most words."""
+    own = {known: set(known.split("-")) - set(_sizes(known)) for known in profile_names()}
+    found = {known: len(words) for known, words in own.items() if words <= _words(name)}
+    return [known for known, count in found.items() if count == max(found.values())]
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def _sizes(known: str) -> list[str]:
+    """Returns the memory size in the name of a profile, as "80g", which a driver's name may not have."""
+    return re.findall("(?<=-)[0-9]+g$", known)
 
 
 def profile_names() -> tuple[str, ...]:
@@ -189,8 +216,8 @@ def profile_names() -> tuple[str, ...]:
 
 def _shipped_profiles() -> dict[str, str]:
     folder = importlib.resources.files(_SHIPPED_PACKAGE) / _SHIPPED_FOLDER
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
-    return {file.name.removesuffix(".json"): file.read_text(encoding="utf-8") for file in files}
+    files = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+    return {name: files[name].read_text(encoding="utf-8") for name in sorted(files)}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.setup import DeviceMemory, Placement
 from hf_longctx.sim.execution import Price
 from hf_longctx.sim.forecast import Forecast
-from hf_longctx.sim.scenario import Scenario, optimizer_of
+from hf_longctx.sim.scenario import Scenario, optimizer_of, slow_links
 
 _GIB = 2**30
 _MOST_LONGER = 3
@@ -39,7 +39,8 @@ def forecast_summary(forecast: Forecast, price: Price | None = None) -> str:
 def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str]]:
     """Returns the facts behind the answer, as pairs of a name and a line."""
     scenario = forecast.scenario
-    rows = [("model", _where(scenario)), *_steps(forecast), *_money(forecast, price), ("memory", _memory(forecast))]
+    rows = [("model", _where(scenario)), *_links(scenario), *_steps(forecast), *_money(forecast, price)]
+    rows.append(("memory", _memory(forecast)))
     if scenario.kept_because:
         rows.append(("kept", f"a run of this class keeps everything, without recomputing: {scenario.kept_because}"))
     if forecast.workload is None:
@@ -56,6 +57,11 @@ def _where(scenario: Scenario) -> str:
     trained += "" if memory.model.packed.is_empty else " over weights of four bits"
     where = "one node" if cluster.num_ranks <= cluster.ranks_per_node else f"{cluster.ranks_per_node} per node"
     return f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name} ({where}), {trained}, states {states}"
+
+
+def _links(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    if words := slow_links(scenario.costs.cluster):
+        yield "links", words
 
 
 def states_words(placement: Placement) -> str:
@@ -195,9 +201,11 @@ def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """
     needed = ("--",) if forecast.workload is None else ("--parameters", "--stages")
     found = [one for one in forecast.remedies if any(name in one.change for name in needed)][:_MOST_LONGER]
-    if found:
-        changes = (f"{one.change[one.change.index('--') :]} ({one.longest_tokens:,})" for one in found)
-        yield "longer", f"{'; '.join(changes)}"
+    changes = [f"{one.change[one.change.index('--') :]} ({one.longest_tokens:,})" for one in found]
+    if longest := forecast.scenario.unquantized_tokens:
+        changes.append(f"no --quantize ({longest:,}), since attention over weights of four bits runs all its heads at once")
+    if changes:
+        yield "longer", "; ".join(changes)
 
 
 def _positions(forecast: Forecast) -> Iterator[tuple[str, str]]:

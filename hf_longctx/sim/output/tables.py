@@ -50,7 +50,7 @@ def model_table() -> Table:
 
 
 def hardware_table() -> Table:
-    """Lists shipped profiles, with memory of a device and its share of the host's, price of an hour, and measured models."""
+    """Lists shipped profiles: memory of a device and its share of the host's, links, prices, number formats, measured models."""
     rows = []
     for name in profile_names():
         profile = read_profile(name)
@@ -58,7 +58,7 @@ def hardware_table() -> Table:
         price = f"{PRICES[name].usd_per_hour:.2f}" if name in PRICES else "-"
         host = f"{spec.host_bytes / _GIB:.0f}" if spec.host_bytes else "-"
         measured = ", ".join(model.model for model in profile.models)
-        rows.append(
-            (name, f"{spec.device_bytes / _GIB:.0f}", host, price, f"{spec.name}{'; measured: ' if measured else ''}{measured}")
-        )
-    return Table.of(("hardware", "GiB", "host GiB", "USD an hour", ""), rows)
+        measured = f"; measured: {measured}" if measured else ""
+        link, formats = f"{spec.link_bytes_per_s / 1e9:.0f}", profile.formats or "-"
+        rows.append((name, f"{spec.device_bytes / _GIB:.0f}", host, link, price, formats, f"{spec.name}{measured}"))
+    return Table.of(("hardware", "GiB", "host GiB", "link GB/s", "USD an hour", "tensor cores", ""), rows)

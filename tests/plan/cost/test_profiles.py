@@ -26,8 +26,8 @@ from hf_longctx.plan.cost.profiles import (
 from hf_longctx.plan.model.model_spec import ModelSpec
 
 SHIPPED = (
-    *("a100-40g", "a100-80g", "a10g", "b200", "cpu", "gb200", "h100", "h20", "h200", "l4", "l40s", "mi300x"),
-    *("rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"),
+    *("a100-40g", "a100-80g", "a10g", "b200", "b300", "cpu", "gb200", "gh200", "h100", "h100-nvl", "h100-pcie", "h20", "h200"),
+    *("l4", "l40s", "mi300x", "mi325x", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"),
 )
 
 # FlexSP's artefact: a1 (ms per token^2), a2 (ms per token), b1 (ms), MB per token, layers, hidden size
@@ -61,7 +61,7 @@ def profile() -> HardwareProfile:
         PassCoefficients(1e-9, 2e-6, 3e-2, 4e-5, 5e-10, 6e-10, 7e-5), PassCoefficients(2e-9, 3e-6, 4e-2), 0.5, "run 3"
     )
     models = (ModelCalibration("llama-3.1-8b", coefficients, 123, 456, 18),)
-    return HardwareProfile(spec, models, (("forward", 0.03), ("backward", 0.04)), "two runs of the bench")
+    return HardwareProfile(spec, models, (("forward", 0.03), ("backward", 0.04)), "two runs of the bench", "bf16, fp8")
 
 
 def edited(path: str, value: Any = None) -> str:
@@ -175,10 +175,32 @@ def test_every_file_beside_the_recipes_is_a_shipped_profile() -> None:
 
 def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
     with pytest.raises(ValueError, match=re.escape(f"neither a shipped profile ({', '.join(sorted(SHIPPED))})")):
-        read_profile("b300")
+        read_profile("mi455x")
     for name in SHIPPED:
         assert read_profile(name.upper().replace("-", "_")) == read_profile(name)
         assert read_profile(name).source
+
+
+@pytest.mark.parametrize(
+    "name,profile",
+    [
+        *[("H100 SXM", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("H100 PCIe 80GB", "h100-pcie"), ("a100-80gb", "a100-80g")],
+        *[("NVIDIA A100-SXM4-40G", "a100-40g"), ("nvidia geforce rtx 3090", "rtx-3090"), ("H100-NVL", "h100-nvl")],
+    ],
+)
+def test_a_name_may_have_further_words(name: str, profile: str) -> None:
+    assert read_profile(name) == read_profile(profile)
+
+
+def test_a_name_of_several_devices_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match=r"'a100' is neither a shipped profile \(a100-40g, a100-80g\)"):
+        read_profile("a100")
+
+
+@pytest.mark.parametrize("name", ["v100", "V100-32G", "t4", "Tesla T4", "RTX 2080 Ti", "2080ti", "P100", "GTX 1080", "Titan V"])
+def test_devices_without_bf16_on_tensor_cores_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match="no tensor cores for bf16"):
+        read_profile(name)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +210,13 @@ def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
         *[("NVIDIA B200", 190, "b200"), ("NVIDIA GB200", 190, "gb200"), ("NVIDIA L4", 24, "l4"), ("NVIDIA L40S", 48, "l40s")],
         *[("NVIDIA H20", 102, "h20"), ("NVIDIA H200", 150, "h200"), ("NVIDIA GeForce RTX 4090", 25, "rtx-4090")],
         *[("NVIDIA RTX 6000 Ada Generation", 51, "rtx-6000-ada"), ("AMD Instinct MI300X", 206, "mi300x")],
-        *[("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102, "rtx-pro-6000"), ("NVIDIA GeForce RTX 3090", 25, "")],
-        ("Quadro RTX 6000", 25, ""),
+        *[
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102, "rtx-pro-6000"),
+            ("NVIDIA GeForce RTX 3090", 25, "rtx-3090"),
+        ],
+        *[("NVIDIA H100 80GB HBM3", 85, "h100"), ("NVIDIA H100 PCIe", 85, "h100-pcie"), ("NVIDIA H100 NVL", 100, "h100-nvl")],
+        *[("NVIDIA GH200 480GB", 102, "gh200"), ("NVIDIA B300 SXM6 AC", 288, "b300"), ("AMD Instinct MI325X", 274, "mi325x")],
+        *[("Quadro RTX 6000", 25, ""), ("NVIDIA GeForce RTX 4080", 16, "")],
     ],
 )
 def test_a_device_has_the_profile_of_its_own_name(device: str, num_gb: int, profile: str) -> None:
@@ -204,6 +231,8 @@ def test_a_device_has_the_profile_of_its_own_name(device: str, num_gb: int, prof
         *[("b200", 180, 2250, 8), ("gb200", 186, 2500, 8), ("h20", 96, 148, 4), ("l40s", 48, 362, 0.864), ("l4", 24, 121, 0.3)],
         *[("a10g", 24, 70, 0.6), ("rtx-4090", 24, 165, 1.008), ("rtx-5090", 32, 209.5, 1.792)],
         *[("rtx-6000-ada", 48, 364, 0.96), ("rtx-pro-6000", 96, 504, 1.792), ("mi300x", 192, 1307, 5.3)],
+        *[("rtx-3090", 24, 71, 0.936), ("h100-pcie", 80, 756, 2), ("h100-nvl", 94, 835, 3.9), ("gh200", 96, 990, 4)],
+        *[("b300", 288, 2250, 8), ("mi325x", 256, 1307, 6)],
     ],
 )
 def test_rates_are_what_a_data_sheet_allows(name: str, num_gb: int, peak: float, bandwidth: float) -> None:
@@ -227,8 +256,14 @@ def test_a_profile_is_read_from_a_path(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
-    with pytest.raises(ValueError, match=r"'b300'.*a100-40g.*path"):
-        read_profile("b300")
+    with pytest.raises(ValueError, match=r"'mi455x'.*a100-40g.*path"):
+        read_profile("mi455x")
+
+
+def test_every_gpu_says_what_its_tensor_cores_multiply() -> None:
+    formats = {name: read_profile(name).formats for name in SHIPPED}
+    assert not formats.pop("cpu") and all(text.startswith("bf16") for text in formats.values())
+    assert formats["a100-80g"] == "bf16" and formats["h100"] == "bf16, fp8" and formats["b300"] == "bf16, fp8, fp4"
 
 
 def test_shipped_rates_are_guesses_until_a_run_measured_its_own() -> None:
