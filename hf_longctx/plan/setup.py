@@ -860,9 +860,14 @@ def _on_more_ranks(memory: DeviceMemory, placement: Placement, num_tokens: int, 
             name = change.name.replace(": --", f": --gpus {num_ranks} --", 1)
             one = replace(change, name=name, setting="").remedy()
             if one.longest_tokens >= num_tokens:
-                found.setdefault(re.sub(r" \(\d.*", "", change.name), one)
+                found.setdefault(_without_bytes(change.name), one)
         num_ranks *= 2
     return list(found.values())[:_MOST_PAIRS]
+
+
+def _without_bytes(name: str) -> str:
+    """Returns the name of a change without host memory, which differs by ranks and by changes before it."""
+    return re.sub(r" \(\d+ GiB a rank\)| --host-gib .*", "", name)
 
 
 def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
@@ -871,7 +876,7 @@ def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, 
     for first in _settings(memory, placement, may_recompute):
         for second in _settings(first.memory, first.placement, may_recompute):
             # the bytes in names depend on their order
-            names = frozenset(re.sub(r" \(\d.*", "", each.name.split(" --host-gib")[0]) for each in (first, second))
+            names = frozenset(_without_bytes(each.name) for each in (first, second))
             if names in pairs or len(names) < 2:
                 continue
             setting = f"{first.setting} and {second.setting}" if first.setting and second.setting else ""

@@ -562,11 +562,11 @@ def _check_fits(scenario: Scenario) -> None:
             f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
         )
     found = fitting_remedies(memory, placement, 1, scenario.may_recompute)
-    advice = "; ".join(f"{one.change} (up to {one.longest_tokens:,} tokens)" for one in found)
+    advice = "".join(f"\n  {one.change} (up to {one.longest_tokens:,} tokens)" for one in found)
     device = scenario.costs.cluster.hardware.name
     raise ValueError(
         f"{scenario.model_name} does not fit: weights, gradients and optimizer states ({placement.parameters}{over}) take "
         f"{states / _GIB:.1f} GiB on each rank{stages}, and a token {memory.saved_bytes_per_token / 2**20:.2f} MiB, but only "
-        f"{memory.usable_bytes / _GIB:.1f} of the {memory.device_bytes / _GIB:.1f} GiB of {device} are usable. Possible changes: "
-        f"{advice or 'more than twice the ranks, larger devices, or a smaller model'}"
+        f"{memory.usable_bytes / _GIB:.1f} of the {memory.device_bytes / _GIB:.1f} GiB of {device} are usable. Possible changes:"
+        f"{advice or ' more than twice the ranks, larger devices, or a smaller model'}"
     )

@@ -400,7 +400,7 @@ def test_moments_of_few_bits_take_fewer_bytes_and_stay_on_the_device() -> None:
 
 def test_a_model_whose_shards_fill_the_device_trains_with_those_of_layers_on_the_host() -> None:
     request = Request("llama-3.1-70b", "h100", 8, optimizer_states="host", host_bytes=200 * 2**30, parameters="sharded")
-    with pytest.raises(ValueError, match=r"does not fit.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):
         build_scenario(request)
     plain = build_scenario(request, must_fit=False)
     away = build_scenario(replace(request, layer_weights="host"))

@@ -64,7 +64,7 @@ def test_stages_that_do_not_hold_the_longest_sequence_are_not_chosen() -> None:
 
 
 def test_a_model_that_fits_nowhere_says_how_many_bytes_it_takes() -> None:
-    with pytest.raises(ValueError, match=r"llama-3.1-405b does not fit: .* GiB on each rank.*Possible changes: "):
+    with pytest.raises(ValueError, match=r"llama-3.1-405b does not fit: .* GiB on each rank.*Possible changes:"):
         scenario(num_ranks=16, ranks_per_node=8, model="llama-3.1-405b")
 
 

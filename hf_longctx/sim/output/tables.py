@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_longctx.plan.cost.catalog import model_names, named_model
+from hf_longctx.plan.cost.catalog import model_names, named_model, named_type
 from hf_longctx.plan.cost.profiles import profile_names, read_profile
+from hf_longctx.plan.cost.public_configs import ALIASES
 from hf_longctx.sim.execution import PRICES
 
 
@@ -40,12 +41,12 @@ _GIB = 2**30
 
 
 def model_table() -> Table:
-    """Lists the catalogue, with billions of parameters and positions."""
-    specs = {name: named_model(name) for name in model_names()}
-    rows = [
-        (name, f"{spec.num_parameters / 1e9:.1f}", str(spec.num_layers), f"{spec.max_positions:,}", "")
-        for name, spec in specs.items()
-    ]
+    """Lists the catalogue, with billions of parameters, layers, positions, and the type of model or the shape that it has."""
+    rows = []
+    for name in model_names():
+        spec, same = named_model(name), ALIASES.get(name)
+        kind = f"as {same[0]}" if same else named_type(name)
+        rows.append((name, f"{spec.num_parameters / 1e9:.1f}", str(spec.num_layers), f"{spec.max_positions:,}", kind))
     return Table.of(("model", "billion parameters", "layers", "positions", ""), rows)
 
 

@@ -59,6 +59,9 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         "",
         " ".join(_CLASSIFIERS.split()),
         "",
+        "Sizes that `hf-longctx plan` knows by name: `hf-longctx plan --list models` "
+        "([more](guides/how-long.md#models-and-hardware-by-name)).",
+        "",
         "`python tests/helpers/models/model_table.py` writes this page; `pytest -m sweep "
         "tests/hf/models/test_model_sweep.py` proves it.",
         "",
