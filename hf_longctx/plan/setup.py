@@ -855,7 +855,7 @@ def _on_more_ranks(memory: DeviceMemory, placement: Placement, num_tokens: int, 
     found: dict[str, Remedy] = {}
     num_ranks = 2 * placement.num_ranks
     while num_ranks < plain.num_ranks and len(found) < _MOST_PAIRS:
-        # of 0 tokens, any number of ranks is enough
+        # any number of ranks holds 0 tokens
         for change in _settings(memory, wider_job(memory, placement, num_ranks, 0), may_recompute):
             name = change.name.replace(": --", f": --gpus {num_ranks} --", 1)
             one = replace(change, name=name, setting="").remedy()

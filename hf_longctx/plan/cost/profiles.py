@@ -25,6 +25,8 @@ SCHEMA_VERSION = 1
 
 _SHIPPED_PACKAGE = "hf_longctx.recipes"
 _SHIPPED_FOLDER = "hardware"
+# GPUs older than Ampere, as `normal_name` spells them
+_WITHOUT_BF16 = re.compile("t4$|v100|p100|p40$|gtx|^2080|rtx20[678]0|quadrortx|titan")
 
 # allowed values of a profile's field, as described in error messages
 _Rule = Literal["text", "a number above 0", "a number of 0 or more", "an integer above 0", "an integer of 0 or more"]
@@ -81,8 +83,6 @@ class ModelCalibration:
         return tokens
 
 
-# devices older than Ampere, as `normal_name` spells them
-_WITHOUT_BF16 = re.compile("t4$|^(tesla)?t4|v100|p100|p40$|gtx|rtx20[678]0|^20[678]0(ti|super)?$|titan|quadrortx")
 _RULES[ModelCalibration] = {
     "model": "text",
     "saved_bytes_per_token": "an integer above 0",
@@ -93,16 +93,16 @@ _RULES[ModelCalibration] = {
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """The rates of one kind of machine, and the models measured on it.
+    """The rates of one kind of machine, and the models measured on it."""
 
-    residuals: (name of the fit, its mean relative error). source: origin of each number, in prose. (`spec.source` is empty for
-    rates that were not measured; a run then measures its own.) formats: numbers that its tensor cores multiply, as text.
-    """
-
+    # its source is empty for rates that were not measured; a run then measures its own
     spec: HardwareSpec
     models: tuple[ModelCalibration, ...] = ()
+    # name of each fit, and its mean relative error
     residuals: tuple[tuple[str, float], ...] = ()
+    # origin of each number, in prose
     source: str = ""
+    # numbers that its tensor cores multiply, for people
     formats: str = ""
 
     def calibration(self, model: str) -> ModelCalibration | None:
