@@ -22,8 +22,8 @@ from collections import defaultdict
 from pathlib import Path
 
 # the newest torch that the package allows, and the versions of CUDA's headers and of cuDNN that it asks for
-PACKAGES = "torch==2.13.0", "nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"
-_CUDNN = 9, 20
+PACKAGES = "torch==2.15.0", "nvidia-cuda-runtime==13.2.86", "nvidia-cuda-crt==13.2.86"
+_CUDNN = 9, 26
 RUNTIME, DRIVER = "libcudart.so.13", "libcuda.so.1"
 # libraries of symbols that do not name their library as their version
 _OWNERS = {
@@ -69,11 +69,8 @@ def main() -> None:
 
 
 def download(folder: Path) -> Path:
-    """Downloads torch for CUDA and headers of CUDA, from the public index whatever pip is set up to prefer."""
-    # settings may name an index or a folder with torch's build for the CPU
-    kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
-    run = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *PACKAGES]
-    subprocess.run(run, env={**kept, "PIP_CONFIG_FILE": os.devnull}, check=True)
+    """Downloads torch for CUDA and headers of CUDA."""
+    _run_pip("download", "-d", str(folder), *PACKAGES)
     return folder
 
 
@@ -82,14 +79,22 @@ def make_environment(folder: Path, wheels: Path) -> Path:
     venv.create(folder, with_pip=False, clear=False)
     python = folder / "bin" / "python"
     site = _packages(folder)
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
-    subprocess.run([*install, *map(str, wheels.glob("*.whl"))], check=True)
+    _run_pip("--python", str(python), "install", *map(str, wheels.glob("*.whl")))
     # behind torch for CUDA; `addsitedir` also reads the other environment's own .pth files
     others = sysconfig.get_path("purelib")
     (site / "others.pth").write_text(f"import site; site.addsitedir({others!r})\n")
     # torch's libraries look for NVIDIA's in this folder
     build_libraries(site / "torch" / "lib", site / "nvidia" / "cu13")
     return python
+
+
+def _run_pip(*arguments: str) -> None:
+    """Runs pip with the public index and these versions, whatever it is set up to prefer."""
+    # settings may name an index or a folder with torch's build for the CPU, or another version
+    settings = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT")
+    kept = {name: value for name, value in os.environ.items() if name not in settings}
+    run = [sys.executable, "-m", "pip", *arguments, "-q", "--no-deps"]
+    subprocess.run(run, env={**kept, "PIP_CONFIG_FILE": os.devnull}, check=True)
 
 
 def without_device(folder: Path) -> None:

@@ -47,7 +47,7 @@ class Machine:
         monkeypatch.setattr(start, "has_communicators", lambda device: True)
         if not spare_gib:
             monkeypatch.setattr(setup, "COMMUNICATOR_BYTES", 0)
-        monkeypatch.setattr(start, "flash_problems", lambda *_: [])
+        monkeypatch.setattr(start, "attention_problems", lambda *_: [])
         monkeypatch.setattr(start, "takes_packs", lambda device, dtype, head_dim, caps_scores: not caps_scores)
 
     def run(self, **settings: Any) -> Setup:

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from hf_longctx.hf.models.states import KERNELS
 from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.start.setup import allocator_advice
-from hf_longctx.runtime.tiles.packages import active_flash
+from hf_longctx.runtime.tiles.packages import active_attention
 from hf_longctx.runtime.tiles.tile import attention_backend
 
 # head size for which backends are named, the usual one
@@ -174,8 +174,8 @@ def _operators(device: torch.device) -> Iterator[Finding]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     words = str(dtype).removeprefix("torch.")
     name = attention_backend(device, dtype, _HEAD_DIM)
-    flash = f", {active_flash()} is active" if active_flash() else ""
-    text = f"{name} for tiles of {words} with heads of {_HEAD_DIM}, torch's own for whole documents{flash}"
+    active = f", {active_attention()} is active" if active_attention() else ""
+    text = f"{name} for tiles of {words} with heads of {_HEAD_DIM}, torch's own for whole documents{active}"
     if device.type == "cuda" and name == "plain":
         yield Finding("attention", text, "note", "plain matrices are many times slower; pip install 'hf_longctx[flash]'")
     else:

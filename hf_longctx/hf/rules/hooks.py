@@ -80,6 +80,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "flash_attn.cute.interface": {"_flash_attn_bwd": (), "_flash_attn_fwd": ()},
     "flash_attn.flash_attn_interface": {"_flash_attn_backward": (), "_flash_attn_forward": ()},
     "torch": {"_C": (), "_dynamo": ()},
+    "torch._C": {"_dispatch_dump_table": ()},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ()},
     "torch.distributed.checkpoint.metadata": {"_MEM_FORMAT_ENCODING": ()},
     "torch.distributed.distributed_c10d": {"_get_default_store": ()},
@@ -106,11 +107,14 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
         "_fsdp_param_group": (),
+        "_is_root": (),
         "_lazy_init": (),
         "_state_ctx": (),
         "_training_state": (),
     },
     "torch.distributed.tensor:DTensor": {"_spec": ()},
+    "torch.nn.attention": {"_registry": ()},
+    "torch.nn.attention._registry": {"_FLASH_ATTENTION_ACTIVE": ()},
     "torch.nn.modules.conv": {"_ConvNd": ()},
     "torch.nn.modules.dropout": {"_DropoutNd": ()},
     "torch.nn.modules.module": {
@@ -166,7 +170,6 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "_set_signature_columns_if_needed": (),
         "_globalstep_last_logged": (),
         "_hp_search_setup": ("trial",),
-        "_initial_global_step": (),
         # the callback alone looks this argument up on the stack
         "_inner_training_loop": ("resume_from_checkpoint",),
         "_train_batch_size": (),

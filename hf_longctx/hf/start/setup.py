@@ -56,7 +56,7 @@ from hf_longctx.runtime.parameters.low_bit import moment_bytes
 from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.cuda import device_capability
 from hf_longctx.runtime.tiles.packages import active_flash
-from hf_longctx.runtime.tiles.packs import flash_problems, takes_packs
+from hf_longctx.runtime.tiles.packs import attention_problems, takes_packs
 from hf_longctx.runtime.tiles.tile import attention_backend
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def choose_setup(
     # the same groups
     cluster = replace(cluster, ranks_per_node=math.gcd(*gather_objects(cluster.ranks_per_node, control)))
     spec = model_spec(model, is_autocast=args.bf16)
-    raise_together(flash_problems(args.device, _attention_dtype(args, model), spec.largest_head_dim), control)
+    raise_together(attention_problems(args.device, _attention_dtype(args, model), spec.largest_head_dim), control)
     spec = replace(
         spec,
         has_master_weights=config.fp32_master_weights,

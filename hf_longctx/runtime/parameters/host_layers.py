@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
-from hf_longctx.runtime.parameters.rounded import weight_groups
+from hf_longctx.runtime.core.torch_versions import weight_groups
 
 # layers with shards on the device: one is gathered while the next is copied
 NUM_SLOTS = 2

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_longctx.runtime.core.torch_versions import weight_groups
+
 # dtype to which autocast rounds weights
 ROUNDED_DTYPE = torch.bfloat16
 # attribute of a model: the names of its rounded weights
@@ -48,15 +50,6 @@ def rounded_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     named = list(model.named_parameters(remove_duplicate=False))
     read_elsewhere = {id(weight) for name, weight in named if without_numbers(name) not in noted}
     return {name: weight for name, weight in named if weight.dtype == torch.float32 and id(weight) not in read_elsewhere}
-
-
-def weight_groups(unit: Any) -> list[Any]:
-    """Returns FSDP2's records of weights that a unit gathers together: one, or from torch 2.12 on several."""
-    state = unit._get_fsdp_state()
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return groups
 
 
 def gather_rounded(units: Collection[nn.Module], places: Collection[tuple[nn.Module, str]]) -> None:

@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
+from hf_longctx.runtime.core.torch_versions import drop_whole_gradients, wait_for_passes, weight_groups
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
-from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights, weight_groups
+from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
@@ -233,9 +234,7 @@ class ShardedParameters:
         self.gradients.forget()
         for group in itertools.chain.from_iterable(map(weight_groups, _units(self.model))):
             for weight in group.fsdp_params:
-                weight.unsharded_accumulated_grad = None
-                if hasattr(weight, "_unsharded_param"):
-                    weight._unsharded_param.grad = None
+                drop_whole_gradients(weight)
         self.end_passes()
 
     def end_passes(self) -> None:
@@ -247,15 +246,15 @@ class ShardedParameters:
         if root._is_root is None:
             # no pass has run yet: FSDP2 makes its streams and records in the first one
             return
-        running = root._state_ctx
+        running, groups = root._state_ctx, []
         running.iter_forward_root, running.post_backward_final_callback_queued = None, False
         for unit in _units(self.model):
             state = unit._get_fsdp_state()
             state._training_state = type(state._training_state).IDLE
-            for group in weight_groups(unit):
-                group._training_state = state._training_state
-                # waits for a gather that no pass has read, and drops it
-                group.finalize_backward()
+            groups += weight_groups(unit)
+        for group in groups:
+            group._training_state = root._training_state
+        wait_for_passes(root, groups)
         self.free()
 
 

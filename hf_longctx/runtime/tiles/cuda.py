@@ -1,6 +1,6 @@
 """Computes tiles with torch's own attention operators for CUDA: cuDNN and FlashAttention 2, called without autograd.
 
-Problems of cuDNN in torch 2.11 to 2.13, each avoided here:
+Problems of cuDNN in torch 2.11 to 2.13, each avoided here in all versions:
 
 - torch caches a plan for each layout of queries, keys and values, and a backward plan also fixes how the output and its
   gradient lay in memory at its first call, without comparing that later. So both are always given in the queries' layout.

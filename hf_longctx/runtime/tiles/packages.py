@@ -1,4 +1,4 @@
-"""Computes tiles with the packages flash-attn (FlashAttention 2) and flash-attn-4, and with a FlashAttention active in torch.
+"""Computes tiles with the packages flash-attn (FlashAttention 2) and flash-attn-4, and with attention activated in torch.
 
 `tiles.tile` lists both packages among its backends. A backward from merged results needs private functions of them, which change
 between releases. So a package is used only after its results for small tiles (with and without a mask, with and without a
@@ -9,7 +9,8 @@ windows and sinks is not used, since both are built from tiles and their LSE.
 With `torch.nn.attention.activate_flash_attention_impl` a user can replace FlashAttention 2 in torch's operators, for the whole
 process, by FlashAttention 3 ("FA3"), 4 ("FA4") or any other registered implementation. Its results are compared in the same way,
 once per activation, device, dtype and head size. One that differs or fails is refused by name, since torch's own attention would
-use it too. Such operators make no plans, so they get the tiles that cuDNN would get otherwise.
+use it too. Such operators make no plans, so they get the tiles that cuDNN would get otherwise. An implementation that replaces
+cuDNN's operators instead ("CUDNN" of nvidia-cudnn-frontend) computes cuDNN's tiles, after the same comparison.
 
 Shapes are those of `tiles.plain`.
 """
@@ -26,9 +27,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import attention
 
-from hf_longctx.runtime.tiles.cuda import device_capability, flash_backward, flash_forward, is_half, takes_flash
+from hf_longctx.runtime.core.torch_versions import activation, is_replaced
+from hf_longctx.runtime.tiles.cuda import (
+    cudnn_backward,
+    cudnn_forward,
+    device_capability,
+    flash_backward,
+    flash_forward,
+    is_half,
+    takes_cudnn,
+    takes_flash,
+)
 from hf_longctx.runtime.tiles.plain import Backward, Forward, Scores, TileInputs, plain_backward, plain_forward
 
 logger = logging.getLogger(__name__)
@@ -190,34 +200,68 @@ FLASH_4 = PackageTiles("flash-attn-4", (9, 0), _flash_4_forward, _flash_4_backwa
 _CUDA = torch.device("cuda")
 
 
-def active_flash() -> str:
-    """Returns the name of the implementation active in place of torch's own FlashAttention 2; empty if there is none."""
-    # older versions of torch have no such function
-    current = getattr(attention, "current_flash_attention_impl", None)
-    return (current() if current is not None else None) or ""
+# operators of torch that an implementation of cuDNN's attention replaces, and those that another FlashAttention replaces
+_CUDNN, _FLASH = "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"
+
+
+def active_attention() -> str:
+    """Returns the name of the implementation that is active in `torch.nn.attention`; empty if there is none."""
+    active = activation()
+    return "" if active is None else active[0]
 
 
 @dataclass
-class RegisteredFlash:
-    """Results of checks of active implementations."""
+class _Kind:
+    """What the active implementation replaces. known: the activation to which `is_cudnn` belongs."""
+
+    known: Any = None
+    is_cudnn: bool = False
+
+    def read(self) -> bool:
+        """Whether the active implementation replaces cuDNN's attention, and leaves FlashAttention 2."""
+        if (active := activation()) is not self.known:
+            self.known = active
+            # one that replaces neither is taken for a FlashAttention, for which torch has its registry
+            self.is_cudnn = active is not None and is_replaced(_CUDNN, _CUDA.type) and not is_replaced(_FLASH, _CUDA.type)
+        return self.is_cudnn
+
+
+_KIND = _Kind()
+
+
+def active_cudnn() -> str:
+    """Returns the name of the implementation that is active in place of cuDNN's operators alone; empty if there is none."""
+    return active_attention() if _KIND.read() else ""
+
+
+def active_flash() -> str:
+    """Returns the name of the implementation that is active in place of torch's own FlashAttention 2; empty if there is none."""
+    return "" if _KIND.read() else active_attention()
+
+
+@dataclass
+class RegisteredAttention:
+    """Results of checks of active implementations, as far as they compute one kind of calls."""
 
     # name of the calls
     what: str
+    # name of the active implementation that computes them; empty if there is none
+    active: Callable[[], str]
+    # whether torch's operator computes such calls
+    fits: Callable[[str, tuple[int, int], torch.dtype, int], bool]
     # (device, dtype, head size) -> largest difference from `plain`, relative to the largest element
     error: Callable[[torch.device, torch.dtype, int], float]
-    # torch's record of the activation to which `problems` belong; a later one clears them
-    activation: Any = None
+    # activation to which `problems` belong; a later one clears them
+    known: Any = None
     problems: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def problem(self, dtype: torch.dtype, head_dim: int) -> str:
         """Describes how the active implementation is wrong, and what to do; empty if it is correct or none is active."""
-        name = active_flash()
+        name = self.active()
         if not name:
             return ""
-        # torch makes a new object at every activation, also for an implementation registered again under its name
-        activation = getattr(getattr(attention, "_registry", None), "_FLASH_ATTENTION_ACTIVE", None) or name
-        if activation is not self.activation:
-            self.activation = activation
+        if (active := activation()) is not self.known:
+            self.known = active
             self.problems.clear()
         device = _CUDA
         key = (device_capability(device), dtype, head_dim, torch.are_deterministic_algorithms_enabled())
@@ -226,13 +270,13 @@ class RegisteredFlash:
         return self.problems[key]
 
     def takes(self, device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether torch's FlashAttention computes such calls; raises RuntimeError if the active implementation is wrong.
+        """Whether torch's operator computes such calls; raises RuntimeError if the active implementation of it is wrong.
 
         head_dim: the larger of the head sizes of queries and values.
         """
-        if not takes_flash(device_type, capability, dtype, head_dim):
+        if not self.fits(device_type, capability, dtype, head_dim):
             return False
-        if active_flash() and (problem := self.problem(dtype, head_dim)):
+        if problem := self.problem(dtype, head_dim):
             raise RuntimeError(problem)
         return True
 
@@ -253,8 +297,13 @@ class RegisteredFlash:
         )
 
 
-def _tile_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+def _flash_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
     return worst_error(flash_forward, flash_backward, device, dtype, head_dim, softcaps=(0.0,))
 
 
-REGISTERED_TILES = RegisteredFlash("tiles", _tile_error)
+def _cudnn_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    return worst_error(cudnn_forward, cudnn_backward, device, dtype, head_dim, softcaps=(0.0,))
+
+
+REGISTERED_TILES = RegisteredAttention("tiles", active_flash, takes_flash, _flash_error)
+REGISTERED_CUDNN = RegisteredAttention("tiles of cuDNN", active_cudnn, takes_cudnn, _cudnn_error)

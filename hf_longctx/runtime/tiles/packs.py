@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_longctx.runtime.core.host_copies import dense_channels
 from hf_longctx.runtime.tiles.cuda import device_capability, takes_flash
-from hf_longctx.runtime.tiles.packages import REGISTERED_TILES, RegisteredFlash
+from hf_longctx.runtime.tiles.packages import REGISTERED_CUDNN, REGISTERED_TILES, RegisteredAttention, active_flash
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, plain_backward, plain_forward
 
 # capabilities with little shared memory, and the largest heads for training that torch's own attention takes there
@@ -84,12 +84,11 @@ def takes_packs(device: torch.device, dtype: torch.dtype, head_dim: int, is_capp
     return not is_too_large and _REGISTERED_PACKS.takes(device.type, capability, dtype, head_dim)
 
 
-def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Lists problems of the FlashAttention that the user has activated in torch, if plans would use it for such heads."""
-    if not takes_flash(device.type, device_capability(device), dtype, head_dim):
-        return []
-    problems = (checked.problem(dtype, head_dim) for checked in (REGISTERED_TILES, _REGISTERED_PACKS))
-    return [problem for problem in problems if problem]
+def attention_problems(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Lists problems of the attention that the user has activated in torch, if plans would use it for such heads."""
+    capability, checks = device_capability(device), (REGISTERED_CUDNN, REGISTERED_TILES, _REGISTERED_PACKS)
+    fitting = [checked for checked in checks if checked.fits(device.type, capability, dtype, head_dim)]
+    return [problem for problem in (checked.problem(dtype, head_dim) for checked in fitting) if problem]
 
 
 def pack_forward(pack: PackInputs) -> tuple[Tensor, Tensor]:
@@ -169,4 +168,4 @@ def _plain_results(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: 
     return out, lse, *plain_backward(gradient, tile, out, lse)
 
 
-_REGISTERED_PACKS = RegisteredFlash("calls of several documents", pack_error)
+_REGISTERED_PACKS = RegisteredAttention("calls of several documents", active_flash, takes_flash, pack_error)

@@ -42,9 +42,8 @@ from hf_longctx.runtime.tiles.cuda import (
     flash_forward,
     planned_keys,
     repays_plan,
-    takes_cudnn,
 )
-from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4, REGISTERED_TILES, active_flash
+from hf_longctx.runtime.tiles.packages import FLASH_2, FLASH_4, REGISTERED_CUDNN, REGISTERED_TILES, active_flash
 from hf_longctx.runtime.tiles.plain import Backward, Forward, TileInputs, as_heads, as_queries, plain_backward, plain_forward
 
 # device type, compute capability ((0, 0) without CUDA), dtype, head size -> whether the backend computes such tiles
@@ -318,7 +317,7 @@ def _cpu_backward(gradient: Tensor, tile: TileInputs, out: Tensor, lse: Tensor) 
 
 
 BACKENDS = (
-    TileBackend("cudnn", takes_cudnn, cudnn_forward, cudnn_backward, groups_heads=True, min_keys=2, plans=True),
+    TileBackend("cudnn", REGISTERED_CUDNN.takes, cudnn_forward, cudnn_backward, groups_heads=True, min_keys=2, plans=True),
     TileBackend("flash_attention_2", REGISTERED_TILES.takes, flash_forward, flash_backward, groups_heads=True),
     # the packages come after torch's own operators, and so compute only capped scores, until they have been measured
     TileBackend("flash_attn_4", FLASH_4.takes, FLASH_4.forward, FLASH_4.backward, groups_heads=True, caps=True),

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.measures.cudnn_plans import CudnnPlans
 from helpers.measures.flash_packs import FlashPacks
 from torch import Tensor
 from torch.nn import attention
@@ -60,6 +61,22 @@ def provider(change_dk: Change = lambda dk: dk, change_packs: Change = lambda dk
         library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
         library.impl("_flash_attention_forward", FlashPacks().forward, "CPU")
         library.impl("_flash_attention_backward", packed_backward, "CPU")
+        return Handle(library)
+
+    return activate
+
+
+def cudnn_provider(change_dk: Change = lambda dk: dk) -> Callable[[], Handle]:
+    """Registers cuDNN's attention for the CPU, as nvidia-cudnn-frontend's "CUDNN" does for CUDA: FlashAttention 2 stays."""
+
+    def backward(*arguments: Any, **keywords: Any) -> Any:
+        dq, dk, dv = CudnnPlans().backward(*arguments, **keywords)
+        return dq, change_dk(dk), dv
+
+    def activate() -> Handle:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_scaled_dot_product_cudnn_attention", CudnnPlans().forward, "CPU")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
         return Handle(library)
 
     return activate
@@ -128,11 +145,38 @@ def test_one_that_is_wrong_for_several_documents_is_refused_there() -> None:
     with pytest.raises(RuntimeError, match=r"'Packs'.* in calls of several documents"):
         packs_are_taken()
     with patch.object(packs, "device_capability", lambda device: HOPPER):
-        (problem,) = packs.flash_problems(torch.device("cuda"), torch.bfloat16, 64)
+        (problem,) = packs.attention_problems(torch.device("cuda"), torch.bfloat16, 64)
         assert problem.startswith("the attention 'Packs', which is active")
-        assert packs.flash_problems(torch.device("cuda"), torch.float32, 64) == []
+        assert packs.attention_problems(torch.device("cuda"), torch.float32, 64) == []
         activate("Right", provider())
-        assert packs.flash_problems(torch.device("cuda"), torch.bfloat16, 64) == []
+        assert packs.attention_problems(torch.device("cuda"), torch.bfloat16, 64) == []
+
+
+def test_one_of_cudnn_computes_its_tiles_and_takes_none_from_flash_attention() -> None:
+    activate("CUDNN", cudnn_provider())
+    assert (registered.active_attention(), registered.active_cudnn(), registered.active_flash()) == ("CUDNN", "CUDNN", "")
+    assert chosen() == "cudnn"
+    # heads that cuDNN does not take, and documents side by side, are computed by torch's own FlashAttention 2, unchecked
+    assert chosen(256) == "flash_attention_2"
+    assert packs_are_taken()
+    with patch.object(packs, "device_capability", lambda device: HOPPER):
+        assert packs.attention_problems(torch.device("cuda"), torch.bfloat16, 64) == []
+    activate("Right", provider())
+    assert (chosen(), registered.active_cudnn(), registered.active_flash()) == ("flash_attention_2", "", "Right")
+
+
+def test_one_of_cudnn_that_is_wrong_is_refused_by_its_name() -> None:
+    activate("CUDNN", cudnn_provider(change_dk=lambda dk: dk * 1.1))
+    with pytest.raises(RuntimeError, match=r"'CUDNN'.* differs from plain matrices by .* in tiles of cuDNN"):
+        chosen()
+    assert chosen(256) == "flash_attention_2"
+    with patch.object(packs, "device_capability", lambda device: HOPPER):
+        (problem,) = packs.attention_problems(torch.device("cuda"), torch.bfloat16, 64)
+        assert problem.startswith("the attention 'CUDNN', which is active")
+        assert packs.attention_problems(torch.device("cuda"), torch.bfloat16, 256) == []
+    # registered once more under its name
+    activate("CUDNN", cudnn_provider())
+    assert chosen() == "cudnn"
 
 
 def test_verdicts_are_made_once_for_a_head_size() -> None:

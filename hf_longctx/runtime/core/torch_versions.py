@@ -1,0 +1,68 @@
+"""Lists what differs between the versions of torch that `setup.cfg` allows, and for each how long it is needed.
+
+Other modules ask for no version of torch, and read no name of it that only some of these versions have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import attention
+
+
+def weight_groups(unit: Any) -> list[Any]:
+    """Returns FSDP2's records of weights that the `FSDPModule` `unit` gathers together.
+
+    Until torch 2.12 is the lowest: 2.11 has one record for a unit.
+    """
+    state = unit._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
+
+
+def drop_whole_gradients(weight: Any) -> None:
+    """Drops gradients of a gathered weight that wait for a reduction. weight: FSDP2's record of it.
+
+    Until torch 2.15 is the lowest: older versions keep those of earlier backwards in a field of their own.
+    """
+    if hasattr(weight, "_unsharded_param"):
+        weight._unsharded_param.grad = None
+    if weight.unsharded_accumulated_grad is not None:
+        weight.unsharded_accumulated_grad = None
+
+
+def wait_for_passes(root: Any, groups: Iterable[Any]) -> None:
+    """Makes the current stream wait for all gathers and reductions that FSDP2 has started, and drops unread gathers.
+
+    root: FSDP2's state of the outermost module, after its first pass. groups: from `weight_groups` of all its units.
+    Until torch 2.15 is the lowest: in older versions each group waits for the reductions.
+    """
+    if finish := getattr(root, "_end_backward_iteration", None):
+        finish()
+        return
+    for group in groups:
+        group.finalize_backward()
+
+
+def is_replaced(name: str, device_type: str) -> bool:
+    """Whether something other than torch's build registered the code of an operator (`aten::...`) for this device type.
+
+    No version has a public way to ask. Takes some 50 microseconds.
+    """
+    key = device_type.upper()
+    table = torch._C._dispatch_dump_table(name).splitlines()
+    return any(line.startswith(f"{key}: ") and f"Register{key}" not in line for line in table)
+
+
+def activation() -> tuple[str, Any] | None:
+    """Returns the name and the handle of the active `torch.nn.attention.activate_flash_attention_impl`; None without one.
+
+    torch makes a new tuple at every activation, also for an implementation that is registered again under its name. No version
+    has a public way to tell two of them apart.
+    """
+    found: tuple[str, Any] | None = attention._registry._FLASH_ATTENTION_ACTIVE
+    return found
