@@ -212,7 +212,7 @@ def active_attention() -> str:
 
 @dataclass
 class _Kind:
-    """What the active implementation replaces. known: the activation to which `is_cudnn` belongs."""
+    """Operators that the active implementation replaces. known: the activation to which `is_cudnn` belongs."""
 
     known: Any = None
     is_cudnn: bool = False
