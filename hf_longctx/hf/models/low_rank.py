@@ -53,30 +53,31 @@ def bind_adapters(model: nn.Module) -> list[Callable[[], None]]:
 
 def _running(shared: Sequence[SharedInput], own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Returns the result of `own`, the forward of the module that calls these projections."""
-    before = [each.outputs for each in shared]
+    before = [(each.outputs, each.mode) for each in shared]
     for each in shared:
         each.outputs = {}
     try:
         return own(*args, **keywords)
     finally:
-        for each, outputs in zip(shared, before, strict=True):
-            each.outputs = outputs
+        for each, (outputs, mode) in zip(shared, before, strict=True):
+            each.outputs, each.mode = outputs, mode
 
 
 class SharedInput:
     """Adapted projections that a module calls with one input.
 
-    outputs: those that wait for their call, by place of the layer; None unless the module is running.
+    outputs: those that wait for their call, by id of the layer; None unless the module is running. mode: the input that they
+    were made of, and what else they depend on.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers = layers
         self.outputs: dict[int, Tensor] | None = None
-        self._mode: tuple[Any, ...] = ()
+        self.mode: tuple[Any, ...] = ()
 
     def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         """Hands over the output of a layer that was made with that of another; None if there is none for this input."""
-        if not self.outputs or self._mode[0] is not x or self._mode[1:] != _mode(x):
+        if not self.outputs or self.mode[0] is not x or self.mode[1:] != _mode(x):
             return None
         return self.outputs.pop(id(layer), None)
 
@@ -89,7 +90,7 @@ class SharedInput:
         outputs = dict(zip(products, adapted_products(x, list(products.values())), strict=True))
         y = outputs.pop(id(layer))
         if outputs:
-            self.outputs, self._mode = outputs, (x, *_mode(x))
+            self.outputs, self.mode = outputs, (x, *_mode(x))
         return y
 
 
@@ -139,8 +140,10 @@ def _product(layer: Any, adapter: Adapter, x: Tensor) -> AdaptedProduct | None:
     base = layer.base_layer
     if type(layer) is not Linear or type(adapter.dropout) is not nn.Identity or isinstance(plain_projection(base), str):
         return None
-    own = [each for each in (base.weight, base.bias) if each is not None]
-    if any(each.requires_grad or isinstance(each, DTensor) for each in own) or (make := maker_of(base)) is None:
+    frozen = [each for each in (base.weight, base.bias) if each is not None]
+    # other types of tensors may be packed or in shards
+    is_plain = {type(each) for each in (*frozen, adapter.first.weight, adapter.second.weight)} <= {nn.Parameter, Tensor}
+    if not is_plain or any(each.requires_grad for each in frozen) or (make := maker_of(base)) is None:
         return None
     weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
     first, second = adapter.first.weight.to(x.dtype), adapter.second.weight.to(x.dtype)
