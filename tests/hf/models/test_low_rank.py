@@ -232,8 +232,10 @@ class Packed(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(function, types, args, kwargs or {})
-        return 3 * found if function is nn.functional.linear else found
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+            is_kept = function is Tensor.detach
+            return found.as_subclass(cls) if is_kept else 3 * found if function is nn.functional.linear else found
 
 
 def packed(model: Any) -> None:
