@@ -23,7 +23,7 @@ from hf_longctx.plan.core.settings import (
     PlannerConfig,
     default_degrees,
 )
-from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan
+from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan, frees_every_round, gathers_every_pass
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -112,7 +112,7 @@ class DeviceMemory:
         if parameters == "replicated":
             return whole
         # weights that "sharded" gathers layer by layer are part of the measured bytes
-        gathered = self.model.num_parameters * self.model.bytes_per_element if parameters != "sharded" else 0
+        gathered = self.model.num_parameters * self.model.bytes_per_element * (not gathers_every_pass(parameters))
         return -(-whole // shard_ranks) + gathered
 
     def host_states(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
@@ -552,7 +552,7 @@ class _Choices:
         """
         best: tuple[Setup, StepPlan] | None = None
         for parameters in _SHARINGS:
-            if parameters == "gathered_per_round" and len(placement.ranges[0]) > 1:
+            if frees_every_round(parameters) and len(placement.ranges[0]) > 1:
                 # a run refuses these with several layer ranges
                 continue
             shard_ranks = 1 if parameters == "replicated" else placement.ranks_per_stage
@@ -935,7 +935,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
         away = replace(model, updates_on_host=True)
         changes.append(_on_host("optimizer states", "optimizer_states", memory, away, placement))
-    can_move = placement.parameters == "sharded" and not (model.layers_on_host or memory.is_measured) and can_leave(model)
+    can_move = gathers_every_pass(placement.parameters) and can_leave(model) and not (model.layers_on_host or memory.is_measured)
     if can_move:
         away = replace(model, layers_on_host=True)
         changes.append(_on_host("weights of layers", "layer_weights", memory, away, placement))

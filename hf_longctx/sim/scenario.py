@@ -23,7 +23,7 @@ from hf_longctx.plan.core.settings import (
     check_degrees,
     default_degrees,
 )
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import Parameters, gathers_every_pass
 from hf_longctx.plan.cost.catalog import with_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
@@ -532,7 +532,7 @@ def _as_parameters(text: str) -> Parameters:
 
 def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
     """Raise ValueError if shards of layers cannot lie on the host while a step computes."""
-    if placement.parameters != "sharded" or placement.shard_ranks == 1:
+    if not gathers_every_pass(placement.parameters) or placement.shard_ranks == 1:
         raise ValueError(
             f"--layer-weights host needs parameters that two or more ranks share, sharded in every forward and backward, not "
             f"{placement.parameters} ones over {placement.shard_ranks} rank(s); add --parameters sharded and ranks, or leave it "

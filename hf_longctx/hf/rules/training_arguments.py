@@ -22,6 +22,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_fsdp
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.plan.core.messages import shown
+from hf_longctx.plan.core.types import Parameters, frees_every_round
 
 State = Literal["supported", "Trainer's own", "some values", "translated", "no effect"]
 # the runs in which plans replace the code that reads a setting: all, those whose training batches they draw, or those whose
@@ -349,7 +350,7 @@ def _changed_loader_settings(args: TrainingArguments) -> list[str]:
 logger = logging.getLogger(__name__)
 
 # names and numbers of FSDP's strategies -> how parameters live on the ranks of one stage, and whether each node has a copy
-_STRATEGIES = {
+_STRATEGIES: dict[str, tuple[Parameters, bool]] = {
     "true": ("sharded", False),
     "full_shard": ("sharded", False),
     "1": ("sharded", False),
@@ -517,7 +518,7 @@ def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironm
     parameters, by_node = _STRATEGIES[asked.strategy]
     if config.parameters != "replicated":
         return config, f"{asked.origin} is replaced by LongContextConfig(parameters={config.parameters!r}), which shards instead"
-    if parameters == "gathered_per_round" and config.stages != 1:
+    if frees_every_round(parameters) and config.stages != 1:
         # stages fix an order of chunks anyway, so gradients need not wait whole
         parameters = "gathered_per_step"
     changes: dict[str, Any] = {"parameters": parameters}

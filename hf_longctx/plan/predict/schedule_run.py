@@ -221,7 +221,7 @@ def _most(
         own = member.group.stages[stage]
         passes, here = byte_model.passes(own), order == place
         is_forward[here], chunks[here] = passes.is_forward, passes.chunks + firsts[place]
-        moments.append(byte_model.moments(member.group, own, waiting=byte_model.stage_waiting(own, plan)))
+        moments.append(byte_model.moments(member.group, own))
     found = (moments[0] if len(moments) == 1 else joined_moments(moments, order)).most
     first, num_stages = members[0].group.stages[stage], plan.num_stages
     messages = message_bytes(costs.model, first, num_stages, max(max(member.seconds.tokens) for member in members))

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.plan.core.types import Parameters, sums_every_backward
+from hf_longctx.plan.core.types import Parameters, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.core.torch_versions import drop_whole_gradients, wait_for_passes, weight_groups
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
@@ -178,7 +178,7 @@ class ShardedParameters:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
-        if parameters != "sharded" and self.on_host is not None:
+        if not gathers_every_pass(parameters) and self.on_host is not None:
             raise ValueError(
                 "the plan gathers all layers at once, but their shards lie on the host to save memory; plan with "
                 "parameters='sharded'"
@@ -196,7 +196,7 @@ class ShardedParameters:
         """Sets when layers are gathered and freed; call it before the first action of a micro-batch."""
         self._parameters = parameters
         for layer in self.layers:
-            layer.set_reshard_after_forward(parameters == "sharded", recurse=False)
+            layer.set_reshard_after_forward(gathers_every_pass(parameters), recurse=False)
 
     def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
         """Prepares a backward: the last one of a micro-batch (`is_last`), or every one, reduces gradients.
@@ -204,7 +204,7 @@ class ShardedParameters:
         All ranks must agree on which backward is the last, since the reduction is collective.
         """
         sums_every = sums_every_backward(self._parameters, self.num_stages)
-        frees_layers = self._parameters == "sharded" or (self._parameters == "gathered_per_round" and is_last)
+        frees_layers = gathers_every_pass(self._parameters) or (frees_every_round(self._parameters) and is_last)
         self.model.set_is_last_backward(is_last or sums_every)
         self.model.set_requires_gradient_sync(is_last or sums_every)
         self.model.set_reshard_after_backward(frees_layers)
