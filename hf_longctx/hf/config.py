@@ -311,14 +311,15 @@ class LongContextConfig:
             "CUDA, unless Liger makes them.",
         },
     )
-    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step"] = field(
+    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step", "auto"] = field(
         default="replicated",
         metadata={
             "help": "How weights, gradients and optimizer states are distributed: `replicated` (whole on every rank), "
             "`sharded` (FSDP2: sharded over ranks, gathered layer by layer in every forward and backward), "
-            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights) or "
+            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights), "
             "`gathered_per_step` (gathered once per optimizer step, while every backward sums gradients into shards, as ZeRO-2 "
-            "does)."
+            "does) or `auto` (the one that is predicted to be fastest for a step of the training set among those that hold its "
+            "longest sequence; decided at start on all ranks, and printed)."
         },
     )
     shard_ranks: int | None = field(
@@ -562,7 +563,7 @@ KINDS: dict[str, Kind] = {
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
     "compile_layers": Flag(is_optional=True),
-    "parameters": Word(PARAMETERS),
+    "parameters": Word((*PARAMETERS, "auto")),
     "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
     "expert_ranks": Whole(2, "give at least 2 ranks, or leave it out", is_optional=True, most=2**20),
     "solver": Word(SOLVERS),

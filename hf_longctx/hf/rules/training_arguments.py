@@ -402,8 +402,8 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
     problems: list[str] = []
     asked = _asked_fsdp(args, launch)
     if asked is not None:
-        problems = refusals(_FSDP_RULES, Facts(args=args, launch=launch, num_ranks=args.world_size))
-        if asked.strategy in _STRATEGIES:
+        problems = refusals(_FSDP_RULES, Facts(config=config, args=args, launch=launch, num_ranks=args.world_size))
+        if asked.strategy in _STRATEGIES and config.parameters != "auto":
             config, line = _with_shards(config, asked, launch)
             lines.append(line)
     if wish := _checkpointing(args, asked):
@@ -503,6 +503,14 @@ _FSDP_RULES = {
             {"origin": each.origin, "strategy": each.strategy} for each in _asked(run) if each.strategy not in _STRATEGIES
         ),
         "launch = replace(launch, uses_fsdp=True, fsdp_reshard='zero')",
+    ),
+    "fsdp-and-auto": Rule(
+        "{origin} names a sharding strategy ({strategy}), and parameters='auto' chooses one",
+        "leave one of them out",
+        lambda run: (
+            {"origin": each.origin, "strategy": each.strategy} for each in _asked(run) if run.config.parameters == "auto"
+        ),
+        "launch = replace(launch, uses_fsdp=True); config = LongContextConfig(parameters='auto')",
     ),
     "fsdp-loads-on-first": Rule(
         "{origin} lets the first rank of each node alone read weights (cpu_ram_efficient_loading), so those of the others are "

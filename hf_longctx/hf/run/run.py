@@ -570,7 +570,7 @@ def _new_mesh(config: LongContextConfig, setup: Setup, args: TrainingArguments) 
     """Makes the mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
         return shard_mesh(args.device.type, setup.costs.shard_ranks, args.ddp_timeout, setup.num_stages)
-    if config.parameters != "replicated":
+    if config.parameters not in ("replicated", "auto"):
         logger.warning("parameters=%r has no effect on one rank", config.parameters)
     return None
 

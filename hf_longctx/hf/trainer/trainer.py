@@ -169,6 +169,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 with naming_errors(type(self).__name__):
                     super().__init__(model=model, args=args, **given)
                 self._start(self._request_of_prepared({"data_collator": data_collator, **kwargs}, control, token_loss))
+                if config.parameters == "auto" and self.place_model_on_device:
+                    self._move_model_to_device(cast(nn.Module, self.model), self.args.device)
                 if is_scored(type(self)):
                     self._start_two_passes()
         self._first_collator = self.data_collator
