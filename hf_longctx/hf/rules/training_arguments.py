@@ -526,11 +526,11 @@ def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironm
     parameters, by_node = _STRATEGIES[asked.strategy]
     if config.parameters != "replicated":
         return config, f"{asked.origin} is replaced by LongContextConfig(parameters={config.parameters!r}), which shards instead"
-    if frees_every_round(parameters) and config.stages != 1:
+    if frees_every_round(parameters) and config.may_have_stages:
         # stages fix an order of chunks anyway, so gradients need not wait whole
         parameters = "gathered_per_step"
     changes: dict[str, Any] = {"parameters": parameters}
-    if by_node and launch.ranks_per_node < launch.num_ranks and config.stages == 1 and config.expert_ranks is None:
+    if by_node and launch.ranks_per_node < launch.num_ranks and not config.may_have_stages and config.expert_ranks is None:
         changes["shard_ranks"] = launch.ranks_per_node
     said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
     return replace(config, **changes), (

@@ -75,6 +75,8 @@ class TrainingRows:
 
     dataset: Any = None
     task: HeadTask = NEXT_TOKEN
+    # a number of stages that is chosen must hold the longest row
+    must_fit: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def choose_setup(
             facts.name,
         )
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
-    frozen = frozen_parameters(model, config.stages != 1)
+    frozen = frozen_parameters(model, config.may_have_stages)
     beside = beside or OtherResidents()
     own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels
     gathered = zip(*gather_objects(own, control), strict=True)
@@ -271,7 +273,7 @@ def _wishes(
         expert_ranks=config.expert_ranks or 0,
         optimizer_states=config.optimizer_states,
         layer_weights=config.layer_weights,
-        stages=config.stages,
+        stages=config.asked_stages,
         interleave=config.interleave,
         lend_stages=config.lend_stages,
     )
@@ -301,7 +303,8 @@ def _lengths(
         per_step = max(1, args.per_device_train_batch_size * args.world_size)
         return list(itertools.islice(itertools.cycle(sample), per_step))
 
-    return Lengths(longest, partial(sampled_lengths, dataset, max_length, control), step)
+    sample = partial(sampled_lengths, dataset, max_length, control)
+    return Lengths(longest, sample, step, longest() if rows.must_fit else 0)
 
 
 def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
@@ -339,7 +342,7 @@ def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
         sharded = replace(placement, parameters="sharded", shard_ranks=placement.ranks_per_stage)
         if placement.is_pipeline and placement.parameters != "sharded" and sharded.tokens_per_rank(memory) >= 1:
             raise ValueError(f"{missing}; use parameters='sharded'")
-        found = "" if config.stages != 1 else settings_for(config, setup, 1)
+        found = "" if placement.is_pipeline else settings_for(config, setup, 1)
         if found:
             raise ValueError(f"{missing}; what would fit, by formula: {found}")
         raise ValueError(f"{missing}; use more ranks, a smaller model or a larger device")
