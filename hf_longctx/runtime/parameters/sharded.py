@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,6 +33,7 @@ from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weight
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
+_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 # attribute of a sharded model: the group of ranks with equal shards
 _COPIES = "longctx_copies"
 # attribute of a sharded model: shards that are on the host while a step computes
@@ -293,16 +294,29 @@ def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
     before a first layer is the last layer of another chunk.
     """
     assert isinstance(model, nn.Module)
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule) and module is not model}
     lists: dict[str, list[FSDPModule]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and module is not model:
-            lists.setdefault(name.rpartition(".")[0], []).append(module)
+    for name, unit in units.items():
+        lists.setdefault(_list_of(model, name, units), []).append(unit)
     # without a list of its own, a unit would look up what ran before; the unit of embedding and head is gathered by then
     model.set_modules_to_backward_prefetch([model])
     for layers in lists.values():
         starts = set(itertools.accumulate(range_layers, initial=0)) if len(layers) == sum(range_layers) else {0}
         for number, layer in enumerate(layers):
             layer.set_modules_to_backward_prefetch([model if number in starts else layers[number - 1]])
+
+
+def _list_of(model: nn.Module, name: str, units: Iterable[str]) -> str:
+    """Returns the path of the list that a unit of this name belongs to, although modules may be wrapped around the unit.
+
+    The innermost container that has other units too; without one, the module that holds the unit.
+    """
+    above = parent = name.rpartition(".")[0]
+    while above:
+        if isinstance(model.get_submodule(above), _CONTAINERS) and sum(each.startswith(f"{above}.") for each in units) > 1:
+            return above
+        above = above.rpartition(".")[0]
+    return parent
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
