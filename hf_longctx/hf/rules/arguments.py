@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedMode
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import is_adapted, shard_problems
+from hf_longctx.hf.models.compressed import compressing_attention
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.experts import has_balance, spread_problems
 from hf_longctx.hf.models.facts import ModelFacts
@@ -1007,7 +1008,9 @@ _SETUP = {
         "leave it out",
         lambda run: (
             [{"name": run.known.name}]
-            if run.config.lend_stages and run.known.mixer is None and indexed_attention(run.known.base)
+            if run.config.lend_stages
+            and run.known.mixer is None
+            and (indexed_attention(run.known.base) or compressing_attention(run.known.base))
             else ()
         ),
         "model = tiny('deepseek_v32'); config = LongContextConfig(stages=2, lend_stages=True)",

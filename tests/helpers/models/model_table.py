@@ -25,6 +25,11 @@ recomputed and run in tiles, if parameters are sharded (FSDP2), and in pipeline 
 under `recomputed` it means that plans keep everything, which the run says once. `whole logits`: the class changes its logits
 after the head by more than a scale or a cap, so plans keep everything for it, too.
 """
+_SIDES = """
+Decoders of encoder-decoders (BART, Blenderbot, Marian, MBART, Pegasus, PLBART, Whisper) run alone, as their classes for causal
+language models do: without a second sequence, and so without their cross attention, whose weights get no gradient. Labels are
+those of the same token, as for every other class, and not shifted ones as the forward of these classes expects.
+"""
 _CLASSIFIERS = """
 Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is
 that of an exact class and their head is one linear module on it: those that transformers derives from its generic classes, and
@@ -56,6 +61,8 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         *(f"| {summary} | {count} |" for summary, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
         "",
         " ".join(_EXACT.split()),
+        "",
+        " ".join(_SIDES.split()),
         "",
         " ".join(_CLASSIFIERS.split()),
         "",
