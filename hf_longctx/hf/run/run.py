@@ -589,5 +589,5 @@ def _placement(
     ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host
     shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
-        return StagedPlacement(stage, shards, pool)
+        return StagedPlacement(stage, shards, pool, setup.ranges)
     return ReplicatedPlacement(pool.control) if shards is None else ShardedPlacement(shards, pool.control)
