@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +13,12 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models.chats import word_tokenizer
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import SKEWED, LossRecorder, make_trainer, plain_training, training_arguments
+from helpers.trainers.trl_runs import models_of, rows_of, trl_arguments
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextMixin, LongContextTrainer
@@ -107,9 +110,8 @@ def start(folder: str, hardware: str, name: str) -> tuple[int, tuple[str, ...]]:
         model.model.layers[1].requires_grad_(False)
     quiet = {"self_test": False, "report_steps": False, "timeline_steps": 0}
     config = LongContextConfig(**{"hardware": hardware, "tokens_per_rank": 32, **quiet, **settings})
-    with on_two_nodes(), ExitStack() as undo:
+    with on_two_nodes():
         made = trainer(model=model, args=args, train_dataset=rows, longctx_config=config, **given)
-        undo.callback(made.longctx_run.close)
         return made.longctx_run.setup.num_stages, made._lines
 
 
@@ -135,7 +137,6 @@ def train(folder: str, hardware: str, resumes: bool, config: dict[str, Any]) -> 
         recorder = LossRecorder()
         recorder.attach(trainer)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{NUM_STEPS // 2}" if resumes else None)
-        trainer.longctx_run.close()
     return trainer.longctx_run.setup.num_stages, recorder.losses
 
 
@@ -147,6 +148,28 @@ def test_a_run_on_two_nodes_makes_stages_and_resumes_with_them_or_without(ranks,
     for config in ({}, {"stages": 1}):
         for num_stages, losses in ranks(4).run(train, folder, hardware, True, config):
             assert num_stages == config.get("stages", 2) and losses == pytest.approx(expected[NUM_STEPS // 2 :], rel=1e-10)
+
+
+def start_trl(folder: str, hardware: str, name: str) -> tuple[int, tuple[str, ...]]:
+    """The number of stages with which a trainer of TRL starts, and its lines about settings."""
+    import trl
+
+    base, kind = getattr(trl, f"{name}Trainer"), {"SFT": "text", "DPO": "preference"}[name]
+    args = trl_arguments(getattr(trl, f"{name}Config"), folder, save_strategy="steps")
+    config = quiet_config(hardware=hardware, parameters="sharded", tokens_per_rank=64)
+    planned: Any = type("Planned", (LongContextMixin, base), {})
+    given = {"args": args, "train_dataset": rows_of(kind), "processing_class": word_tokenizer(), "longctx_config": config}
+    with on_two_nodes():
+        trainer = planned(**models_of(kind, ModelCase(num_layers=4), {}), **given)
+    return trainer.longctx_run.setup.num_stages, trainer._lines
+
+
+@pytest.mark.trl
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL (pip install trl==1.16.0)")
+@pytest.mark.parametrize("name,wanted", [("SFT", CHOSEN), ("DPO", "Planned draws its own batches, whose lengths are unknown")])
+def test_trainers_of_trl_choose_where_plans_draw_the_batches(ranks, tmp_path: Path, name: str, wanted: str) -> None:
+    for num_stages, lines in ranks(4).run(start_trl, str(tmp_path), profile(tmp_path), name):
+        assert wanted in "".join(lines) and (num_stages > 1) == (name == "SFT")
 
 
 def lines_of_callback(folder: str, is_attached: bool) -> list[str]:
