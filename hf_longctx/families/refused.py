@@ -13,16 +13,20 @@ STATE_WORDS = (
 # reasons to refuse a causal language model; an unknown class gets the first whose layer it has as a hint
 REASONS: dict[str, Reason] = {
     "own_attention": Reason(
-        "declares no attention backend: its attention is written out in its own file", "declares no attention backend"
+        "declares no attention backend: its attention is written out in its own file; plans would have to reach its queries, "
+        "keys and values before the softmax, and its positions",
+        "declares no attention backend",
     ),
     "state": Reason(
         "carries a state from token to token (linear attention, SSM, convolution), which plans neither reset at a new document "
-        "nor pass on between ranks",
+        "nor pass on between ranks; they would need a record of its mixers and, where scores get biases made from queries, "
+        "attention that takes these",
         "linear attention, SSM, convolution or another state along the sequence",
         STATE_WORDS,
     ),
     "cross_attention": Reason(
-        "reads a second sequence (cross attention), and the class takes no positions that restart at each document",
+        "reads a second sequence (cross attention); plans would have to cut it by documents, and to leave out layers that read "
+        "it alone in rows without one",
         "cross attention",
         r"encoder_attn|[cC]ross_?[aA]tt",
     ),
@@ -33,15 +37,20 @@ REASONS: dict[str, Reason] = {
         r"DecoderAttention$",
     ),
     "mask_of_values": Reason(
-        "makes a mask of its own from keys or values, which plans would leave out", "a mask made from the values", r"Attention$"
+        "makes a mask of its own from keys or values, which plans would leave out; they would have to make it for all keys of a "
+        "document, over ranks and slices",
+        "a mask made from the values",
+        r"Attention$",
     ),
     "several_calls": Reason(
-        "calls attention several times in one forward, but slices keep only one set of keys and values for each layer",
+        "calls attention several times in one forward, but slices keep only one set of keys and values for each layer; plans "
+        "would have to keep one for every call",
         "attention that runs several times per layer",
         r"Attention$|MLA$",
     ),
     "other_inputs": Reason(
-        "reads more than token ids and positions (codebooks, images, hidden states of another model)",
+        "reads more than token ids and positions (codebooks, images, hidden states of another model); plans would have to cut "
+        "these by documents and to send them with the tokens",
         "inputs beside tokens and positions",
     ),
 }
@@ -68,8 +77,8 @@ REASONS |= {
         "hides the logits of image tokens after the head; plans would have to do so in every tile of the loss"
     ),
     "unknown_mixer": Reason(
-        "has layers with a state along the sequence that plans neither reset at a new document nor pass on; its mixers would "
-        "need a convolution and a scan that plans know"
+        "has short convolutions in its attention, whose scores get biases by distance made from queries; plans would have to "
+        "reset and pass on these convolutions, and to attend with such biases"
     ),
     "unknown_index": Reason(
         "chooses keys by an index that plans do not know, of pooled keys or beside keys and values of earlier layers; plans "
