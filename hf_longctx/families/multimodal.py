@@ -74,7 +74,6 @@ MULTIMODAL: tuple[Family, ...] = (
     ),
     Family(
         "hy_v4_vl",
-        traits=Traits(streams_field="hc_mult"),
         wrapper="HYV4VLForConditionalGeneration",
         text="HYV4VLTextModel",
         modules=Modules(

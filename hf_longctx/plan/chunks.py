@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hf_longctx.plan.core.orders import families
 from hf_longctx.plan.core.sharding import LENGTHS_PER_OCTAVE, length_step
 from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
 from hf_longctx.plan.model.attention_pairs import SpanRates
@@ -210,12 +211,17 @@ def elastic_chunks(
     rates: SpanRates,
     capacity_tokens: int,
     target_s: float = 0.0,
+    growth: float = 0.0,
+    longest: int = 0,
 ) -> tuple[Chunk, ...]:
     """Cut the longest sequence into `num_slices` slices of equal time, and make chunks of similar time from all others.
 
     lengths: sequence number -> tokens. rates: seconds of forward plus backward. capacity_tokens: most tokens of a chunk; there
     are more slices if they would exceed it. target_s: seconds that a pack may take, if more than a slice takes. Slices of a
     sequence are consecutive, and sequences come longest first. If `num_slices` is 1, there are only whole sequences and packs.
+    growth: factor by which chunks grow at the beginning and shrink at the end (0: neither), since the stages of a pipeline wait
+    for its first and last chunks; these are packs of the shortest sequences. longest: tokens of a sequence of another group, at
+    least as long as the longest here, that has the slices of which all others get the bounds (0: the longest here).
     Raises ValueError for sequences without tokens and for numbers below 1.
     """
     _check(lengths, num_slices=num_slices, capacity_tokens=capacity_tokens)
@@ -224,21 +230,60 @@ def elastic_chunks(
     if rates.pair_s <= 0 and rates.token_s <= 0:
         rates = SpanRates(0.0, 1.0)
     ordered = sorted(lengths, key=lambda sequence: (-lengths[sequence], sequence))
-    mesh = _mesh(lengths[ordered[0]], num_slices, rates, capacity_tokens)
+    mesh = _mesh(longest or lengths[ordered[0]], num_slices, rates, capacity_tokens)
     long = [sequence for sequence in ordered if lengths[sequence] > mesh[1]]
-    families = [_slices_on_mesh(sequence, lengths[sequence], mesh) for sequence in long]
-    tails = [
-        _Bucket(rates.of_span(family[-1].start, family[-1].stop), family[-1].num_tokens, [family[-1]]) for family in families
-    ]
-    short = [(sequence, lengths[sequence]) for sequence in ordered[len(long) :]]
-    cell_s = max(rates.of_span(start, stop) for start, stop in pairwise(mesh))
-    packs = _pack(tails, [(i, n, rates.of_span(0, n)) for i, n in short], max(cell_s, target_s), capacity_tokens)
-    chunks = [[span] for family in families for span in family]
+    sliced = [_slices_on_mesh(sequence, lengths[sequence], mesh) for sequence in long]
+    tails = [_Bucket(rates.of_span(family[-1].start, family[-1].stop), family[-1].num_tokens, [family[-1]]) for family in sliced]
+    short = [(i, lengths[i], rates.of_span(0, lengths[i])) for i in ordered[len(long) :]]
+    chunk_s = max(target_s, *(rates.of_span(start, stop) for start, stop in pairwise(mesh)))
+    front, back = _ramps(short, chunk_s, growth, capacity_tokens) if growth else ([], [])
+    packs = _pack(tails, short, chunk_s, capacity_tokens)
+    chunks = [[span] for family in sliced for span in family]
     last = -1
-    for family, tail in zip(families, tails, strict=True):
+    for family, tail in zip(sliced, tails, strict=True):
         last += len(family)
         chunks[last] = tail.spans
-    return _numbered([*chunks, *(pack.spans for pack in sorted(packs, key=lambda pack: -pack.seconds))])
+    return _numbered([*front, *chunks, *(pack.spans for pack in sorted(packs, key=lambda pack: -pack.seconds)), *back])
+
+
+def aligned_chunks(groups: Sequence[Sequence[Chunk]]) -> list[tuple[Chunk, ...]]:
+    """Arrange the chunks of groups that run one order, so that slices of their sequences begin and end in the same slots.
+
+    Each list has slices of one sequence next to each other, as from `elastic_chunks`. The first sequences in slices of all groups
+    share slots, then the second ones, and so on. A group with fewer slices than another runs whole sequences before them, so that
+    no more slices are in flight than those of one sequence of each group. All groups get equally many chunks: dummy chunks fill
+    up before the first slices, and after the last ones.
+    """
+    if len(groups) == 1:
+        return [tuple(groups[0])]
+    fronts, sliced, whole = [], [], []
+    for chunks in groups:
+        own = [[chunks[place] for place in family] for family in families(chunks)]
+        sliced.append([family for family in own if len(family) > 1])
+        singles = [family[0] for family in own if len(family) == 1]
+        num_front = next((place for place, family in enumerate(own) if len(family) > 1), 0)
+        fronts.append(singles[:num_front])
+        whole.append(singles[num_front:])
+    slots: list[list[Chunk]] = [[] for _ in groups]
+
+    def fill(most: int, chunks: list[Chunk], own: list[Chunk], others: list[Chunk], takes_others: bool = True) -> None:
+        """Adds `most` chunks: some of the others, dummy chunks, and those of `own`."""
+        missing = most - len(own)
+        taken = others[:missing] if takes_others else []
+        del others[: len(taken)]
+        chunks += [*taken, *[Chunk(0)] * (missing - len(taken)), *own]
+
+    most = max(map(len, fronts))
+    for chunks, front, own, others in zip(slots, fronts, sliced, whole, strict=True):
+        fill(most, chunks, front, others, not own)
+    for place in range(max(map(len, sliced))):
+        most = max(len(own[place]) for own in sliced if place < len(own))
+        for chunks, own, others in zip(slots, sliced, whole, strict=True):
+            fill(most, chunks, own[place] if place < len(own) else [], others)
+    most = max(map(len, whole))
+    for chunks, others in zip(slots, whole, strict=True):
+        fill(most, chunks, others, [])
+    return [_numbered([chunk.spans for chunk in chunks]) for chunks in slots]
 
 
 def fixed_chunks(lengths: Mapping[int, int], chunk_tokens: int) -> tuple[Chunk, ...]:
@@ -292,6 +337,31 @@ def _slices_on_mesh(sequence: int, length: int, mesh: Sequence[int]) -> list[Spa
     """Cut a sequence at the bounds of the mesh that lie inside it."""
     inside = mesh[: bisect_left(mesh, length)]
     return [Span(sequence, start, stop) for start, stop in pairwise([*inside, length])]
+
+
+# time of the first and of the last chunk that grow and shrink, as a share of that of others
+_LEAST_CHUNK = 0.25
+
+
+def _ramps(
+    short: list[tuple[int, int, float]], chunk_s: float, growth: float, capacity_tokens: int
+) -> tuple[list[list[Span]], list[list[Span]]]:
+    """Take the shortest sequences (number, tokens, seconds) off a list, longest first, for chunks that grow and that shrink."""
+    front: list[list[Span]] = []
+    back: list[list[Span]] = []
+    most_s = _LEAST_CHUNK * chunk_s
+    while most_s < chunk_s:
+        for chunks in (front, back):
+            spans: list[Span] = []
+            seconds, tokens = 0.0, 0
+            while short and (not spans or (seconds + short[-1][2] <= most_s and tokens + short[-1][1] <= capacity_tokens)):
+                sequence, length, own_s = short.pop()
+                spans.append(Span(sequence, 0, length))
+                seconds, tokens = seconds + own_s, tokens + length
+            if spans:
+                chunks.append(spans)
+        most_s *= growth
+    return front, back[::-1]
 
 
 def _pack(tails: list[_Bucket], short: list[tuple[int, int, float]], target_s: float, capacity_tokens: int) -> list[_Bucket]:

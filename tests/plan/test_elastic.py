@@ -12,7 +12,8 @@ from helpers.plans.grouping_problems import lognormal_lengths, set_partitions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.plan.chunks import elastic_chunks, fixed_chunks
+from hf_longctx.plan.chunks import aligned_chunks, elastic_chunks, fixed_chunks
+from hf_longctx.plan.core.orders import families
 from hf_longctx.plan.core.types import Chunk, Span
 from hf_longctx.plan.model.attention_pairs import FULL, SpanRates
 
@@ -147,6 +148,61 @@ def test_real_mixtures_are_even_and_quick(num_slices: int) -> None:
     fixed = [seconds(chunk, pair_s, token_s) for chunk in fixed_chunks(lengths, chunks[0].num_tokens)]
     assert max(fixed) > 1.5 * sum(fixed) / len(fixed)
     assert min(taken_s) < 0.02
+
+
+@given(LENGTHS, st.integers(1, 9), RATES, st.integers(1, 4000), st.sampled_from([1.05, 1.3, 2.0]))
+def test_chunks_grow_at_the_beginning_and_shrink_at_the_end(
+    lengths: dict[int, int], num_slices: int, rates: tuple[float, float], capacity: int, growth: float
+) -> None:
+    chunks = elastic_chunks(lengths, num_slices, SpanRates(*rates), capacity, growth=growth)
+    pieces: dict[int, int] = dict.fromkeys(lengths, 0)
+    for chunk in chunks:
+        assert 0 < chunk.num_tokens <= capacity
+        for span in chunk.spans:
+            assert span.start == pieces[span.sequence]
+            pieces[span.sequence] = span.stop
+    assert pieces == lengths
+    plain = elastic_chunks(lengths, num_slices, SpanRates(*rates), capacity)
+    most_s = max((seconds(chunk, *rates) for chunk in plain), default=0.0)
+    assert max((seconds(chunk, *rates) for chunk in chunks), default=0.0) <= most_s * (1.05 + 1e-9)
+
+
+def test_the_shortest_sequences_make_chunks_of_few_tokens_at_both_ends() -> None:
+    lengths = {0: 100, 1: 100, 2: 100, **{place: 10 for place in range(3, 33)}}
+    chunks = elastic_chunks(lengths, 1, SpanRates(0.0, 1.0), 1000, growth=1.5)
+    sizes = [chunk.num_tokens for chunk in chunks]
+    ramp = [20, 30, 50, 80]
+    assert sizes[:3] == ramp[:3] and sizes[-3:] == ramp[2::-1] and max(sizes) <= 105
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 9), RATES, st.sampled_from([0.0, 1.3]))
+def test_groups_side_by_side_have_slices_in_the_same_slots(
+    groups: list[dict[int, int]], num_slices: int, rates: tuple[float, float], growth: float
+) -> None:
+    longest = max((length for lengths in groups for length in lengths.values()), default=0)
+    how = num_slices, SpanRates(*rates), 1 << 20, 0.0, growth, longest
+    own = [elastic_chunks({100 * place + i: n for i, n in group.items()}, *how) for place, group in enumerate(groups)]
+    slots = aligned_chunks(own)
+    assert len({len(chunks) for chunks in slots}) == 1
+    for chunks, before in zip(slots, own, strict=True):
+        assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+        assert {chunk.spans for chunk in chunks if chunk.spans} == {chunk.spans for chunk in before}
+        for sequence in {span.sequence for chunk in before for span in chunk.spans}:
+            spans = [span for chunk in chunks for span in chunk.spans if span.sequence == sequence]
+            assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+    if slots[0]:
+        # no more slots are in flight together than slices of the sequence with the most
+        longest_family = max(len(family) for chunks in own if chunks for family in families(chunks))
+        assert max(map(len, families(*slots))) == longest_family
+    # slots are few: a group has a dummy chunk only where another group has slices that it lacks sequences for
+    assert len(slots[0]) <= sum(map(len, own))
+
+
+def test_sequences_of_other_groups_are_cut_at_the_bounds_of_the_longest() -> None:
+    rates = SpanRates(1e-3, 1.0)
+    whole, other = elastic_chunks({0: 1000}, 4, rates, 1000), elastic_chunks({1: 700}, 4, rates, 1000, longest=1000)
+    bounds = [chunk.spans[0].stop for chunk in whole]
+    assert [chunk.spans[0].stop for chunk in other] == [*(bound for bound in bounds if bound < 700), 700]
 
 
 @given(LENGTHS, st.integers(1, 1000))

@@ -20,14 +20,24 @@ STEP = lognormal_lengths(3, 24, 30_000, 6_000.0)
 WAYS: tuple[Parameters, ...] = ("replicated", "gathered_per_round", "gathered_per_step", "sharded")
 
 
-def setup_of(device_gib: float, link: float, stages: int, parameters: Parameters | None, step: Sequence[int] = STEP) -> Setup:
-    """A setup of eight ranks in two nodes. parameters: None leaves the choice open."""
+def setup_of(
+    device_gib: float,
+    link: float,
+    stages: int,
+    parameters: Parameters | None,
+    step: Sequence[int] = STEP,
+    num_nodes: int = 2,
+    network: float = GENERIC_GPU.network_bytes_per_s,
+) -> Setup:
+    """A setup of nodes of four ranks. parameters: None leaves the choice open."""
+    num_ranks = 4 * num_nodes
     hardware = replace(GENERIC_GPU, device_bytes=int(device_gib * 2**30), link_bytes_per_s=link, memory_bytes_per_s=1e12)
-    cluster = ClusterSpec(8, 4, hardware)
+    hardware = replace(hardware, network_bytes_per_s=network)
+    cluster = ClusterSpec(num_ranks, 4, hardware)
     costs = CostModel(MODEL, cluster, default_coefficients(MODEL, cluster))
     memory = replace(DeviceMemory.by_formula(MODEL, hardware.device_bytes), keeps_everything=False)
     degrees = (1, 2, 4)
-    placement = Placement(8, parameters or "replicated", 0, degrees, "auto", ranks_per_node=4)
+    placement = Placement(num_ranks, parameters or "replicated", 0, degrees, "auto", ranks_per_node=4)
     wishes = Wishes(PlannerConfig(1, degrees), placement, may_shard=parameters is None, stages=stages)
     lengths = Lengths(lambda: max(step, default=0), lambda: step, list)
     return build_setup(Measured(costs, memory), wishes, lengths, lambda *_: None)
@@ -60,3 +70,14 @@ def test_no_way_that_fits_is_faster(device_gib: float, link: float) -> None:
 def test_without_lengths_of_a_step_shards_are_chosen_by_memory_alone() -> None:
     found = setup_of(12, 1e11, 2, None, ())
     assert found.placement.parameters == "sharded" and found.placement.shard_ranks == 4
+
+
+def test_stages_of_several_nodes_shard_inside_a_node_if_the_network_is_slow() -> None:
+    few = STEP[:8]
+    found = setup_of(12, 1e11, 2, None, few, num_nodes=4, network=5e8)
+    assert found.placement.ranks_per_stage == 8 and found.placement.shard_ranks == 4 == found.costs.shard_ranks
+    assert any("over 4 ranks each" in note for note in found.notes)
+    whole = setup_of(12, 1e11, 2, found.placement.parameters, few, num_nodes=4, network=5e8)
+    assert whole.placement.shard_ranks == 8
+    slow, fast = (plan_step(0, few, each.costs, each.planner).estimate.counted_s for each in (whole, found))
+    assert fast < slow

@@ -75,7 +75,7 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     # these seconds equal `evaluate_plan`'s, see test_staged_step.py
     shape, leads = GroupShape(degree, degree), (1.0, 1.5, 2.0)
     return min(
-        seconds for made in chunks for seconds, _ in pipeline_s(made, shape, costs, ranges, "elastic", leaves, leads=leads)
+        seconds for made in chunks for seconds, *_ in pipeline_s([(made, shape)], costs, ranges, "elastic", leaves, leads=leads)
     )
 
 

@@ -152,13 +152,19 @@ def compute_actions(
 
 
 def compute_orders(
-    chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1, lead: float = 1.0
+    chunks: Sequence[Chunk],
+    num_stages: int,
+    schedule: Schedule = "elastic",
+    num_ranges: int = 1,
+    lead: float = 1.0,
+    beside: Sequence[Sequence[Chunk]] = (),
 ) -> tuple[ComputeOrder, ...]:
     """Computes the order of `compute_actions` as arrays: kinds, chunks and layer ranges of every stage's actions.
 
     lead: forwards that a stage is ahead of the next one with the elastic schedule, at least 1, as a mean over the later stages.
+    beside: equally many chunks of each group that runs the same order.
     """
-    return _family_orders(families(chunks), num_stages, schedule, num_ranges, lead)
+    return _family_orders(families(chunks, *beside), num_stages, schedule, num_ranges, lead)
 
 
 def _family_orders(

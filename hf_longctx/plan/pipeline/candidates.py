@@ -4,9 +4,11 @@ A layout divides a stage's ranks into sequence groups, of one degree or of diffe
 the group that would finish it first (Graham 1969, section 4: within 4/3 - 1/(3m) of the optimum for m equal groups). So faster
 groups get more work, and a group never gets a sequence that is too long for it.
 
-Every group is its own pipeline, so its number of slices does not depend on other groups. With one slice the pipeline runs whole
-sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula compares numbers of slices first
-(`StagedStep.cuts`); the best few are then simulated.
+Every group is its own pipeline, so its number of slices does not depend on other groups, unless both have ranks that share
+weights: such groups run one order of equally many chunks, with slices in the same slots (`aligned_chunks`). With one slice the
+pipeline runs whole sequences; with more it runs slices of them (InfiniPipe, arXiv 2509.21275, section 3). A formula compares
+numbers of slices first (`StagedStep.cuts`); the best few are then simulated, and the fastest again with chunks that grow at the
+beginning and shrink at the end, for which stages wait less. If memory is short, the search makes room for several of them.
 
 Sequences that no pipeline of several chunks can hold get micro-batches whose groups run one chunk each (`SingleChunks`). If ranks
 sum gradients over their shards once per micro-batch, the gradients of a stage wait whole on each of its ranks from the first
@@ -26,8 +28,8 @@ from heapq import heapreplace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hf_longctx.plan.chunks import elastic_chunks
-from hf_longctx.plan.core.orders import MessagedPasses, pipelined
+from hf_longctx.plan.chunks import aligned_chunks, elastic_chunks
+from hf_longctx.plan.core.orders import MessagedPasses, in_turns, pipelined
 from hf_longctx.plan.core.types import (
     Chunk,
     FloatArray,
@@ -41,7 +43,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedStep
+from hf_longctx.plan.pipeline.staged_step import Cut, StagedRun, StagedStep
 from hf_longctx.plan.room.room import PipelineRoom
 
 # degrees of the groups of a stage, the largest first; ranks that they leave over are idle
@@ -187,11 +189,16 @@ class _CandidateSearch:
     # layouts that are simulated
     most_layouts: int = 4
     # for each group: cuts that fit before the simulation stops, cuts tried before it gives up
-    fitting_cuts: int = 2
+    fitting_cuts: int = 3
     most_cuts: int = 5
+    # ways to run a layout for which room is made if memory is short
+    most_options: int = 3
     # numbers of slices to try if memory is short
     least_memory_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
 
+
+# share of a number of slices that comes from rounding
+_ROUNDING = 1e-9
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
 _CANDIDATES = _CandidateSearch()
@@ -206,6 +213,21 @@ class Candidate:
 
     seconds: float
     micro_batch: MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A way to run groups in one order, with the estimated seconds of the slowest. lead: see `compute_orders`."""
+
+    seconds: float
+    lead: float
+    # memory is short: not everything is kept
+    is_short: bool
+    chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]
+
+
+def _in_order(option: _Option) -> float:
+    return option.seconds
 
 
 class LeastMemory:
@@ -235,26 +257,28 @@ class Candidates:
         self.staged = staged
         self.passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...], float], SequenceGroup] = {}
-        self._runs: dict[tuple[int, tuple[int, ...], int, float], tuple[float, float, tuple[Chunk, ...]]] = {}
+        self._runs: dict[
+            tuple[tuple[tuple[int, tuple[int, ...]], ...], Cut], tuple[list[tuple[Chunk, ...]], list[StagedRun]]
+        ] = {}
 
     def fastest(self, members: Sequence[int]) -> list[Candidate]:
-        """Fastest pipelines for these sequences, one for each of the most promising layouts, fastest first.
+        """Fastest pipelines for these sequences, of the most promising layouts, fastest first.
 
         The list is empty if no layout holds all of them.
         """
         estimated = []
         for groups in dealt_layouts(self.staged, members):
-            estimate_s = max((self.staged.cuts(group)[0].estimate_s for group in groups if group.members), default=0.0)
-            estimated.append((estimate_s, groups))
+            estimated.append((self._estimate_s(groups), groups))
         estimated.sort(key=lambda item: item[0])
         found: list[Candidate] = []
+        num_layouts = 0
         for estimate_s, groups in estimated:
             least_s = min((candidate.seconds for candidate in found), default=math.inf)
-            if len(found) == _CANDIDATES.most_layouts or _CANDIDATES.doubt * estimate_s > least_s or math.isinf(estimate_s):
+            if num_layouts == _CANDIDATES.most_layouts or _CANDIDATES.doubt * estimate_s > least_s or math.isinf(estimate_s):
                 break
-            candidate = self._in_step(groups) if self._share_blocks(groups) else self._simulated(groups)
-            if candidate is not None:
-                found.append(candidate)
+            candidates = self._simulated(groups)
+            num_layouts += bool(candidates)
+            found += candidates
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def _share_blocks(self, groups: Sequence[PlacedGroup]) -> bool:
@@ -265,59 +289,107 @@ class Candidates:
         blocks = [block for group in groups for block in {position // size for position in group.positions}]
         return len(blocks) > len(set(blocks))
 
-    def _simulated(self, groups: Sequence[PlacedGroup]) -> Candidate | None:
-        """Groups with the chunks that are fastest in simulation; None if they do not fit."""
-        cuts = {group: self.staged.cuts(group) for group in groups if group.members}
-        chunks: dict[PlacedGroup, tuple[Chunk, ...]] = {}
-        leads: dict[PlacedGroup, float] = {}
+    def _simulated(self, groups: Sequence[PlacedGroup]) -> list[Candidate]:
+        """Groups with the chunks that are fastest in simulation, and with the next ones if memory is short; none if none fits."""
+        busy = [group for group in groups if group.members]
+        runs_together = self._share_blocks(groups) and len(busy) > 0
+        parts = [tuple(busy)] if runs_together else sorted(((group,) for group in busy), key=lambda part: -self._estimate_s(part))
+        options: list[list[_Option]] = []
         slowest_s = 0.0
-        for group in sorted(cuts, key=lambda group: -cuts[group][0].estimate_s):
-            best_s, num_fitting = math.inf, 0
-            for cut in cuts[group][: _CANDIDATES.most_cuts]:
-                seconds, lead, made = self._run(group, cut)
-                num_fitting += seconds < math.inf
-                if seconds < best_s:
-                    best_s, leads[group], chunks[group] = seconds, lead, made
-                # a group faster than the slowest one gains nothing
-                if best_s <= slowest_s or num_fitting == _CANDIDATES.fitting_cuts:
-                    break
-            if math.isinf(best_s):
-                return None
-            slowest_s = max(slowest_s, best_s)
-        return Candidate(slowest_s, self.micro_batch(groups, chunks, leads))
+        for part in parts:
+            found = self._options(part, slowest_s)
+            if not found:
+                return []
+            options.append(found)
+            slowest_s = max(slowest_s, found[0].seconds)
+        most = max((len(found) for found in options), default=1) if slowest_s > 0 else 1
+        return [
+            self._candidate(groups, [found[min(place, len(found) - 1)] for found in options], runs_together)
+            for place in range(most)
+        ]
 
-    def _run(self, group: PlacedGroup, cut: Cut) -> tuple[float, float, tuple[Chunk, ...]]:
-        """Seconds, lead and chunks of one way to cut a group's sequences; equal groups are computed once."""
-        key = group.degree, group.members, cut.num_slices, cut.target_s
+    def _candidate(self, groups: Sequence[PlacedGroup], options: Sequence[_Option], runs_together: bool) -> Candidate:
+        """The groups with the chunks of these options, one for each part."""
+        seconds = max((option.seconds for option in options), default=0.0)
+        chunks = {group: own for option in options for group, own in option.chunks.items()}
+        if not runs_together:
+            leads = {group: option.lead for option in options for group in option.chunks}
+            return Candidate(seconds, self.micro_batch(groups, chunks, leads))
+        (option,) = options
+        idle = padded((), max(map(len, chunks.values())))
+        return Candidate(seconds, self._one_order(groups, {group: chunks.get(group, idle) for group in groups}, option.lead))
+
+    def _estimate_s(self, groups: Sequence[PlacedGroup]) -> float:
+        """Roughly the seconds of the slowest of these groups."""
+        return max((self.staged.cuts(group)[0].estimate_s for group in groups if group.members), default=0.0)
+
+    def _options(self, groups: tuple[PlacedGroup, ...], least_s: float) -> list[_Option]:
+        """Fastest ways to cut the sequences of groups that run one order, in the order of their seconds; none if none fits.
+
+        Only the first one unless memory is short. least_s: seconds below which nothing is gained.
+        """
+        cuts = self.staged.cuts(max(groups, key=lambda group: self.staged.cuts(group)[0].estimate_s))
+        found: list[_Option] = []
+        num_fitting, best = 0, cuts[0]
+        for cut in cuts[: _CANDIDATES.most_cuts]:
+            own = self._run(groups, cut)
+            num_fitting += bool(own)
+            if own and (not found or own[0].seconds < min(found, key=_in_order).seconds):
+                best = cut
+            found += own
+            if num_fitting == _CANDIDATES.fitting_cuts or (found and min(found, key=_in_order).seconds <= least_s):
+                break
+        found.sort(key=_in_order)
+        if found and found[0].seconds > least_s and self.staged.growth:
+            found = sorted([*found, *self._run(groups, replace(best, growth=self.staged.growth))], key=_in_order)
+        return found[: _CANDIDATES.most_options if found and found[0].is_short else 1]
+
+    def _run(self, groups: tuple[PlacedGroup, ...], cut: Cut) -> list[_Option]:
+        """Ways to run the chunks of a cut that fit, one for each lead; equal groups are computed once."""
+        key = tuple((group.degree, group.members) for group in groups), cut
         if key not in self._runs:
-            chunks = self._chunks(group, cut.num_slices, cut.target_s)
-            self._runs[key] = *self.staged.group_s(group, chunks), chunks
-        return self._runs[key]
+            made = self._slots(groups, cut.target_s, cut.growth) if len(groups) > 1 else [self._chunks(groups[0], cut)]
+            self._runs[key] = made, self.staged.groups_s(dict(zip(groups, made, strict=True)))
+        made, runs = self._runs[key]
+        return [_Option(run.seconds, run.lead, run.is_short, dict(zip(groups, made, strict=True))) for run in runs]
 
-    def _chunks(self, group: PlacedGroup, num_slices: int, target_s: float = 0.0) -> tuple[Chunk, ...]:
-        """Cuts the group's longest sequence into slices of equal time; packs of others may take `target_s` if that is more."""
+    def _chunks(self, group: PlacedGroup, cut: Cut, longest: int = 0) -> tuple[Chunk, ...]:
+        """Cuts the group's longest sequence into slices of equal time; packs of others may take the target if that is more.
+
+        longest: see `elastic_chunks`.
+        """
         staged = self.staged
         lengths = {i: int(staged.lengths[i]) for i in group.members}
-        capacity = group.degree * staged.config.tokens_per_rank
-        return elastic_chunks(lengths, num_slices, staged.rates[group.degree].spans, capacity, target_s)
+        capacity, spans = group.degree * staged.config.tokens_per_rank, staged.rates[group.degree].spans
+        return elastic_chunks(lengths, cut.num_slices, spans, capacity, cut.target_s, cut.growth, longest)
 
-    def _in_step(self, groups: Sequence[PlacedGroup]) -> Candidate | None:
-        """Groups with whole sequences in equally many chunks, so that all run forwards and backwards in one order.
+    def _slots(self, groups: Sequence[PlacedGroup], slot_s: float, growth: float = 0.0) -> list[tuple[Chunk, ...]]:
+        """Equally many chunks of about so many seconds for groups that run one order; those of idle ranks are dummies.
 
-        Returns None if a sequence has to be cut, since all groups would need slices at the same places.
+        Groups of a degree cut all sequences at the bounds of the longest one, so that slices in one slot take about equal
+        seconds. growth: see `elastic_chunks`.
         """
-        busy = [group for group in groups if group.members]
-        best: tuple[float, dict[PlacedGroup, tuple[Chunk, ...]]] | None = None
-        for count in CUTS.chunks_per_stage:
-            made = {group: self._chunks(group, 1, self.staged.work_s(group) / (count * self.staged.num_stages)) for group in busy}
-            if any(chunk.prefix_tokens for chunks in made.values() for chunk in chunks):
-                return None
-            most = max(map(len, made.values()), default=1)
-            even = {group: padded(made.get(group, ()), most) for group in groups}
-            seconds = max((self.staged.group_s(group, even[group])[0] for group in busy), default=0.0)
-            if best is None or seconds < best[0]:
-                best = seconds, even
-        return Candidate(best[0], self.micro_batch(groups, best[1])) if best is not None and best[0] < math.inf else None
+        longest: dict[int, int] = {}
+        for group in groups:
+            longest[group.degree] = max(longest.get(group.degree, 0), *(int(self.staged.lengths[i]) for i in group.members), 0)
+        made: list[tuple[Chunk, ...]] = []
+        for group in groups:
+            if not group.members:
+                made.append(())
+                continue
+            longest_s = self.staged.rates[group.degree].spans.of_span(0, longest[group.degree])
+            num_slices = max(1, math.ceil(longest_s / slot_s * (1 - _ROUNDING))) if slot_s > 0 else 1
+            made.append(self._chunks(group, Cut(math.nan, math.nan, num_slices, slot_s, growth), longest[group.degree]))
+        return aligned_chunks(made)
+
+    def _one_order(
+        self, groups: Sequence[PlacedGroup], chunks: Mapping[PlacedGroup, tuple[Chunk, ...]], lead: float = 1.0
+    ) -> MicroBatch:
+        """The placed groups with one order of actions. lead: see `compute_orders`."""
+        shapes = [self.staged.shapes[group.degree] if group.members else GroupShape(1) for group in groups]
+        plain = [SequenceGroup.of(shape, group.positions, chunks[group]) for group, shape in zip(groups, shapes, strict=True)]
+        ((made,), _) = in_turns([MicroBatch(tuple(plain))], self.staged.ranges, self.staged.schedule, self.passes, lead)
+        return made
 
     def least_memory(self, members: Sequence[int]) -> LeastMemory:
         """Pipelines that need little memory: the largest groups, with the longest sequence in ever more slices.
@@ -329,27 +401,29 @@ class Candidates:
             groups = dealt_groups(self.staged, (degree,) * (self.staged.ranks_per_stage // degree), members)
         except ValueError:
             return LeastMemory(self, (), ())
-        if self._share_blocks(groups):
-            return LeastMemory(self, (), ())
         longest = int(self.staged.lengths[list(members)].max())
         return LeastMemory(self, groups, [count for count in _CANDIDATES.least_memory_slices if count <= longest])
 
     def fewest_bytes(self, sequence: int) -> Iterator[SequenceGroup]:
         """Groups that run this sequence in several chunks with little memory: in many slices, or whole after a dummy chunk.
 
-        They have the largest degree. Slices are left out if concurrent groups have to run in one order.
+        They have the largest degree.
         """
         staged, degree = self.staged, self.staged.degrees[-1]
         own, length = PlacedGroup(0, degree, (sequence,)), int(staged.lengths[sequence])
         most = min(length, _CANDIDATES.least_memory_slices[-1])
-        if most > 1 and not self._share_blocks([own, *([own] if degree < staged.ranks_per_stage else [])]):
-            yield self.micro_batch([own], {own: self._chunks(own, most)}).groups[0]
+        if most > 1:
+            yield self.micro_batch([own], {own: self._chunks(own, Cut.slices(most))}).groups[0]
         yield self.micro_batch([own], {own: (Chunk(0), Chunk(1, (Span(sequence, 0, length),)))}).groups[0]
 
     def sliced(self, groups: Sequence[PlacedGroup], counts: Sequence[int]) -> list[Candidate]:
         """Candidates with the longest sequence of every group in each of these numbers of slices; equal ones are made once."""
         busy = [group for group in groups if group.members]
-        found = dict.fromkeys(tuple(self._chunks(group, count) for group in busy) for count in counts)
+        if self._share_blocks(groups):
+            longest_s = max(self.staged.longest_s(group) for group in busy)
+            slots = dict.fromkeys(tuple(self._slots(groups, longest_s / count)) for count in counts)
+            return [Candidate(math.nan, self._one_order(groups, dict(zip(groups, each, strict=True)))) for each in slots]
+        found = dict.fromkeys(tuple(self._chunks(group, Cut.slices(count)) for group in busy) for count in counts)
         return [Candidate(math.nan, self.micro_batch(groups, dict(zip(busy, each, strict=True)))) for each in found]
 
     def micro_batch(

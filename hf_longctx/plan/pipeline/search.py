@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_longctx.plan.core.orders import in_turns
-from hf_longctx.plan.core.types import MicroBatch, StepPlan, frees_every_round
+from hf_longctx.plan.core.types import MicroBatch, StepPlan
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
@@ -29,14 +29,14 @@ class SearchConstants:
     """Constants of the search among candidates."""
 
     # candidates within this factor of the fastest seconds count as equal
-    equal: float = 1.01
+    equal: float = 1.03
     # number of candidates that get room among those that may fit, the quickest first
-    most_fits: int = 2
+    most_fits: int = 3
     # factor on the seconds with everything kept beyond which a plan is compared with finer chunks, of which fewer need to
     # be recomputed
     much_lost: float = 1.05
     # factor by which a candidate with everything kept must beat the fastest so far to be tried
-    worth: float = 1.03
+    worth: float = 1.0
     # share of the device's room for waiting gradients from which the least bytes of sequences are counted before candidates
     # are made
     much_waiting: float = 0.5
@@ -82,7 +82,7 @@ class PipelineSearch:
 
     def _in_turns(self, plan: StepPlan) -> StepPlan:
         """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""
-        if len(plan.micro_batches) == 1 or frees_every_round(plan.parameters):
+        if len(plan.micro_batches) == 1 or plan.parameters == "gathered_per_round":
             return plan
         even = []
         for micro_batch in plan.micro_batches:
@@ -112,7 +112,7 @@ class PipelineSearch:
                 return self._in_pipelines(members, False)[0]
             return [*single, *found]
         except ValueError:
-            # sequences side by side that share weights cannot have slices, but may run one after the other
+            # sequences that fit no pipeline may fit in micro-batches of one chunk each
             whole = self._in_single_chunks(members)
             if whole is None:
                 raise
@@ -225,11 +225,6 @@ class PipelineSearch:
         """Whether the candidate may fit as it is; only its prediction decides."""
         return self._room is None or not any(map(self._room.exceeds, candidate.micro_batch.groups))
 
-    def _kept_s(self, candidate: Candidate) -> float:
-        """Predicted seconds of a candidate's groups, which recompute and move nothing."""
-        assert self._room is not None
-        return max(map(self._room.kept_s, candidate.micro_batch.groups))
-
     def _takes(self, candidate: Candidate, seconds: float) -> bool:
         """Whether a candidate takes at least `seconds` even with everything kept; assumed without a budget."""
         return self._room is None or any(self._room.takes(group, seconds) for group in candidate.micro_batch.groups)
@@ -274,8 +269,7 @@ class PipelineSearch:
 
     def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The quickest of these candidates that may fit, quickest first."""
-        found = [] if self._room is None else [each for each in candidates if self._may_fit(each)]
-        return sorted(found, key=self._kept_s)[: _CHOICE.most_fits] if len(found) > 1 else found
+        return [] if self._room is None else [each for each in candidates if self._may_fit(each)][: _CHOICE.most_fits]
 
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None if none fits.

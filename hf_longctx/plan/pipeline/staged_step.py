@@ -7,7 +7,7 @@ pipelines without a full prediction, since the search compares hundreds of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +43,8 @@ class CutConstants:
     # leads to try (`compute_orders`), least first, and the share of the seconds that a longer one has to save
     leads: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
     least_gain: float = 0.002
+    # chunks at both ends grow and shrink by this share of themselves, divided by the number of stages
+    growth: float = 1.2
 
 
 # repeat the stages table of `recipes/bench/cpu/planner.py` when one of these changes
@@ -57,6 +59,22 @@ class Cut:
     num_chunks: float
     num_slices: int
     target_s: float
+    # factor by which chunks grow at the beginning and shrink at the end (`elastic_chunks`)
+    growth: float = 0.0
+
+    @classmethod
+    def slices(cls, num_slices: int) -> Cut:
+        """The cut of the longest sequence into so many slices, whose seconds are not estimated."""
+        return cls(math.nan, math.nan, num_slices, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRun:
+    """A run of groups with a lead (`compute_orders`). is_short: memory is short, so that not everything is kept."""
+
+    seconds: float
+    lead: float
+    is_short: bool
 
 
 class StagedStep:
@@ -99,6 +117,11 @@ class StagedStep:
         return sorted(members, key=lambda i: (-self.lengths[i], i))
 
     @property
+    def growth(self) -> float:
+        """Factor by which chunks at the ends of a pipeline may grow and shrink; 0 if this gains nothing."""
+        return 1 + CUTS.growth / self.num_stages if self.num_stages > 1 and self.schedule == "elastic" else 0.0
+
+    @property
     def block_ranks(self) -> int:
         """Number of consecutive positions that share parameters, and so enter and leave a micro-batch together."""
         return 1 if self.costs.parameters == "replicated" else self.costs.shards or self.ranks_per_stage
@@ -134,32 +157,43 @@ class StagedStep:
             # a stage of several layer ranges waits for chunks on one of them
             estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.ranges[0])
             held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
-            estimate_s += self.room.added_s([held / CUTS.rough], work_s, tokens / group.degree)
+            estimate_s += self.room.added_s(
+                [held / CUTS.rough], work_s, tokens / group.degree, [rates.spare * work_s], tokens / num_chunks / group.degree
+            )
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
         # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
         equal_s = (1 + CUTS.equal) * min(cut.estimate_s for cut in found)
         return sorted(found, key=lambda cut: (max(equal_s, cut.estimate_s), cut.num_chunks))
 
-    def group_s(self, group: PlacedGroup, chunks: Sequence[Chunk]) -> tuple[float, float]:
-        """Seconds of a group's pipeline with the lead that takes the fewest, and that lead (`compute_orders`).
+    def longest_s(self, group: PlacedGroup) -> float:
+        """Seconds of the group's longest sequence on its busiest stage."""
+        return self.rates[group.degree].spans.of_span(0, int(self.lengths[list(group.members)].max()))
 
-        The seconds include recomputation if memory is short; they are infinite if the group cannot fit.
+    def groups_s(self, chunks: Mapping[PlacedGroup, Sequence[Chunk]]) -> list[StagedRun]:
+        """Runs of groups in one order of equally many chunks, which wait for one another in each of them; none if none fits.
+
+        One for each lead that may gain something, the fastest first. The seconds include recomputation if memory is short.
         """
-        shape, work_s, best_s, best_lead = self.shapes[group.degree], self.work_s(group), math.inf, CUTS.leads[0]
+        found: list[StagedRun] = []
+        work_s, before_s = max(map(self.work_s, chunks)), math.inf
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
         how = self.ranges, self.schedule, self.leaves_node
-        found = pipeline_s(chunks, shape, self.costs, *how, leads=leads, gathers=self.gathers)
-        before_s = math.inf
-        tokens = sum(chunk.num_tokens for chunk in chunks) / group.degree
-        for lead, (kept_s, held) in zip(leads, found, strict=False):
-            seconds = kept_s + self.room.added_s(held, work_s, tokens)
-            if seconds < (1 - CUTS.least_gain) * best_s or math.isinf(best_s):
-                best_s, best_lead = seconds, lead
+        groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
+        runs = pipeline_s(groups, self.costs, *how, leads=leads, gathers=self.gathers)
+        tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
+        most = max(chunk.num_tokens / group.degree for group, own in chunks.items() for chunk in own)
+        for lead, (kept_s, held, busy_s) in zip(leads, runs, strict=False):
+            spare_s = [max(busy_s) - own_s for own_s in busy_s]
+            is_short = self.room.added_s(held, work_s, tokens, chunk_tokens=most) > 0
+            seconds = kept_s + self.room.added_s(held, work_s, tokens, spare_s, most)
+            if seconds < math.inf:
+                found.append(StagedRun(seconds, lead, is_short))
             # more room helps no further
             if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds):
                 break
             before_s = kept_s
-        return best_s, best_lead
+        # a longer lead has to save some time
+        return sorted(found, key=lambda run: (run.seconds * (1 + CUTS.least_gain * (run.lead > leads[0])), run.lead))
 
     def lower_bound_s(self) -> float:
         """Lower bound on the seconds of any plan."""
@@ -186,6 +220,10 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
             f"stages); allow smaller degrees or use fewer stages"
         )
     check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
+
+
+# workspace of a layer's backward, in the bytes that a layer saves for a chunk
+_WORKSPACE = 2.0
 
 
 class StageRoom:
@@ -217,28 +255,35 @@ class StageRoom:
         self.most_moved = [(count - len(own)) / count for count, own in zip(self.layers, ranges, strict=True)]
         self.copy_bytes_per_s = costs.cluster.hardware.copy_bytes_per_s
 
-    def added_s(self, held_tokens: Sequence[float], work_s: float, tokens: float) -> float:
+    def added_s(
+        self, held_tokens: Sequence[float], work_s: float, tokens: float, spare_s: Sequence[float] = (), chunk_tokens: float = 0
+    ) -> float:
         """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
-        held_tokens: most tokens that a rank holds at once, for each of the first stages. tokens: of a rank in all chunks. Copies
-        to the host that hide behind forwards come first, then all but attention runs again, then attention too.
+        held_tokens: most tokens that a rank holds at once, for each of the first stages. tokens: of a rank in all chunks.
+        spare_s: seconds by which each of these stages works less than the busiest one, in which it may recompute. chunk_tokens:
+        most of a rank in one chunk, for which the backward of a layer needs workspace. Copies to the host that hide behind
+        forwards come first, then all but attention runs again, then attention too.
         """
         found = [0.0]
         forward_s = self.forward_share * work_s
-        for held, layers, waiting, moved in zip(held_tokens, self.layers, self.waiting, self.most_moved, strict=False):
+        spare_s = spare_s or [0.0] * len(held_tokens)
+        stages = zip(held_tokens, self.layers, self.waiting, self.most_moved, spare_s, strict=False)
+        for held, layers, waiting, moved, spare in stages:
             if self.budget is None:
                 if held * layers > self.room:
                     return math.inf
                 continue
+            device_bytes = self.budget.device_bytes - waiting - _WORKSPACE * chunk_tokens * self.layer_bytes
             held_bytes, all_bytes = held * layers * self.layer_bytes, max(1.0, tokens * layers * self.layer_bytes)
             hidden_bytes = min(1.0, self.copy_bytes_per_s * forward_s / all_bytes) * moved * held_bytes
-            over = held_bytes - min(hidden_bytes, self.budget.host_bytes) - self.budget.device_bytes + waiting
+            over = held_bytes - min(hidden_bytes, self.budget.host_bytes) - device_bytes
             if over <= 0:
                 continue
-            if held * layers * self.input_bytes > self.budget.device_bytes + self.budget.host_bytes - waiting:
+            if held * layers * self.input_bytes > device_bytes + self.budget.host_bytes:
                 return math.inf
             share = over / (held * layers * self.freed_bytes)
-            found.append(share * tokens * layers * self.again_s if share <= 1 else forward_s)
+            found.append((share * tokens * layers * self.again_s if share <= 1 else forward_s) - spare)
         return max(found)
 
 
@@ -249,6 +294,8 @@ class StageRates:
     spans: SpanRates
     document_s: float
     chunk_s: float
+    # share by which the first stage works less than the busiest one
+    spare: float = 0.0
 
     def sequences_s(self, tokens: FloatArray) -> FloatArray:
         """Seconds that each whole sequence adds, given its tokens."""
@@ -276,10 +323,11 @@ def busiest_rates(
     gathers: see `stage_gathers`; what every chunk counts for them beside any computing is part of `chunk_s`.
     """
     rates = [_rates(costs, shape, own, stage == len(ranges) - 1) for stage, own in enumerate(ranges)]
-    place = max(range(len(rates)), key=lambda place: float(rates[place].sequences_s(tokens).sum()))
-    busiest = rates[place]
+    work_s = [float(each.sequences_s(tokens).sum()) for each in rates]
+    place = max(range(len(rates)), key=lambda place: work_s[place])
+    busiest, spare = rates[place], 1 - work_s[0] / work_s[place] if work_s[place] else 0.0
     added_s = sum(each.least_s(2) - each.least_s() for each in gathers[place]) if gathers else 0.0
-    return replace(busiest, chunk_s=busiest.chunk_s + added_s)
+    return replace(busiest, chunk_s=busiest.chunk_s + added_s, spare=spare)
 
 
 def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
@@ -297,8 +345,7 @@ def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], ha
 
 
 def pipeline_s(
-    chunks: Sequence[Chunk],
-    shape: GroupShape,
+    groups: Sequence[tuple[Sequence[Chunk], GroupShape]],
     costs: CostModel,
     ranges: Ranges,
     schedule: Schedule,
@@ -306,16 +353,40 @@ def pipeline_s(
     *,
     leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Seconds of a group's chunks on all stages with everything kept, and the most tokens a rank of each stage holds at once.
+) -> Iterator[tuple[float, tuple[int, ...], tuple[float, ...]]]:
+    """Seconds of chunks on all stages with everything kept, most tokens that a rank of each stage holds, and its seconds of work.
 
-    One pair for each of `leads`, made when asked for. The seconds equal the full prediction for groups that do not cross nodes
-    unnecessarily.
+    One triple for each of `leads`, made when asked for. The seconds equal the full prediction for a group that does not cross
+    nodes unnecessarily.
 
-    leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the first). gathers:
-    see `stage_gathers`.
+    groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
+    every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
+    first). gathers: see `stage_gathers`.
     """
-    on_rank = [max(shard_tokens(chunk, shape)) for chunk in chunks]
+    num_stages, num_ranges = len(ranges), len(ranges[0])
+    passes = [_passes_s(*group, costs, ranges) for group in groups]
+    on_rank = [[max(shard_tokens(chunk, shape)) for chunk in chunks] for chunks, shape in groups]
+    most = [max(of_slot) for of_slot in zip(*on_rank, strict=True)]
+    hops = {leaves: [costs.hop_s(count, leaves) for count in most] for leaves in set(leaves_node)}
+    # forwards send to the next stage, backwards to the previous one
+    hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
+    (chunks, _), *others = groups
+    for lead in leads:
+        orders = compute_orders(chunks, num_stages, schedule, num_ranges, lead, [beside for beside, _ in others])
+        kinds, of_chunks, of_ranges = zip(*orders, strict=True)
+        if lead == leads[0] and gathers and gathers[0][0].passes:
+            last_chunks = [int(chunk[-1]) for chunk in of_chunks]
+            passes = [(own_s + counted_passes_s(gathers, compute_s, last_chunks), compute_s) for own_s, compute_s in passes]
+        # a pass of groups that wait for one another takes as long as that of the slowest
+        seconds = np.max([own_s for own_s, _ in passes], axis=0)
+        wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
+        stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
+        held = [max(most_tokens_at_once(kind == 0, chunk, own, num_ranges) for own in on_rank) for kind, chunk, _ in orders]
+        yield stop_s, tuple(held), tuple(seconds.sum(axis=(0, 2, 3)).tolist())
+
+
+def _passes_s(chunks: Sequence[Chunk], shape: GroupShape, costs: CostModel, ranges: Ranges) -> tuple[FloatArray, FloatArray]:
+    """Seconds of every pass of a group's chunks, and how many of them compute layers: (layer ranges, stages, chunks, F/B)."""
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
     pairs_of = [[costs.attention_pairs((each,)) for each in own] for own in ranges]
     # pairs are counted once per mix of layers, since most stages have the same mix
@@ -341,18 +412,7 @@ def pipeline_s(
                 layer_s, head_s = found[pairs_of[stage][place]]
                 seconds[place, stage, :, int(is_backward)] = layer_s * layer_range.num_layers + (head_s if has_head else 0.0)
                 compute_s[place, stage, :, int(is_backward)] = (layer_s - exchange_s) * layer_range.num_layers
-    hops = {leaves: [costs.hop_s(count, leaves) for count in on_rank] for leaves in set(leaves_node)}
-    # forwards send to the next stage, backwards to the previous one
-    hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
-    for lead in leads:
-        orders = compute_orders(chunks, num_stages, schedule, num_ranges, lead)
-        kinds, of_chunks, of_ranges = zip(*orders, strict=True)
-        if lead == leads[0] and gathers and gathers[0][0].passes:
-            last_chunks = [int(chunk[-1]) for chunk in of_chunks]
-            seconds += counted_passes_s(gathers, compute_s, last_chunks)
-        wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
-        stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
-        yield stop_s, tuple(most_tokens_at_once(kind == 0, chunk, on_rank, num_ranges) for kind, chunk, _ in orders)
+    return seconds, compute_s
 
 
 def _layer_and_head_s(

@@ -31,6 +31,8 @@ _PASSES = 4
 _OFFLOAD_STEPS = 4
 # times that copies leave more of the host to what recomputed layers need
 _HOST_TRIES = 4
+# factor on the excess of the host by which copies get less of it: what they leave is recomputed, which needs some of it again
+_HOST_SHRINK = 1.25
 # relative margin by which bytes are freed, for rounding
 _MARGIN = 1e-6
 
@@ -90,7 +92,7 @@ def choose_levels(cells: Cells, moments: Moments, host_bytes: float) -> Levels |
         if not for_copies:
             return None
         # recomputed layers need host memory too, which leaves less for copies
-        for_copies = max(0.0, for_copies - over)
+        for_copies = max(0.0, for_copies - _HOST_SHRINK * over)
     return None
 
 

@@ -105,3 +105,16 @@ def test_cells_give_back_what_only_another_moment_needs() -> None:
     cells = Cells(np.array([8, 8]), ones, ones, 0 * ones, 8 * ones, 8 * ones, 0 * ones)
     found = choose_levels(cells, moments, 0.0)
     assert found is not None and found.layers.sum() == pytest.approx(8.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("host_bytes", [60.0, 80.0, 100.0])
+def test_copies_leave_the_host_what_recomputed_layers_need(host_bytes: float) -> None:
+    # ten cells of ten layers in flight, of which each recomputed one takes a seventh of a layer's bytes on the host
+    ones = np.ones(10)
+    cells = Cells(np.full(10, 10), ones, ones, ones / 7, 10 * ones, 10 * ones, 0.9 * ones)
+    moments = Moments(np.array([95.0]), np.zeros(10, dtype=np.int64), np.ones(10, dtype=np.int64))
+    found = choose_levels(cells, moments, host_bytes)
+    assert found is not None
+    on_host = float((found.offload * cells.host_bytes + found.layers * cells.layer_host_bytes).sum())
+    # little of the host is left unused as long as copies still hide
+    assert min(0.9 * host_bytes, 80.0) <= on_host <= host_bytes + 1e-4
