@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 from hf_longctx import __version__
+from hf_longctx.runtime.core import torch_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +46,15 @@ def test_the_script_of_versions_tests_files_that_are_there_on_the_lowest_that_ar
     ):
         run = subprocess.run(["bash", "-euc", f"{functions}\n{command}"], capture_output=True, text=True, check=True, cwd=ROOT)
         assert run.stdout.splitlines() == expected
+
+
+def test_what_differs_between_versions_of_torch_is_still_needed() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lowest, limit = re.search(r"torch>=([\d.]+),<([\d.]+)", config["options"]["install_requires"]).groups()
+    needed_until = re.findall(r"Until torch ([\d.]+) is the lowest", Path(torch_versions.__file__).read_text())
+    assert len(needed_until) == 3
+    assert all(Version(lowest) < Version(each) < Version(limit) for each in needed_until)
 
 
 def test_shellcheck_finds_nothing_in_the_scripts() -> None:
