@@ -30,9 +30,12 @@ from hf_longctx.page.charts import (
 from hf_longctx.page.history import Step, steps_of, thinned
 from hf_longctx.plan.cost.cost_model import OPERATIONS_FORMULA
 
-# dense bf16 FLOP/s from NVIDIA's data sheets, by words of the device's name; the first match counts
+# dense bf16 FLOP/s from data sheets, by words of the device's name; the first match counts
 _PEAKS = {
     "B200": 2250e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+    "GH200": 990e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -46,6 +49,13 @@ _PEAKS = {
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "RTX 5090": 209.5e12,
+    "RTX 6000 Ada": 364.2e12,
+    "RTX PRO 6000": 503.8e12,
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
 }
 
 

@@ -798,6 +798,11 @@ class _Change:
     memory: DeviceMemory
     placement: Placement
 
+    def after(self, memory: DeviceMemory, placement: Placement) -> _Change:
+        """The change with the host memory that it frees, or takes. memory, placement: those before it."""
+        was, now = memory.host_states(*placement.sharing), self.memory.host_states(*self.placement.sharing)
+        return replace(self, memory=replace(self.memory, host_bytes=max(0, memory.host_bytes + was - now)))
+
     def remedy(self) -> Remedy:
         tokens, longest = self.placement.tokens_per_rank(self.memory), self.placement.longest_tokens(self.memory)
         return Remedy(self.name, tokens, longest, self.setting)
@@ -898,7 +903,7 @@ def _changes(memory: DeviceMemory, placement: Placement, may_recompute: bool) ->
     changes = _settings(memory, placement, may_recompute)
     more = wider_job(memory, placement, 2 * placement.num_ranks, placement.longest_tokens(memory) + 1)
     name = f"{more.num_ranks // placement.num_ranks} times the ranks: --gpus {more.num_ranks}"
-    changes.append(_Change(name, f"parameters='sharded' on {more.num_ranks} ranks", memory, more))
+    changes.append(_Change(name, f"parameters='sharded' on {more.num_ranks} ranks", memory, more).after(memory, placement))
     device_bytes, usable = 2 * memory.device_bytes, 2 * memory.usable_bytes
     larger = replace(memory, device_bytes=device_bytes, usable_bytes=usable)
     # a run cannot buy larger devices
@@ -907,11 +912,11 @@ def _changes(memory: DeviceMemory, placement: Placement, may_recompute: bool) ->
 
 
 def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -> list[_Change]:
-    num_ranks, model = placement.ranks_per_stage, memory.model
+    num_ranks, model, before = placement.ranks_per_stage, memory.model, (memory, placement)
     changes: list[_Change] = []
 
     def add(name: str, setting: str, memory: DeviceMemory = memory, placement: Placement = placement) -> None:
-        changes.append(_Change(name, setting, memory, placement))
+        changes.append(_Change(name, setting, memory, placement).after(*before))
 
     if placement.max_tokens_per_rank:
         add("leave --tokens-per-rank out", "no tokens_per_rank", placement=replace(placement, max_tokens_per_rank=0))
@@ -948,7 +953,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
         name = "weights updated in bf16, which loses small updates: --bf16-updates"
         setting = "fp32_master_weights=False, which loses small updates"
         add(name, setting, replace(memory, model=replace(model, has_master_weights=False)))
-    return changes + list(_adapters(memory, placement))
+    return changes + [change.after(memory, placement) for change in _adapters(memory, placement)]
 
 
 def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:

@@ -80,8 +80,31 @@ def test_the_answer_fits_a_screen_and_says_what_steps_and_epochs_take_and_cost(l
     assert data["usd_per_gpu_hour"] == 9
 
 
+@pytest.mark.parametrize(
+    "command,rows",
+    [
+        # of the three most effective options none trains all weights on these GPUs
+        (
+            "--model gemma-4-12b --gpus 4 --hardware rtx-pro-6000",
+            [
+                r"longer .*--lora-rank 16 \(.*; --optimizer-states host \(3\d\d,",
+                r"links .*PCIe.*50 GB/s",
+                r"price    \$0\.00\d+ for",
+            ],
+        ),
+        (
+            "--model llama-3.1-8b --gpus 1 --hardware h200 --lora-rank 16 --quantize nf4",
+            [r"longer .*no --quantize \(1,1\d\d,\d{3}\), since attention over weights of four bits"],
+        ),
+    ],
+)
+def test_the_answer_says_what_would_be_longer_and_how_ranks_are_linked(command: str, rows: list[str], capsys) -> None:
+    text = printed(["plan", *command.split()], capsys)
+    assert all(re.search(rf"^  {row}", text, re.MULTILINE) for row in rows), text
+
+
 def test_models_and_hardware_are_listed(capsys) -> None:
-    for kind, names in (("models", ("llama-3.1-8b", "gpt-30b")), ("hardware", ("h200", "cpu"))):
+    for kind, names in (("models", ("llama-3.1-8b", "gpt-30b", "granite-4.0-h-tiny")), ("hardware", ("h200", "rtx-3090"))):
         with pytest.raises(SystemExit) as ended:
             main(["plan", "--list", kind])
         assert ended.value.code == 0
@@ -326,7 +349,8 @@ def refused(arguments: list[str], capsys) -> str:
 def test_what_cannot_be_planned_is_refused_in_one_line(changes: list[str], message: str, lengths: str, capsys) -> None:
     changes = [lengths if word == "LENGTHS" else word for word in changes]
     error = refused(["plan", *MACHINE, *changes], capsys)
-    assert error.startswith("hf-longctx plan: ") and error.count("\n") == 1
+    # changes that would help have lines of their own
+    assert error.startswith("hf-longctx plan: ") and error.count("\n") == 1 + error.count("\n  ")
     assert message in error
 
 

@@ -165,6 +165,7 @@ def test_each_of_several_held_out_sets_has_a_curve_of_its_own() -> None:
 def test_peaks_are_those_of_whole_names() -> None:
     assert peak_of("NVIDIA H100 80GB HBM3") == 989e12 and peak_of("NVIDIA H100 PCIe") == 756e12
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA L40S") == 362e12
+    assert peak_of("NVIDIA GB200") == 2500e12 and peak_of("NVIDIA GeForce RTX 4090") == 165.2e12
     assert peak_of("NVIDIA RTX A4000") is None and peak_of("CPU x86_64") is None
 
 

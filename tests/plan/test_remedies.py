@@ -129,6 +129,14 @@ def test_a_way_to_train_all_weights_stands_beside_adapters() -> None:
     assert build_scenario(request).longest_tokens == pytest.approx(int(pair[1].replace(",", "")), rel=0.011)
 
 
+def test_a_change_gets_the_host_memory_that_it_frees() -> None:
+    # with adapters in place of states on the host, their memory is free for activations
+    whole = build_scenario(Request("qwen3.5-27b", "h100-nvl", 8, optimizer_states="host", parameters="sharded"))
+    [found] = [one for one in remedies(whole.memory, whole.placement) if one.change.endswith("(LoRA): --lora-rank 16")]
+    lora = build_scenario(Request("qwen3.5-27b", "h100-nvl", 8, lora_rank=16, parameters="sharded"))
+    assert found.longest_tokens == pytest.approx(lora.longest_tokens, rel=0.011) and whole.memory.host_bytes < 10 * 2**30
+
+
 def test_settings_that_need_more_ranks_are_offered_with_the_fewest() -> None:
     with pytest.raises(ValueError) as refusal:
         build_scenario(Request("qwen3-30b-a3b", "rtx-5090", 1))

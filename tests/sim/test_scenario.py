@@ -23,7 +23,7 @@ from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.models import read_model
 from hf_longctx.sim.output.summary import forecast_summary, run_settings
 from hf_longctx.sim.output.text import forecast_text
-from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario
+from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario, slow_links
 from hf_longctx.sim.workloads import Workload
 
 GPT = Request("gpt-7b", "a100-40g", 64, method="ulysses")
@@ -244,6 +244,19 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     # the change that it proposes works
     assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 1_476_560
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
+
+
+@pytest.mark.parametrize(
+    "hardware,num_ranks,rate", [("rtx-4090", 4, "10 GB/s"), ("rtx-pro-6000", 2, "50 GB/s"), ("l40s", 8, "20 GB/s")]
+)
+def test_links_over_pcie_are_said(hardware: str, num_ranks: int, rate: str) -> None:
+    cluster = build_scenario(Request("llama-3.2-1b", hardware, num_ranks)).costs.cluster
+    assert "PCIe" in slow_links(cluster) and rate in slow_links(cluster)
+
+
+@pytest.mark.parametrize("hardware,num_ranks", [("h100", 8), ("gh200", 2), ("mi325x", 8), ("rtx-5090", 1), ("cpu", 2)])
+def test_nothing_is_said_of_fast_links_of_one_gpu_and_of_cpus(hardware: str, num_ranks: int) -> None:
+    assert not slow_links(build_scenario(Request("llama-3.2-1b", hardware, num_ranks, lora_rank=8), must_fit=False).costs.cluster)
 
 
 def test_plans_of_adapters_are_priced_and_counted_with_them() -> None:

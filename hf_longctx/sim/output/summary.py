@@ -144,12 +144,16 @@ def _money(forecast: Forecast, price: Price | None) -> Iterator[tuple[str, str]]
     if price is None:
         return
     per_second = price.usd_per_hour * forecast.scenario.costs.cluster.num_ranks / 3600
-    parts = [f"${per_second * forecast.at_limit_s:,.2f} for the longest"]
+    parts = [f"{_dollars(per_second * forecast.at_limit_s)} for the longest"]
     if forecast.steps:
-        parts.insert(0, f"${per_second * forecast.whole_step_s:,.2f} a step")
+        parts.insert(0, f"{_dollars(per_second * forecast.whole_step_s)} a step")
         if num_steps := epoch_steps(forecast):
-            parts.insert(1, f"${per_second * num_steps * forecast.whole_step_s:,.2f} an epoch")
+            parts.insert(1, f"{_dollars(per_second * num_steps * forecast.whole_step_s)} an epoch")
     yield "price", f"{', '.join(parts)}, at ${price.usd_per_hour:,.2f} per GPU hour ({price.source})"
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.2g}"
 
 
 def _memory(forecast: Forecast) -> str:
@@ -197,10 +201,14 @@ def state_words(memory: DeviceMemory) -> str:
 def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """Lists options of this command that would allow longer sequences, without larger devices.
 
-    With lengths, which fit, only other ways of holding weights and states are named.
+    One of them trains all weights on these ranks, if they are trained now and there is such an option, exactly if possible. With
+    lengths, which fit, only other ways of holding weights and states are named.
     """
     needed = ("--",) if forecast.workload is None else ("--parameters", "--stages")
-    found = [one for one in forecast.remedies if any(name in one.change for name in needed)][:_MOST_LONGER]
+    able = [one for one in forecast.remedies if any(name in one.change for name in needed)]
+    found = able[:_MOST_LONGER]
+    if not (forecast.scenario.memory.lora_rank or any(one.is_setting and one.trains_all for one in found)):
+        found += sorted((one for one in able if one.is_setting and one.trains_all), key=lambda one: "--bf16" in one.change)[:1]
     changes = [f"{one.change[one.change.index('--') :]} ({one.longest_tokens:,})" for one in found]
     if longest := forecast.scenario.unquantized_tokens:
         changes.append(f"no --quantize ({longest:,}), since attention over weights of four bits runs all its heads at once")
