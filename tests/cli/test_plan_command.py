@@ -83,7 +83,7 @@ def test_the_answer_fits_a_screen_and_says_what_steps_and_epochs_take_and_cost(l
 @pytest.mark.parametrize(
     "command,rows",
     [
-        # of the three most effective options none trains all weights on these GPUs
+        # the three most effective options do not train all weights on these GPUs
         (
             "--model gemma-4-12b --gpus 4 --hardware rtx-pro-6000",
             [
