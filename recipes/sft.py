@@ -438,9 +438,9 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
     config = model_config(recipe, longctx_config)
     if path is None:
         return AutoModelForCausalLM.from_config(config, **settings)
-    if longctx_config.stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
+    if longctx_config.asked_stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
         return load_pipeline_stage(path, longctx_config, config=config, **settings)
-    if longctx_config.stages == 1 and not recipe.load_in_4bit:
+    if not longctx_config.may_have_stages and not recipe.load_in_4bit:
         return load_sharded(path, longctx_config, config=config, **settings)
     return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
 

@@ -125,7 +125,8 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
     how.add_argument(
         "--parameters",
         choices=("auto", "replicated", "sharded", "gathered_per_step", "gathered_per_round"),
-        help="how weights and states are held (default: auto: what fits, and in stages the fastest)",
+        help="how weights and states are held; auto: the fastest for the first step of --lengths that fits (default: replicated "
+        "if that fits, else sharded; in stages auto)",
     )
     how.add_argument(
         "--stages",

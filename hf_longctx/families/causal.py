@@ -27,6 +27,15 @@ _mamba2 = partial(Mixer, functions=("causal_conv1d_fn", "mamba2_chunk_scan"), fu
 _BERT = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="table")
 _ROBERTA = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="from_padding")
 
+
+def _side(folder: str, name: str, types: tuple[str, ...] = ()) -> Family:
+    """Decoder alone of an encoder-decoder, which numbers the tokens of a row and is trained without its second attention."""
+    modules = Modules(
+        row_positions={f"{name}Decoder": "embed_positions"}, second_attention={f"{name}DecoderLayer": "encoder_attn"}
+    )
+    return Family(folder, f"{name}ForCausalLM", types=types, traits=_BERT, modules=modules, takes_shifted_labels=True)
+
+
 CAUSAL: tuple[Family, ...] = (
     Family(
         "afmoe", "AfmoeForCausalLM", traits=Traits(qk_norms=True, kernels=("rotary",)), modules=Modules(experts=("AfmoeExperts",))
@@ -65,11 +74,14 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(tuples={"BambaDecoderLayer": 2}),
         mixers=(_mamba2("BambaMixer", heads="mamba_n_heads"),),
     ),
+    _side("bart", "Bart"),
     Family("beam", "BeamForCausalLM", traits=Traits(qk_norms=True), modules=Modules(experts=("BeamExperts",))),
     Family("bert", "BertLMHeadModel", traits=Traits(positions="table")),
     Family("bert_generation", "BertGenerationDecoder", types=("bert-generation",), traits=Traits(positions="table")),
     Family("biogpt", "BioGptForCausalLM", traits=_BERT, modules=Modules(like_generic=("BioGptForSequenceClassification",))),
     Family("bitnet", "BitNetForCausalLM", traits=NORMS_AND_ROTARY),
+    _side("blenderbot", "Blenderbot"),
+    _side("blenderbot_small", "BlenderbotSmall", types=("blenderbot-small",)),
     Family(
         "bloom",
         "BloomForCausalLM",
@@ -96,12 +108,29 @@ CAUSAL: tuple[Family, ...] = (
         wrapper="CohereCompassForConditionalGeneration",
         text="CohereCompassTextModel",
     ),
+    Family(
+        "ctrl",
+        "CTRLLMHeadModel",
+        traits=Traits(gated_mlp=False, positions="table", keeps_all="it has no layer of class GradientCheckpointingLayer"),
+        dropout_fields=("resid_pdrop", "embd_pdrop"),
+    ),
     Family("cwm", "CwmForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
     Family("data2vec", "Data2VecTextForCausalLM", types=("data2vec-text",), traits=_ROBERTA),
     Family("dbrx", "DbrxForCausalLM", traits=Traits(tiles_mlps=False, tiles_norms=False, kernels=("rotary",))),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", traits=NORMS, modules=Modules(experts=("DeepseekV2Experts",))),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", traits=NORMS_AND_ROTARY, modules=Modules(experts=("DeepseekV3Experts",))),
     Family("deepseek_v32", "DeepseekV32ForCausalLM", modules=Modules(indexed=("DeepseekV32Attention",))),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        traits=Traits(tiles_mlps=False, expert_clamps=2, streams_field="hc_mult"),
+        modules=Modules(
+            compressing=("DeepseekV4Attention",),
+            mlps_of_more=("DeepseekV4SparseMoeBlock",),
+            experts=("DeepseekV4Experts",),
+        ),
+        drops_more_than_weights=True,
+    ),
     Family(
         "dots1",
         "Dots1ForCausalLM",
@@ -314,6 +343,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "hy_v4",
         "HYV4ForCausalLM",
+        traits=Traits(streams_field="hc_mult"),
         modules=Modules(
             tuples={"HYV4DecoderLayer": 2}, passed_on={"HYV4DecoderLayer": "prev_topk_indices"}, indexed=("HYV4Attention",)
         ),
@@ -403,6 +433,8 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(hands_down={"Mamba2ForCausalLM": ("backbone",)}),
         mixers=(_mamba2("Mamba2Mixer", heads="num_heads"),),
     ),
+    _side("marian", "Marian"),
+    _side("mbart", "MBart"),
     Family(
         "megatron_bert",
         "MegatronBertForCausalLM",
@@ -503,6 +535,7 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(routers=("OlmoeTopKRouter",), experts=("OlmoeExperts",)),
     ),
     Family("opt", "OPTForCausalLM", traits=_BERT, modules=Modules(like_generic=("OPTForSequenceClassification",))),
+    _side("pegasus", "Pegasus"),
     Family(
         "persimmon",
         "PersimmonForCausalLM",
@@ -524,6 +557,7 @@ CAUSAL: tuple[Family, ...] = (
         default_rope_only=True,
         jitter_trains_routers=True,
     ),
+    _side("plbart", "PLBart"),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
@@ -581,6 +615,26 @@ CAUSAL: tuple[Family, ...] = (
         mixers=(_delta_net("Qwen3NextGatedDeltaNet"),),
     ),
     Family(
+        "qwen4_exp",
+        "Qwen4ExpForCausalLM",
+        types=("qwen4_exp", "qwen4_exp_text"),
+        traits=Traits(
+            qk_norms=True, wide_norms=True, gates_output=True, tiles_norms=False, state="gated_delta", streams_field="hc_count"
+        ),
+        wrapper="Qwen4ExpForConditionalGeneration",
+        text="Qwen4ExpTextModel",
+        modules=Modules(
+            experts=("Qwen4ExpTextExperts",),
+            indexed=("Qwen4ExpTextAttention",),
+            pooling=("Qwen4ExpTextQSAIndexer",),
+            hands_down={"Qwen4ExpTextDecoderLayer": ("ple", "linear_attn", "self_attn")},
+        ),
+        mixers=(
+            _delta_net("Qwen4ExpTextGatedDeltaNet"),
+            Mixer("Qwen4ExpTextPLELayer", methods=("ple_embedding.forward", "_short_conv"), fills_cache=False),
+        ),
+    ),
+    Family(
         "recurrent_gemma",
         "RecurrentGemmaForCausalLM",
         traits=Traits(mlp_divisor=2, tiles_norms=False, windows="blocks", state="gated_lru", kernels=("norms",)),
@@ -607,7 +661,7 @@ CAUSAL: tuple[Family, ...] = (
         "roformer",
         "RoFormerForCausalLM",
         traits=_BERT,
-        modules=Modules(tuples={"RoFormerLayer": 2}, row_positions=("RoFormerSinusoidalPositionalEmbedding",)),
+        modules=Modules(tuples={"RoFormerLayer": 2}, row_positions={"RoFormerEncoder": "embed_positions"}),
         own_attention=OwnAttention("RoFormerSelfAttention", "RoFormerLayer", takes_cache=True),
     ),
     Family(
@@ -650,6 +704,7 @@ CAUSAL: tuple[Family, ...] = (
     ),
     Family("starcoder2", "Starcoder2ForCausalLM", traits=Traits(windows="all", kernels=("rotary",))),
     Family("vaultgemma", "VaultGemmaForCausalLM", traits=Traits(full_every=2, kernels=("norms", "gates", "rotary"))),
+    _side("whisper", "Whisper"),
     Family("xlm_roberta", "XLMRobertaForCausalLM", types=("xlm-roberta",), traits=_ROBERTA),
     Family("xlm_roberta_xl", "XLMRobertaXLForCausalLM", types=("xlm-roberta-xl",), traits=_ROBERTA),
     Family(

@@ -68,6 +68,8 @@ class Traits:
     scales_residuals: bool = False
     # field with the number of elements that layers pass on beside hidden states
     passed_field: str = ""
+    # field with the number of streams of hidden states between layers
+    streams_field: str = ""
     # number of layers: as the config says; that of its layer types; or twice as many, since each calls attention twice
     layers: Literal["", "of_types", "doubled"] = ""
     # row of `STATES` in `plan/model/layers.py` for layers with a state; empty: fields of the config decide
@@ -151,14 +153,20 @@ class Modules:
     in_pieces: tuple[str, ...] = ()
     # attention whose attribute `indexer` chooses keys, if it is not None
     indexed: tuple[str, ...] = ()
+    # indexers that pool keys of several tokens, and return a mask of tokens
+    pooling: tuple[str, ...] = ()
+    # attention whose attribute `compressor` compresses keys, if it is not None
+    compressing: tuple[str, ...] = ()
     # attention that only its masks limit; all layers have the config's window
     window_of_config: tuple[str, ...] = ()
     # attention that scales the queries of layers without RoPE by their position in the row
     tempered: tuple[str, ...] = ()
     # layers with a window setting that they use neither in their masks nor in an attention function
     unused_windows: tuple[str, ...] = ()
-    # embeddings of positions that are counted from the start of the row
-    row_positions: tuple[str, ...] = ()
+    # decoders that number the tokens of a row -> attribute with their embeddings of positions
+    row_positions: Mapping[str, str] = field(default_factory=dict)
+    # decoder layers -> attribute with attention to a second sequence, which rows of text do not have
+    second_attention: Mapping[str, str] = field(default_factory=dict)
     # classifiers that write out the forward of transformers' generic class
     like_generic: tuple[str, ...] = ()
     # modules of towers that transformers also runs on rows of text, although their outputs are not used
@@ -211,6 +219,8 @@ class Family:
     attention_chunks: bool = False
     # reads `image_outputs` of the text model's output, which has none: plain transformers 5.24 raises AttributeError
     reads_image_outputs: bool = False
+    # its forward computes the mean loss of labels that a user has shifted; plans shift labels, as for every other class
+    takes_shifted_labels: bool = False
     # without jitter, routers get no gradient
     jitter_trains_routers: bool = False
 

@@ -74,6 +74,7 @@ MULTIMODAL: tuple[Family, ...] = (
     ),
     Family(
         "hy_v4_vl",
+        traits=Traits(streams_field="hc_mult"),
         wrapper="HYV4VLForConditionalGeneration",
         text="HYV4VLTextModel",
         modules=Modules(

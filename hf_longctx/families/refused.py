@@ -13,35 +13,44 @@ STATE_WORDS = (
 # reasons to refuse a causal language model; an unknown class gets the first whose layer it has as a hint
 REASONS: dict[str, Reason] = {
     "own_attention": Reason(
-        "declares no attention backend: its attention is written out in its own file", "declares no attention backend"
+        "declares no attention backend: its attention is written out in its own file; plans would have to reach its queries, "
+        "keys and values before the softmax, and its positions",
+        "declares no attention backend",
     ),
     "state": Reason(
         "carries a state from token to token (linear attention, SSM, convolution), which plans neither reset at a new document "
-        "nor pass on between ranks",
+        "nor pass on between ranks; they would need a record of its mixers and, where scores get biases made from queries, "
+        "attention that takes these",
         "linear attention, SSM, convolution or another state along the sequence",
         STATE_WORDS,
     ),
     "cross_attention": Reason(
-        "reads a second sequence (cross attention), and the class takes no positions that restart at each document",
+        "reads a second sequence (cross attention); plans would have to cut it by documents, and to leave out layers that read "
+        "it alone in rows without one",
         "cross attention",
         r"encoder_attn|[cC]ross_?[aA]tt",
     ),
-    "compressed_keys": Reason(
-        "compresses the keys of several tokens into one and lets an index choose among these; plans would have to start every "
-        "compression anew at a new document, and to pass compressed keys on between ranks and slices",
-        "compressed keys",
-        r"[cC]ompress",
+    "not_causal": Reason(
+        "marks the attention of its decoder as one that sees later tokens (is_causal=False), as it then does in torch's own "
+        "attention; the class would have to mark it as causal",
+        "attention that is not marked as causal",
+        r"DecoderAttention$",
     ),
     "mask_of_values": Reason(
-        "makes a mask of its own from keys or values, which plans would leave out", "a mask made from the values", r"Attention$"
+        "makes a mask of its own from keys or values, which plans would leave out; they would have to make it for all keys of a "
+        "document, over ranks and slices",
+        "a mask made from the values",
+        r"Attention$",
     ),
     "several_calls": Reason(
-        "calls attention several times in one forward, but slices keep only one set of keys and values for each layer",
+        "calls attention several times in one forward, but slices keep only one set of keys and values for each layer; plans "
+        "would have to keep one for every call",
         "attention that runs several times per layer",
         r"Attention$|MLA$",
     ),
     "other_inputs": Reason(
-        "reads more than token ids and positions (codebooks, images, hidden states of another model)",
+        "reads more than token ids and positions (codebooks, images, hidden states of another model); plans would have to cut "
+        "these by documents and to send them with the tokens",
         "inputs beside tokens and positions",
     ),
 }
@@ -68,8 +77,8 @@ REASONS |= {
         "hides the logits of image tokens after the head; plans would have to do so in every tile of the loss"
     ),
     "unknown_mixer": Reason(
-        "has layers with a state along the sequence that plans neither reset at a new document nor pass on; its mixers would "
-        "need a convolution and a scan that plans know"
+        "has short convolutions in its attention, whose scores get biases by distance made from queries; plans would have to "
+        "reset and pass on these convolutions, and to attend with such biases"
     ),
     "unknown_index": Reason(
         "chooses keys by an index that plans do not know, of pooled keys or beside keys and values of earlier layers; plans "
@@ -82,11 +91,8 @@ REASONS |= {
 }
 
 REFUSED: tuple[Family, ...] = (
-    Family("bart", refused={"BartForCausalLM": "cross_attention"}),
     Family("big_bird", refused={"BigBirdForCausalLM": "own_attention"}),
-    Family("bigbird_pegasus", refused={"BigBirdPegasusForCausalLM": "cross_attention"}),
-    Family("blenderbot", refused={"BlenderbotForCausalLM": "cross_attention"}),
-    Family("blenderbot_small", types=("blenderbot-small",), refused={"BlenderbotSmallForCausalLM": "cross_attention"}),
+    Family("bigbird_pegasus", refused={"BigBirdPegasusForCausalLM": "not_causal"}),
     Family("blip", refused={"BlipForConditionalGeneration": "encoder_on_text"}),
     Family("blip_2", types=("blip-2",), refused={"Blip2ForConditionalGeneration": "encoder_on_text"}),
     Family("blt", refused={"BltForCausalLM": "cross_attention"}),
@@ -94,8 +100,6 @@ REFUSED: tuple[Family, ...] = (
     Family("clvp", refused={"ClvpForCausalLM": "own_attention"}),
     Family("cpmant", refused={"CpmAntForCausalLM": "own_attention"}),
     Family("csm", refused={"CsmDepthDecoderForCausalLM": "other_inputs"}),
-    Family("ctrl", refused={"CTRLLMHeadModel": "own_attention"}),
-    Family("deepseek_v4", refused={"DeepseekV4ForCausalLM": "compressed_keys"}),
     Family("diffllama", refused={"DiffLlamaForCausalLM": "several_calls"}),
     Family("diffusion_gemma", refused={"DiffusionGemmaForBlockDiffusion": "other_loss"}),
     Family("doge", refused={"DogeForCausalLM": "mask_of_values"}),
@@ -126,8 +130,6 @@ REFUSED: tuple[Family, ...] = (
     Family("instructblipvideo", refused={"InstructBlipVideoForConditionalGeneration": "encoder_on_text"}),
     Family("kosmos2", types=("kosmos-2",), refused={"Kosmos2ForConditionalGeneration": "no_image_token"}),
     Family("kosmos2_5", types=("kosmos-2.5",), refused={"Kosmos2_5ForConditionalGeneration": "no_image_token"}),
-    Family("marian", refused={"MarianForCausalLM": "cross_attention"}),
-    Family("mbart", refused={"MBartForCausalLM": "cross_attention"}),
     Family("mistral_large4", refused={"MistralLarge4ForConditionalGeneration": "unknown_index"}),
     Family("mllama", refused={"MllamaForCausalLM": "cross_attention", "MllamaForConditionalGeneration": "encoder_on_text"}),
     Family("molmo2", refused={"Molmo2ForConditionalGeneration": "token_type_ids"}),
@@ -137,25 +139,16 @@ REFUSED: tuple[Family, ...] = (
     Family("nemotron_h_omni", refused={"NemotronH_Omni_Reasoning_V3": "no_head"}),
     Family("openai", types=("openai-gpt",), refused={"OpenAIGPTLMHeadModel": "own_attention"}),
     Family("paligemma", refused={"PaliGemmaForConditionalGeneration": "prefix_masks"}),
-    Family("pegasus", refused={"PegasusForCausalLM": "cross_attention"}),
     Family("pi0", refused={"PI0ForConditionalGeneration": "other_loss"}),
     Family("pix2struct", refused={"Pix2StructForConditionalGeneration": "encoder_on_text"}),
-    Family("plbart", refused={"PLBartForCausalLM": "cross_attention"}),
     Family("pp_formulanet", refused={"PPFormulaNetForConditionalGeneration": "encoder_on_text"}),
     Family("prophetnet", refused={"ProphetNetForCausalLM": "own_attention"}),
-    Family(
-        "qwen4_exp",
-        types=("qwen4_exp", "qwen4_exp_text"),
-        traits=Traits(state="gated_delta"),
-        refused={"Qwen4ExpForCausalLM": "state", "Qwen4ExpForConditionalGeneration": "unknown_mixer"},
-    ),
     Family("reformer", refused={"ReformerModelWithLMHead": "own_attention"}),
     Family("t5gemma2", refused={"T5Gemma2ForConditionalGeneration": "encoder_on_text"}),
     Family("trocr", refused={"TrOCRForCausalLM": "own_attention"}),
     Family("udop", refused={"UdopForConditionalGeneration": "encoder_on_text"}),
     Family("unlimited_ocr", refused={"UnlimitedOcrForConditionalGeneration": "cache_masks"}),
     Family("vision_encoder_decoder", types=("vision-encoder-decoder",), refused={"VisionEncoderDecoderModel": "encoder_on_text"}),
-    Family("whisper", refused={"WhisperForCausalLM": "cross_attention"}),
     Family("xglm", refused={"XGLMForCausalLM": "own_attention"}),
     Family("xlm", refused={"XLMWithLMHeadModel": "own_attention"}),
     Family("xlnet", refused={"XLNetLMHeadModel": "own_attention"}),

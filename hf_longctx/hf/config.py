@@ -135,10 +135,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class NumStages:
-    """A number of pipeline stages, or "auto": also the words of a command line."""
+    """A number of pipeline stages, "auto", or None: also the words of a command line."""
 
     def checked(self, name: str, value: Any) -> Any:
-        """The word "auto" or an int; raises ValueError naming the setting."""
+        """The word "auto", an int or None; raises ValueError naming the setting."""
+        if value is None:
+            return None
         number = value if isinstance(value, str) and value == "auto" else _size(value)
         if number == "auto" or (isinstance(number, int) and 1 <= number <= _MOST_SIZE):
             return number
@@ -272,12 +274,13 @@ class LongContextConfig:
             "sends earlier slices again with every slice."
         },
     )
-    stages: Stages = field(
-        default=1,
+    stages: Stages | None = field(
+        default=None,
         metadata={
             "help": "Number of pipeline stages: ranks are divided into this many stages, each of which holds a range of the "
             "layers, and long sequences pass them in slices. 1: no pipeline; `auto`: the number that is predicted to be "
-            "fastest on a sample of the training set."
+            "fastest on a sample of the training set. Default: `auto` if ranks are on several nodes and nothing speaks against "
+            "it (docs/guides/pipelines.md#on-several-nodes), else 1; a line says which."
         },
     )
     interleave: int = field(
@@ -311,14 +314,15 @@ class LongContextConfig:
             "CUDA, unless Liger makes them.",
         },
     )
-    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step"] = field(
+    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step", "auto"] = field(
         default="replicated",
         metadata={
             "help": "How weights, gradients and optimizer states are distributed: `replicated` (whole on every rank), "
             "`sharded` (FSDP2: sharded over ranks, gathered layer by layer in every forward and backward), "
-            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights) or "
+            "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights), "
             "`gathered_per_step` (gathered once per optimizer step, while every backward sums gradients into shards, as ZeRO-2 "
-            "does)."
+            "does) or `auto` (the one that is predicted to be fastest for a step of the training set among those that hold its "
+            "longest sequence; decided at start on all ranks, and printed)."
         },
     )
     shard_ranks: int | None = field(
@@ -527,6 +531,16 @@ class LongContextConfig:
                 f"static_degree is {self.static_degree} but solver is {self.solver!r}; it has an effect with solver 'static' only"
             )
 
+    @property
+    def asked_stages(self) -> int | Literal["auto"]:
+        """The setting `stages`; 1 if it is left open."""
+        return 1 if self.stages is None else self.stages
+
+    @property
+    def may_have_stages(self) -> bool:
+        """Whether the run may have several pipeline stages."""
+        return self.asked_stages != 1
+
     def _check_expert_ranks(self, expert_ranks: int) -> None:
         if self.parameters != "sharded":
             raise ValueError(
@@ -562,7 +576,7 @@ KINDS: dict[str, Kind] = {
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
     "compile_layers": Flag(is_optional=True),
-    "parameters": Word(PARAMETERS),
+    "parameters": Word((*PARAMETERS, "auto")),
     "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
     "expert_ranks": Whole(2, "give at least 2 ranks, or leave it out", is_optional=True, most=2**20),
     "solver": Word(SOLVERS),

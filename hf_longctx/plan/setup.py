@@ -9,9 +9,11 @@ one. With NCCL every communicator takes device memory; with gloo, on CPU devices
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 from hf_longctx.plan.core.settings import (
@@ -23,7 +25,7 @@ from hf_longctx.plan.core.settings import (
     PlannerConfig,
     default_degrees,
 )
-from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan
+from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan, frees_every_round, gathers_every_pass
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -33,6 +35,7 @@ from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.policies.fit import longest_alone
+from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.stage_count import StageOption, StageOptions, StageSetup, stage_counts, stage_options
 
 Place = Literal["device", "host", "auto"]
@@ -43,7 +46,7 @@ _MOST_MORE = 4
 # stop bisecting for the longest sequence that can be planned at a hundredth of its length
 _ROOM_PRECISION = 100
 # ways to share parameters among the ranks of a stage by choice, from most gathers and most room for activations to least
-_SHARINGS: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round", "replicated")
+SHARINGS: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round", "replicated")
 # share of a step that the gathers of one way must take for the next to be tried, which can save no more
 _WORTH_FEWER_GATHERS = 0.01
 # parameters are replicated by choice only if a rank still has room for this many tokens
@@ -112,7 +115,7 @@ class DeviceMemory:
         if parameters == "replicated":
             return whole
         # weights that "sharded" gathers layer by layer are part of the measured bytes
-        gathered = self.model.num_parameters * self.model.bytes_per_element if parameters != "sharded" else 0
+        gathered = self.model.num_parameters * self.model.bytes_per_element * (not gathers_every_pass(parameters))
         return -(-whole // shard_ranks) + gathered
 
     def host_states(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
@@ -289,8 +292,11 @@ class Wishes:
     planner: PlannerConfig
     # all degrees that groups may have, ranges of stages only if these were loaded, and 0 shard_ranks for all ranks of a stage
     placement: Placement
-    # replicated parameters are sharded if only that holds the longest sequence
+    # replicated parameters are sharded if only that holds the longest sequence; in stages they are shared as is fastest
     may_shard: bool = False
+    # with `may_shard`, they are shared as is fastest on one stage too, in one of these ways
+    shares_fastest: bool = False
+    sharings: tuple[Parameters, ...] = SHARINGS
     expert_ranks: int = 0
     # "auto": on the host if the longest sequence needs that
     optimizer_states: Place = "device"
@@ -389,7 +395,7 @@ def build_setup(
     check: raises ValueError, in the words of a run or a forecast, for an impossible setup. Also raises ValueError if neither
     place of "auto" passes the check.
     """
-    choices = _Choices(measured, wishes, lengths, check, gather)
+    choices = _Choices(measured, wishes, replace(lengths, longest=cache(lengths.longest)), check, gather)
     return choices.in_place("layer_weights", lambda each: each.in_place("optimizer_states", _Choices.in_stages))
 
 
@@ -441,9 +447,14 @@ class _Choices:
     def in_stages(self) -> Setup:
         """The setup with the stages that the user asks for, or the number that is fastest for a step. Collective."""
         wishes, costs = self.wishes, self.measured.costs
+        if wishes.shares_fastest:
+            # now, by all ranks together, since they may plan different numbers of stages later
+            self.lengths.longest()
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
-            step = self.lengths.step(self.lengths.sample()) if wishes.may_shard and len(loaded) > 1 else ()
-            return _with_planned_room(self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)[0])
+            is_open = wishes.may_shard and (wishes.shares_fastest or len(loaded) > 1)
+            step = self.lengths.step(self.lengths.sample()) if is_open else ()
+            setup, _ = self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)
+            return _with_planned_room(self._agreed(setup))
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
         step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
         if wishes.stages == "auto":
@@ -471,7 +482,7 @@ class _Choices:
 
         if wishes.stages != "auto" and wishes.interleave == 1:
             setup_of(wishes.stages, 1)
-            return _with_planned_room(setups[wishes.stages, 1])
+            return _with_planned_room(self._agreed(setups[wishes.stages, 1]))
         options = StageOptions()
         with suppress(ValueError):
             options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
@@ -490,7 +501,18 @@ class _Choices:
         chosen = self.gather((best.num_stages, best.num_ranges))[0]
         if chosen not in setups:
             setup_of(*chosen)
-        return replace(_with_planned_room(setups[chosen]), stage_options=options)
+        return replace(_with_planned_room(self._agreed(setups[chosen])), stage_options=options)
+
+    def _agreed(self, setup: Setup) -> Setup:
+        """The setup with parameters shared as on rank 0, since ranks with other devices may choose by other costs. Collective."""
+        if not self.wishes.may_shard:
+            return setup
+        (parameters, shard_ranks), notes = self.gather((setup.placement.sharing[:2], setup.notes))[0]
+        if setup.placement.sharing[:2] == (parameters, shard_ranks):
+            return setup
+        placement = replace(self.wishes.placement, parameters=parameters, shard_ranks=shard_ranks)
+        decided = self._with(placement=placement, may_shard=False)
+        return replace(decided._on_stages(setup.ranges, ())[0], notes=notes)
 
     def _holding(self, options: StageOptions, setups: Mapping[tuple[int, ...], Setup]) -> tuple[StageOptions, StageOption]:
         """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
@@ -535,7 +557,7 @@ class _Choices:
             costs = replace(measured.costs, model=model, method=method, parameters=parameters, shard_ranks=shard_ranks)
             return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
 
-        if wishes.may_shard and num_stages > 1 and num_ranks > 1 and step:
+        if wishes.may_shard and num_ranks > 1 and step and (num_stages > 1 or wishes.shares_fastest):
             return self._fastest_sharing(placement, setup_on, step)
         setup = setup_on(placement)
         if wishes.may_shard and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
@@ -546,39 +568,51 @@ class _Choices:
     def _fastest_sharing(
         self, placement: Placement, setup_on: Callable[[Placement], Setup], step: Sequence[int]
     ) -> tuple[Setup, StepPlan | None]:
-        """The setup of a pipeline whose parameters are shared in the way that is fastest for a step, gathers counted; its plan.
+        """The setup with parameters shared in the way that is fastest for a step, gathers, sums and updates counted; its plan.
 
         In stages of several nodes, shards may also be those of one node, which gather inside it. A way gains at most the gathers
-        of the fastest so far.
+        of the fastest so far. With `shares_fastest`, a way must also hold the longest sequence. Without any, the way with most
+        room is taken, and no plan.
         """
-        best: tuple[Setup, StepPlan] | None = None
+        best: tuple[float, Setup, StepPlan] | None = None
+        roomiest: Setup | None = None
         per_stage, per_node = placement.ranks_per_stage, placement.ranks_per_node
-        has_node_shards = per_stage > per_node and per_stage % per_node == 0 and self.wishes.expert_ranks <= 1
-        shards = (per_stage, per_node) if has_node_shards else (per_stage,)
-        ways = [(each, count) for each in _SHARINGS for count in ((1,) if each == "replicated" else shards)]
-        for parameters, shard_ranks in ways:
-            if parameters == "gathered_per_round" and len(placement.ranges[0]) > 1:
+        shard_ranks = self.wishes.placement.shard_ranks or per_stage
+        is_open = placement.is_pipeline and not self.wishes.placement.shard_ranks and self.wishes.expert_ranks <= 1
+        has_node_shards = is_open and per_stage > per_node and per_stage % per_node == 0
+        shards = (shard_ranks, per_node) if has_node_shards else (shard_ranks,)
+        longest = min(self.lengths.longest(), placement.max_length or sys.maxsize) if self.wishes.shares_fastest else 0
+        ways = [(each, own) for each in self.wishes.sharings for own in ((1,) if each == "replicated" else shards)]
+        for parameters, shared in ways:
+            if frees_every_round(parameters) and len(placement.ranges[0]) > 1:
                 # a run refuses these with several layer ranges
                 continue
-            setup = setup_on(replace(placement, parameters=parameters, shard_ranks=shard_ranks))
+            setup = setup_on(replace(placement, parameters=parameters, shard_ranks=shared))
             try:
                 self.check(setup, self.measured)
+                if roomiest is None or setup.room_tokens > roomiest.room_tokens:
+                    roomiest = setup
+                if longest > max(step):
+                    plan_step(0, [longest], setup.costs, setup.planner)
                 plan = plan_step(0, step, setup.costs, setup.planner)
             except ValueError:
                 continue
-            if best is None or plan.estimate.counted_s < best[1].estimate.counted_s:
-                best = setup, plan
-            if best[1].estimate.gathers_s <= _WORTH_FEWER_GATHERS * best[1].estimate.counted_s:
+            counted_s = plan.estimate.counted_s + weight_seconds(plan, setup.costs).left_s
+            if best is None or counted_s < best[0]:
+                best = counted_s, setup, plan
+            if best[2].estimate.gathers_s <= _WORTH_FEWER_GATHERS * best[0]:
                 break
         if best is None:
             # the way with most room says best why nothing fits
-            setup = setup_on(_sharded(placement, placement.ranks_per_stage))
+            setup = roomiest or setup_on(_sharded(placement, shard_ranks))
             self.check(setup, self.measured)
             return setup, None
-        name, own = best[0].placement.parameters.replace("_", " "), best[0].placement.shard_ranks
+        _, setup, plan = best
+        name, own = setup.placement.parameters.replace("_", " "), setup.placement.shard_ranks
         name += f" over {own} ranks each" if 1 < own < per_stage else ""
-        note = f"parameters of stages of {per_stage} ranks are {name}, which is fastest for a step among those that fit"
-        return replace(best[0], notes=(note,)), best[1]
+        among = f"stages of {per_stage} ranks" if placement.is_pipeline else f"{per_stage} ranks"
+        note = f"parameters of {among} are {name}, which is fastest for a step among those that fit"
+        return replace(setup, notes=(note,)), plan
 
 
 def _sharded(placement: Placement, shard_ranks: int) -> Placement:
@@ -945,7 +979,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
         away = replace(model, updates_on_host=True)
         changes.append(_on_host("optimizer states", "optimizer_states", memory, away, placement))
-    can_move = placement.parameters == "sharded" and not (model.layers_on_host or memory.is_measured) and can_leave(model)
+    can_move = gathers_every_pass(placement.parameters) and can_leave(model) and not (model.layers_on_host or memory.is_measured)
     if can_move:
         away = replace(model, layers_on_host=True)
         changes.append(_on_host("weights of layers", "layer_weights", memory, away, placement))

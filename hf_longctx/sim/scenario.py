@@ -23,7 +23,7 @@ from hf_longctx.plan.core.settings import (
     check_degrees,
     default_degrees,
 )
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import Parameters, gathers_every_pass
 from hf_longctx.plan.cost.catalog import with_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
@@ -228,17 +228,18 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             "rings were not measured there, so the cost of their extra tiles is unknown and counted as zero; --method ulysses "
             "uses measured costs only"
         )
+    is_measured = memory.is_measured
     # a measured run had its communicators beside the usable bytes
-    takes_memory = _is_gpu(profile.spec.name) and not memory.is_measured
-    measured = Measured(CostModel(model, cluster, coefficients), memory, memory.is_measured, takes_memory)
+    takes_memory = _is_gpu(profile.spec.name) and not is_measured
+    measured = Measured(CostModel(model, cluster, coefficients), memory, is_measured, takes_memory)
     lengths = Lengths(lambda: request.longest_tokens, lambda: request.step_lengths, list, request.longest_tokens)
-    wishes = _wishes(request, model, cluster, _stages(request, model, cluster, memory.is_measured and must_fit))
+    wishes = _wishes(request, model, cluster, _stages(request, model, cluster, is_measured and must_fit), is_measured)
     setup = build_setup(measured, wishes, lengths, partial(_check, request))
     notes += setup.notes
     one_stage = None
     if setup.num_stages > 1 and must_fit:
         flat = replace(request, stages=1, parameters="", shard_ranks=0)
-        one_stage = build_setup(measured, _wishes(flat, model, cluster, 1), lengths, lambda *_: None)
+        one_stage = build_setup(measured, _wishes(flat, model, cluster, 1, is_measured), lengths, lambda *_: None)
     scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage)
     if must_fit:
         _check_fits(scenario)
@@ -253,7 +254,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     return scenario
 
 
-def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: int | Literal["auto"]) -> Wishes:
+def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: int | Literal["auto"], is_measured: bool) -> Wishes:
     """The options that the setup follows; raises ValueError for those that contradict each other."""
     if request.solver not in SOLVERS:
         raise ValueError(f"solver {request.solver!r} is not one of {', '.join(SOLVERS)}; choose one of these")
@@ -267,8 +268,11 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: in
     shard_ranks = request.shard_ranks or request.num_ranks
     if not 1 <= shard_ranks <= request.num_ranks or request.num_ranks % shard_ranks:
         raise ValueError(f"--shard-ranks {shard_ranks} does not divide the {request.num_ranks} ranks; choose a divisor")
-    is_sharded = request.shard_ranks or request.expert_ranks or request.layer_weights != "device"
+    needs_shards = bool(request.expert_ranks) or request.layer_weights != "device"
     given = "" if request.parameters == "auto" else request.parameters
+    # ways can be compared by a step's seconds only, and gathers are no part of measured ones
+    shares_fastest = request.parameters == "auto" and bool(request.step_lengths) and not (needs_shards or is_measured)
+    is_sharded = needs_shards or (bool(request.shard_ranks) and not shares_fastest)
     parameters = _as_parameters(given or ("sharded" if is_sharded else "replicated"))
     placement = Placement(
         request.num_ranks,
@@ -284,6 +288,7 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: in
         PlannerConfig(1, degrees, request.solver, solver_time_limit_s=request.solver_time_limit_s),
         placement,
         may_shard=not (given or is_sharded),
+        shares_fastest=shares_fastest,
         expert_ranks=request.expert_ranks,
         optimizer_states=request.optimizer_states,
         layer_weights=request.layer_weights,
@@ -532,7 +537,7 @@ def _as_parameters(text: str) -> Parameters:
 
 def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
     """Raise ValueError if shards of layers cannot lie on the host while a step computes."""
-    if placement.parameters != "sharded" or placement.shard_ranks == 1:
+    if not gathers_every_pass(placement.parameters) or placement.shard_ranks == 1:
         raise ValueError(
             f"--layer-weights host needs parameters that two or more ranks share, sharded in every forward and backward, not "
             f"{placement.parameters} ones over {placement.shard_ranks} rank(s); add --parameters sharded and ranks, or leave it "

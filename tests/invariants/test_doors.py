@@ -13,6 +13,7 @@ OFF = {
     "soak/constructors.py": "makes thousands of trainers; some draws switch it on",
     "hf/self_test/test_self_test.py": "tests the setting itself",
     "hf/self_test/test_added_later.py": "tests what becomes of a user's code with and without a self-test",
+    "hf/trainer/stages/test_open_stages.py": "starts trainers for the line that they log about stages",
     "hf/test_config.py": "tests the setting itself",
 }
 

@@ -105,7 +105,7 @@ def counted(
     if adapted:
         model = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
         model.enable_input_require_grads()
-        Kernels(kinds).bind(model)
+    Kernels(kinds).bind(model)
     ids, given = torch.zeros(1, TOKENS, dtype=torch.int64), {}
     running: Any = nullcontext()
     if policy is not None:

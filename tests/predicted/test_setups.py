@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 
 from hf_longctx.hf.config import LongContextConfig
@@ -50,11 +52,11 @@ class Machine:
         monkeypatch.setattr(start, "attention_problems", lambda *_: [])
         monkeypatch.setattr(start, "takes_packs", lambda device, dtype, head_dim, caps_scores: not caps_scores)
 
-    def run(self, **settings: Any) -> Setup:
+    def run(self, rows: start.TrainingRows | None = None, **settings: Any) -> Setup:
         arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cuda"), disable_tqdm=True)
-        arguments.world_size, arguments.process_index = self.num_ranks, 0
+        arguments.world_size, arguments.process_index, arguments.per_device_train_batch_size = self.num_ranks, 0, 1
         degrees = tuple(degree for degree in (1, 2, 4, 8, 16, 32) if degree <= self.num_ranks)
-        return start.choose_setup(LongContextConfig(**settings), ModelFacts.of(self.model), arguments, degrees, None)
+        return start.choose_setup(LongContextConfig(**settings), ModelFacts.of(self.model), arguments, degrees, None, rows)
 
     def forecast(self, **options: Any) -> Setup:
         request = Request(str(self.folder), str(self.folder / "hardware.json"), self.num_ranks, compile_layers=False, **options)
@@ -105,3 +107,14 @@ def test_communicators_of_many_ranks_on_small_devices_count_in_forecasts_too(tmp
     run, forecast = (each(parameters="sharded") for each in (machine.run, machine.forecast))
     device_bytes = forecast.memory.device_bytes
     assert forecast.memory.usable_bytes == run.memory.usable_bytes == int(device_bytes * 0.9 - 4 * COMMUNICATOR_BYTES)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.3, 4.0])
+def test_a_forecast_and_a_run_share_parameters_alike_if_they_choose(tmp_path: Path, monkeypatch, share: float) -> None:
+    machine = Machine(tmp_path, monkeypatch, "qwen3", share, 4)
+    lengths = [40, 24, 8, 16]
+    rows = start.TrainingRows(datasets.Dataset.from_list(random_rows(lengths)))
+    run = machine.run(rows, parameters="auto")
+    forecast = machine.forecast(parameters="auto", step_lengths=tuple(lengths), longest_tokens=40)
+    assert run.placement.sharing == forecast.placement.sharing and run.notes == forecast.notes
+    assert "fastest for a step" in run.notes[0]

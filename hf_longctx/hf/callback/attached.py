@@ -30,6 +30,7 @@ from hf_longctx.hf.run.run import RunRequest
 from hf_longctx.hf.run.saver import ReplicaCheck
 from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.start.stages import own_stage
+from hf_longctx.hf.trainer.open_stages import one_stage_line
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
 
@@ -143,7 +144,7 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
     planned = cast(AttachedMixin, trainer)
     try:
-        planned._longctx_callback, planned.plans_evaluation = callback, config.stages != 1
+        planned._longctx_callback, planned.plans_evaluation = callback, config.may_have_stages
         planned._first_collator = trainer.data_collator
         args, processing_class = trainer.args, trainer.processing_class
         collation = Collation(trainer.data_collator, facts.head_kind, forward_columns(facts.base, args))
@@ -163,6 +164,8 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         planned._report()
         undo.callback(run.report.console.take_over(trainer))
         planned._translated(config, args)
+        if line := one_stage_line(config, "plans are attached to a trainer, which keeps its whole model by default"):
+            planned._lines += (line,)
         planned._log_settings()
         undo.callback(trainer.remove_callback, run.report)
         undo.callback(trainer.remove_callback, planned._stop)
@@ -209,7 +212,7 @@ def _attach_problems(trainer: Trainer, known: ModelFacts, config: LongContextCon
     if outside := refusals(NOT_ATTACHED, Facts(trainer=type(trainer))) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
     problems += refusals(ATTACHED, replace(facts, given=vars(trainer))) + set_loss_problems(trainer)
-    if config.stages != 1:
+    if config.may_have_stages:
         problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer, known.head_kind)
     return problems
 

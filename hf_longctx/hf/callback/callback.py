@@ -45,6 +45,7 @@ from hf_longctx.hf.rules.trl import alone_problems
 from hf_longctx.hf.run.run import BORROWED, RunRequest, meet, start_run
 from hf_longctx.hf.run.saver import ReplicaCheck, Saver
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
+from hf_longctx.hf.trainer.open_stages import one_stage_line
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.plan.core.messages import listed
 from hf_longctx.plan.core.types import StepPlan
@@ -302,6 +303,8 @@ class LongContextCallback(TrainerCallback):
             undo.callback(handle.remove)
         run.report.console = self._console
         run.report.open(args, train_dataloader, writes_files=False)
+        if args.process_index == 0 and (line := one_stage_line(config, "a callback that is not attached plans no whole steps")):
+            logger.warning("%s", line)
         if args.process_index == 0 and (idle := _without_effect(config)):
             logger.warning("settings without effect, since the callback is not attached to the trainer: %s", ", ".join(idle))
 

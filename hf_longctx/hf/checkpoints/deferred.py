@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -171,7 +172,7 @@ def read_deferred(model: Any, device: torch.device) -> None:
     # a tied weight is one tensor under two names
     rest = {name: found for name, found in sorted(targets.items()) if any(id(target) not in done for target in found)}
     if rest:
-        send_from_first(lambda: source.load().state_dict(), rest)
+        send_from_first(lambda: source.load().state_dict(), rest, dist.group.WORLD if dist.is_initialized() else None)
     forget_source(model)
 
 

@@ -133,36 +133,38 @@ def _copy_converted(model: Any, folder: str) -> None:
             )
         return found
 
-    send_from_first(load, targets)
+    send_from_first(load, targets, dist.group.WORLD if dist.is_initialized() else None)
 
 
 @torch.no_grad()
-def send_from_first(load: Callable[[], dict[str, Tensor]], targets: Mapping[str, list[Tensor]]) -> None:
-    """Copies weights that rank 0 loads by name, one at a time, into their targets on all ranks, whole or in shards.
+def send_from_first(
+    load: Callable[[], dict[str, Tensor]], targets: Mapping[str, list[Tensor]], group: dist.ProcessGroup | None
+) -> None:
+    """Copies weights that the first rank of `group` loads by name, one at a time, into their targets, whole or in shards.
 
-    Collective over all ranks, with the long time-out of their common group, since `load` takes minutes. Raises ValueError on
-    every rank if it fails.
+    group: with a long time-out, since `load` takes minutes; None for a single rank. Collective over it. Raises ValueError on all
+    of its ranks if `load` fails.
     """
-    num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    is_first, first = (True, 0) if group is None else (dist.get_rank(group) == 0, dist.get_global_rank(group, 0))
     whole: dict[str, Tensor] = {}
     errors: list[str | None] = [None]
-    if rank == 0:
+    if is_first:
         try:
             # weights that the checkpoint lacks may be drawn, and ranks share random states
             with torch.random.fork_rng(devices=[]):
                 whole = dict(load())
         except Exception as error:
             errors = [str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"]
-    if num_ranks > 1:
-        dist.broadcast_object_list(errors)
+    if group is not None:
+        dist.broadcast_object_list(errors, first, group)
     if errors[0] is not None:
         raise ValueError(errors[0])
     for name, found in targets.items():
         value = torch.empty(found[0].shape, dtype=found[0].dtype, device=found[0].device)
-        if rank == 0:
+        if is_first:
             value.copy_(whole.pop(name))
-        if num_ranks > 1:
-            dist.broadcast(value, src=0)
+        if group is not None:
+            dist.broadcast(value, first, group)
         for target in found:
             target.copy_(sharded_like(target, value))
 
@@ -303,22 +305,23 @@ def save_stages(
     raise_everywhere(error, control, folder)
 
 
-def load_stage_weights(stage: StageModel, folder: str) -> None:
+def load_stage_weights(
+    stage: StageModel, folder: str, load: Callable[[], dict[str, Tensor]], group: dist.ProcessGroup | None
+) -> None:
     """Copies this stage's weights into its model, from a checkpoint of a whole model or of adapters.
 
-    Every rank reads its own weights. Raises ValueError for a folder without safetensors, for one that lacks a weight of this
-    stage, and for a model whose weights have other shapes in files.
+    Every rank reads its own weights. If transformers fuses some of them when it reads them, such as those of experts, the first
+    rank of `group`, the ranks of the stage, gets them all from `load` and sends one at a time. Collective over `group` (None for
+    a single rank). Raises ValueError for a folder without safetensors, and for one that lacks a weight of this stage.
     """
     owner = _embedding_name(stage)
     if is_adapted(stage.model):
         return load_adapters(stage.model, folder, {stage.tied: owner} if stage.tied else {})
     renamed = renamed_weights(stage.model)
     also = names_in_files(stage.model, renamed)
-    if fused := sorted({*renamed} - {*also.values()}):
-        raise ValueError(
-            f"{fused[0]} has another shape in files, which stages cannot read back yet; start a new run from the checkpoint's "
-            f"weights with load_pipeline_stage, or resume with stages=1"
-        )
+    if {*renamed} - {*also.values()}:
+        tensors = {**dict(stage.model.named_parameters(remove_duplicate=False)), **dict(stage.model.named_buffers())}
+        return send_from_first(load, {name: [tensors[name]] for name in stage.model.state_dict()}, group)
     if stage.tied and stage.stage:
         also |= dict.fromkeys(names_in_files(stage.model, [owner]), stage.tied)
     copy_weights(stage.model, folder, also, is_part=True)

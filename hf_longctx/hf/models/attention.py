@@ -20,8 +20,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.families.registry import MODULES
+from hf_longctx.hf.models.compressed import compressed_attention
 from hf_longctx.hf.models.dropout import tokens_of
-from hf_longctx.hf.models.index import chooses_by_plan
+from hf_longctx.hf.models.index import chooses_by_plan, pooled_choice
 from hf_longctx.hf.models.own_attention import own_attention
 from hf_longctx.hf.models.states import mixers_of, num_calls
 from hf_longctx.hf.models.towers import text_part
@@ -202,7 +203,7 @@ def longctx_attention(
         )
     # positions chosen by the forward of another class would be positions in rows, and are refused below
     chosen = kwargs.pop(_CHOSEN, None) if (is_chosen := "forward" in vars(module) and chooses_by_plan(module)) else None
-    if is_chosen and chosen is None:
+    if is_chosen and chosen is None and (chosen := pooled_choice(module)) is None:
         raise RuntimeError(
             f"{name} passes no chosen keys to attention; use the newest version of transformers that docs/models.md names"
         )
@@ -223,6 +224,8 @@ def longctx_attention(
             f"{name} passes {_SOFTCAP}={softcap} to attention{'' if sinks is None else ' together with sinks'}; a cap must be "
             f"positive, and is not supported together with sinks"
         )
+    if (compressed := compressed_attention(module, query, key, scale, pattern.window, sinks, longctx)) is not None:
+        return compressed, None
     of_weights = (dropout, site.name) if dropout and site is not None else (0.0, "")
     call = LayerCall(scale, module, pattern, sinks, softcap, None if chosen is None else chosen[0], *of_weights)
     output_BTHD = sequence_parallel_attention(query, key, value, call, longctx)

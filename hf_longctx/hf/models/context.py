@@ -53,7 +53,8 @@ def _called(module: nn.Module) -> list[nn.Module]:
     """The modules to which `module` would not pass the context; none if it passes it on."""
     # sharding puts a class of torch in front of the module's own
     names = [name for each in type(module).__mro__ for name in MODULES.hands_down.get(each.__name__, ())]
-    called = [getattr(module, name) for name in names]
+    # layers of one class may have different ones
+    called = [each for name in names if (each := getattr(module, name, None)) is not None]
     # iterating over the layers of a stage would show only those that are running
     return [each for one in called for each in (one._modules.values() if isinstance(one, nn.ModuleList) else [one])]
 

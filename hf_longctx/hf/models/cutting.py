@@ -35,7 +35,17 @@ RANGES = "longctx_ranges"
 
 # words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
-_NORM_NAMES = ("norm", "norm_f", "ln_f", "ln_out", "out_norm", "final_layernorm", "final_layer_norm", "embedding_norm")
+_NORM_NAMES = (
+    "norm",
+    "norm_f",
+    "ln_f",
+    "ln_out",
+    "out_norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "embedding_norm",
+    "layernorm",
+)
 _PROBE_TOKENS = 3
 # types of settings
 PLAIN = (bool, int, float, str, type(None))
@@ -341,7 +351,11 @@ def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]
 
 def _recognised(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Names of embedding, layers and norm according to the modules themselves, for configs without a plan."""
-    embedding = decoder.get_input_embeddings()
+    try:
+        embedding = decoder.get_input_embeddings()
+    except NotImplementedError:
+        # a module around a decoder
+        embedding = None
     first = tuple(name for name, module in decoder.named_children() if module is embedding)
     lists = tuple(name for name, module in decoder.named_children() if isinstance(module, nn.ModuleList))
     return first, lists, tuple(name for name, _ in decoder.named_children() if name in _NORM_NAMES)

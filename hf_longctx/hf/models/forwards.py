@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
+from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import is_written_by, wrapped
 
 # parameters by which forwards of transformers take a cache; 5.24 calls it `cache` in most classes
@@ -22,6 +24,8 @@ CACHES = ("cache", "past_key_values", "cache_params", "layer_past", "state")
 _RENAMES = "transformers.utils.deprecation"
 # attribute of a method that `give` has made: the function that it runs
 _GIVEN = "_longctx_given"
+# attribute of a module: the plan's context of the forward that is running, for modules to which no argument brings it
+_CONTEXT = "_longctx_context"
 
 
 def without_renames(function: Any) -> Any:
@@ -92,3 +96,21 @@ def _is_given(method: Any, function: Callable[..., Any]) -> bool:
 def is_of_transformers(kind: Any) -> bool:
     """Whether the forward of a class of models is one of transformers, inside decorators of transformers and torch alone."""
     return is_written_by(kind.forward, "transformers", "torch")
+
+
+@contextmanager
+def carrying(modules: Iterable[nn.Module], context: GroupContext) -> Iterator[None]:
+    """Context in which these modules find a plan's context, by `carried`."""
+    carriers = list(modules)
+    for module in carriers:
+        vars(module)[_CONTEXT] = context
+    try:
+        yield
+    finally:
+        for module in carriers:
+            vars(module).pop(_CONTEXT, None)
+
+
+def carried(module: nn.Module) -> GroupContext | None:
+    """The plan's context that a module carries; None outside of `carrying`."""
+    return vars(module).get(_CONTEXT)

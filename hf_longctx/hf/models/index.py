@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_longctx.families.registry import MODULES
@@ -25,6 +26,8 @@ from hf_longctx.runtime.states.chosen_keys import choose_keys
 INDEXED_LAYERS = "indexed_attention"
 # attribute of an indexer: the plan's context that its attention layer got
 _LENT = "_longctx_lent_context"
+# attribute of an indexer of pooled keys: what it has chosen, until attention takes it
+_POOLED = "_longctx_chosen_keys"
 
 
 def indexed_attention(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -69,7 +72,7 @@ def index_problems(model: nn.Module) -> list[str]:
                 f"the forward of {where} was replaced, so plans would not reach the keys that its index chooses; remove it (del "
                 f"module.forward)"
             ]
-        if forward is _indexer_forward and any(getattr(module, kind) for kind in HOOKS):
+        if forward is not _attention_forward and any(getattr(module, kind) for kind in HOOKS):
             return [
                 f"{where} has a hook, which gets positions in documents under plans and positions in rows without one; remove "
                 f"it, or hook the whole attention layer"
@@ -86,7 +89,8 @@ def _forwards(model: nn.Module) -> list[tuple[Any, Any]]:
     """Every module that gets a forward of its own, with the function."""
     found = []
     for layer, indexer in indexed_attention(model):
-        found += [(layer, _attention_forward), *([(indexer, _indexer_forward)] if indexer is not None else [])]
+        forward = _pooling_forward if _class_name(indexer) in MODULES.pooling else _indexer_forward
+        found += [(layer, _attention_forward), *([(indexer, forward)] if indexer is not None else [])]
     return found
 
 
@@ -145,6 +149,53 @@ def _indexer_forward(
         return scored(rows, _IndexCache(keys_1ND), seen_1RN)
 
     return choose_keys(own.keys, indexer.index_topk, indexer.n_heads, choose, indexer, context)
+
+
+def _pooling_forward(
+    indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, cache: Any = None
+) -> Tensor:
+    """The mask of tokens that each token sees, for an index that pools keys of several tokens.
+
+    Under a plan it hides nothing, and attention gets the tokens by `pooled_choice`; see `choose_keys`. The class turns pooled
+    keys by the rotary embeddings of their first tokens, which travel with the index keys.
+    """
+    context: GroupContext | None = vars(indexer).get(_LENT)
+    own_class = type(indexer)
+    if context is None:
+        whole: Tensor = own_class.forward(indexer, hidden_states, position_embeddings, attention_mask, cache)
+        return whole
+    if cache is not None:
+        raise ValueError(f"{own_class.__name__} got a cache under a plan, which has none; run it through the plan's executor")
+    own = _IndexCache(None)
+    try:
+        own_class.forward(indexer, hidden_states, position_embeddings, attention_mask, own)
+    except _KeysMade:
+        assert own.keys is not None
+    else:
+        raise RuntimeError(
+            f"{own_class.__name__} chose keys without asking the cache for those of earlier tokens; use the newest version of "
+            f"transformers that docs/models.md names"
+        )
+    made = (own.keys, *position_embeddings)
+    most = indexer.token_budget + indexer.compress_ratio - 1
+
+    def choose(rows: slice, given_1NX: Tensor, seen_1RN: Tensor) -> Tensor:
+        parts = zip(given_1NX.split([x.shape[-1] for x in made], dim=-1), made, strict=True)
+        keys_1ND, *turns = (part.to(each.dtype) for part, each in parts)
+        # the class takes the last ones for those of the queries
+        turns = [torch.cat([each, x[:, rows]], dim=1) for each, x in zip(turns, position_embeddings, strict=True)]
+        mask = own_class.forward(indexer, hidden_states[:, rows], tuple(turns), seen_1RN.unsqueeze(1), _IndexCache(keys_1ND))
+        seen_1RN = mask.squeeze(1)
+        chosen_1RK = seen_1RN.int().topk(min(most, seen_1RN.shape[2]), dim=-1).indices
+        return chosen_1RK.masked_fill(~seen_1RN.gather(-1, chosen_1RK), -1)
+
+    vars(indexer)[_POOLED] = choose_keys(torch.cat(made, dim=-1), most, indexer.index_n_heads, choose, indexer, context)
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden_states.device)
+
+
+def pooled_choice(layer: Any) -> Tensor | None:
+    """Hands over the keys that an index of pooled keys has chosen for this attention layer; None for other layers."""
+    return vars(layer.indexer).pop(_POOLED, None) if layer.indexer is not None else None
 
 
 class _KeysMade(Exception):

@@ -4,10 +4,6 @@ The kernels are chosen, made and compared with the model's own code before the f
 attention run as before, so adapters, shards and packed weights are as in the model's own forward. Inputs that a kernel cannot
 take (mixed dtypes, batches in a rotary embedding, hooks inside an MLP) run the model's own code.
 
-Under autocast PEFT casts hidden states to the adapter's fp32, and autocast casts them back to bf16, bit for bit as they were, for
-each projection, forward and backward. Here a low-rank adapter reads them as they are, so that queries, keys and values share one
-saved input. Its output is added by one matrix product, which rounds once where PEFT rounds three times.
-
 Shapes: N rows (tokens, or heads of tokens), C features, I inner features of an MLP, T tokens, H heads, D head size.
 """
 
@@ -27,7 +23,7 @@ from transformers import TrainingArguments
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_longctx.hf.models.adapters import base_of, hidden_dtype, lora_layers, plain_adapter
+from hf_longctx.hf.models.adapters import base_of, hidden_dtype
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.kernel_places import (
     KERNEL_NORMS,
@@ -35,39 +31,14 @@ from hf_longctx.hf.models.kernel_places import (
     FusableModule,
     fusable_modules,
     is_hooked,
-    runs_as_written,
 )
 from hf_longctx.hf.models.layers import other_matrices
+from hf_longctx.hf.models.low_rank import bind_adapters
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.runtime.core import kernels as liger
-from hf_longctx.runtime.core.binding import global_hooks, own_forward, replace_forward, with_globals
-from hf_longctx.runtime.core.kernels import CompiledFunction, Function, add_low_rank
-
-
-def adapted(layer: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Result of `own`, the forward of PEFT's `layer`; calls it only if dtypes, hooks or adapters are not the usual ones."""
-    if len(args) != 1 or keywords or (adapter := plain_adapter(layer)) is None:
-        return own(*args, **keywords)
-    x: Tensor = args[0]
-    base, first, second = layer.base_layer, adapter.first, adapter.second
-    device = x.device.type
-    is_autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_autocast else first.weight.dtype
-    # without autocast the output has the dtype of the frozen weight
-    is_one_dtype = x.dtype == dtype and (is_autocast or base.weight.dtype == dtype)
-    if not is_one_dtype or isinstance(second.weight, DTensor) or x.dim() < 2 or not x.numel() or global_hooks():
-        return own(x)
-    y: Tensor = base(x)
-    low = first(adapter.dropout(x))
-    if y.dtype != low.dtype:
-        return (y + second(low) * adapter.scaling).to(y.dtype)
-    # a hook may have kept y, and so may another forward of the module below
-    is_new = type(base) is nn.Linear and runs_as_written(base) and not is_hooked(base)
-    # with a bias, torch returns a view, whose gradient would be copied
-    in_place = is_new and y.is_contiguous() and not y._is_view()
-    return add_low_rank(y, low, second.weight.to(low.dtype), adapter.scaling, in_place)
-
+from hf_longctx.runtime.core.binding import own_forward, replace_forward, with_globals
+from hf_longctx.runtime.core.kernels import CompiledFunction, Function
 
 # origin of the kernels; "": none, the model runs its own code
 Maker = Literal["", "compile", "liger"]
@@ -97,14 +68,14 @@ class FusedLayers:
             return
         self.close()
         self._model = model
-        for layer in (each for each in lora_layers(model).values() if runs_as_written(each)):
-            self._undo.append(replace_forward(layer, partial(adapted, layer, layer.forward)))
         for found in list(fusable_modules(model)) if self.maker else ():
             if self._takes(found):
                 self._undo.append(replace_forward(found.module, self._forward(found)))
                 if found.kind == "norm":
                     KERNEL_NORMS.add(found.module)
                     self._undo.append(partial(KERNEL_NORMS.discard, found.module))
+        # around the kernels, whose modules call projections too
+        self._undo.extend(bind_adapters(model))
 
     def close(self) -> None:
         """Restores the model's own forwards."""

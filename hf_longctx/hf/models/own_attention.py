@@ -20,8 +20,7 @@ Shapes: H query heads, G KV heads, T tokens of this rank, D head size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.families.family import OwnAttention
-from hf_longctx.families.registry import MODULES, OWN_ATTENTION
-from hf_longctx.hf.models.forwards import cache_parameter, give, has, take, without_renames
+from hf_longctx.families.registry import OWN_ATTENTION
+from hf_longctx.hf.models.forwards import cache_parameter, carried, carrying, give, has, take, without_renames
+from hf_longctx.hf.models.positions import row_positions
 from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
@@ -328,8 +328,6 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# attribute of a module: the context of the forward that is running
-_CONTEXT = "_longctx_context"
 # name of transformers' common interface in the code of forwards that call it
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # attribute of a patched model
@@ -430,52 +428,33 @@ def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
             yield module, "forward", _layer_forward
         elif kind in _ATTENTIONS:
             yield (module, "forward", _attention_forward) if _ATTENTIONS[kind].takes_cache else (module, "_attn", _attn)
-        elif kind in MODULES.row_positions:
-            yield module, "forward", _positions_forward
-
-
-@contextmanager
-def _carrying(modules: Iterable[nn.Module], context: GroupContext) -> Iterator[None]:
-    """Context in which these modules find a plan's context."""
-    carriers = list(modules)
-    for module in carriers:
-        vars(module)[_CONTEXT] = context
-    try:
-        yield
-    finally:
-        for module in carriers:
-            vars(module).pop(_CONTEXT, None)
-
-
-def _context_of(module: nn.Module) -> GroupContext | None:
-    return vars(module).get(_CONTEXT)
 
 
 def _model_forward(model: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
     if longctx is None:
         return type(model).forward(model, *args, **keywords)
     # these classes do not pass the context on
-    with _carrying([model.base_model], longctx):
+    with carrying([model.base_model], longctx):
         return type(model).forward(model, *args, **keywords)
 
 
 def _decoder_forward(decoder: Any, *args: Any, longctx: GroupContext | None = None, **keywords: Any) -> Any:
     # a pipeline stage without the head calls the decoder itself
-    context = _context_of(decoder) or longctx
+    context = carried(decoder) or longctx
     if context is None:
         return type(decoder).forward(decoder, *args, **keywords)
-    carriers = [module for module in decoder.modules() if _class_name(module) in (*_LAYERS, *MODULES.row_positions)]
+    carriers = [module for module in decoder.modules() if _class_name(module) in _LAYERS]
     forward = type(decoder).forward
     if _BIASES_OF_MASK in (names := inspect.unwrap(forward).__globals__) and not hasattr(type(decoder), _BIASES_OF_MASK):
         biases = partial(_biases, context, names[_BIASES_OF_MASK])
         forward = with_globals(inspect.unwrap(forward), {_BIASES_OF_MASK: biases})
-    with _carrying([decoder, *carriers], context):
+    with carrying([decoder, *carriers, *row_positions(decoder)], context):
         return forward(decoder, *args, **keywords)
 
 
 def _layer_forward(layer: Any, *args: Any, **keywords: Any) -> Any:
     """The forward of a decoder layer's class, checkpointed if the class's is; attention finds the context."""
-    context = _context_of(layer)
+    context = carried(layer)
     if context is None:
         return type(layer).forward(layer, *args, **keywords)
     forward = partial(_class_forward, layer, longctx=context, **keywords)
@@ -485,14 +464,14 @@ def _layer_forward(layer: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def _class_forward(layer: nn.Module, *args: Any, longctx: GroupContext, **keywords: Any) -> Any:
-    with _carrying((module for module in layer.modules() if _class_name(module) in _ATTENTIONS), longctx):
+    with carrying((module for module in layer.modules() if _class_name(module) in _ATTENTIONS), longctx):
         # skip the wrapper of transformers that checkpoints a forward: it has already run
         return inspect.unwrap(type(layer).forward)(layer, *args, **keywords)
 
 
 def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
     """The forward of an attention class, with a cache that passes its keys, values and queries to plans."""
-    context = _context_of(attention)
+    context = carried(attention)
     if context is None:
         return type(attention).forward(attention, *args, **keywords)
     own, call = _ATTENTIONS[_class_name(attention)], OwnCall(attention, context)
@@ -506,7 +485,7 @@ def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
 
 def _attn(attention: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Any:
     """Outputs [1, H, T, D] of an attention class's own method, and no weights."""
-    context = _context_of(attention)
+    context = carried(attention)
     if context is None:
         return type(attention)._attn(attention, query, key, value, attention_mask)
     own = _ATTENTIONS[_class_name(attention)]
@@ -517,21 +496,10 @@ def _attn(attention: Any, query: Tensor, key: Tensor, value: Tensor, attention_m
     return OwnCall(attention, context, pattern, key, value).attend(query, scale, dropout=rate), None
 
 
-def _positions_forward(embedding: Any, *args: Any, **keywords: Any) -> Tensor:
-    """Embeddings of positions in documents; the class itself counts from the start of the row."""
-    context = _context_of(embedding)
-    if context is None:
-        own: Tensor = type(embedding).forward(embedding, *args, **keywords)
-        return own
-    assert context.position_ids is not None
-    found: Tensor = type(embedding).forward(embedding, *args, position_ids=context.position_ids.view(-1))
-    return found
-
-
 def _biases_of_mask(decoder: Any, mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """Biases [H, 1, T] of the class's own method, by position in a document."""
     own = partial(getattr(type(decoder), _BIASES_OF_MASK), decoder)
-    context = _context_of(decoder)
+    context = carried(decoder)
     if mask.numel() == 1 and context is None:
         # the mask of plans, on a decoder without layers
         mask = mask.view(1, 1).long()
@@ -541,7 +509,7 @@ def _biases_of_mask(decoder: Any, mask: Tensor, num_heads: int, dtype: torch.dty
 
 def _biases_of_length(decoder: Any, num_heads: int, length: int, *args: Any, **keywords: Any) -> Tensor:
     """Biases [H, 1, T] of the class's own method, by position in a document."""
-    context, own = _context_of(decoder), partial(getattr(type(decoder), _BIASES_OF_LENGTH), decoder)
+    context, own = carried(decoder), partial(getattr(type(decoder), _BIASES_OF_LENGTH), decoder)
     if context is None:
         found: Tensor = own(num_heads, length, *args, **keywords)
         return found

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hf_longctx.hf.models.attention import AttentionSwitch, attention_name, attention_problems, runs_plans
+from hf_longctx.hf.models.compressed import CompressedPatch
 from hf_longctx.hf.models.context import ContextPatch
 from hf_longctx.hf.models.document_rope import DocumentRopePatch
 from hf_longctx.hf.models.dropout import DropoutPatch
 from hf_longctx.hf.models.heads import HeadPatch
 from hf_longctx.hf.models.index import IndexPatch
 from hf_longctx.hf.models.own_attention import OwnAttentionPatch
-from hf_longctx.hf.models.positions import PaddingPatch
+from hf_longctx.hf.models.positions import PaddingPatch, RowPositionsPatch
 from hf_longctx.hf.models.quantised import QuantisedPatch
 from hf_longctx.hf.models.states import MixerPatch
 from hf_longctx.hf.models.towers import TextPatch
@@ -44,8 +45,10 @@ PATCHES: tuple[Patch, ...] = (
     OwnAttentionPatch(),
     DocumentRopePatch(),
     PaddingPatch(),
+    RowPositionsPatch(),
     MixerPatch(),
     IndexPatch(),
+    CompressedPatch(),
     DropoutPatch(),
     ContextPatch(),
     QuantisedPatch(),

@@ -1,6 +1,9 @@
-"""Positions of models that count from the number of their padding token, such as RoBERTa.
+"""Positions of models that number the tokens of a row themselves, from its start or from the number of their padding token.
 
-Their first position is the id of the padding token + 1, and they number the tokens of a row themselves, without padding tokens.
+Decoders of the first kind, such as BART's, take no positions. So with `RowPositionsPatch` their embeddings of positions get those
+of the plan, which count from the start of every document.
+
+Of the second kind is RoBERTa. Its first position is the id of the padding token + 1, and it numbers a row without padding tokens.
 The embeddings keep the id with which they were made, even if `Trainer.train` sets the config's id to that of a tokenizer. Plans
 number the tokens of every document from 0 and never pad. So with `PaddingPatch` the module around the embeddings adds the first
 position to the positions that it gets with a plan. A row with a padding token inside would be numbered differently, so such rows
@@ -12,15 +15,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from hf_longctx.families.registry import family_of_type
+from hf_longctx.families.registry import MODULES, family_of_type
+from hf_longctx.hf.models.forwards import carried, carrying, give, take
 from hf_longctx.hf.models.towers import placeholder_ids, text_part
 from hf_longctx.plan.model.config import NO_POSITIONS
 
 # fields with the number of positions
-_LIMITS = ("max_position_embeddings", "max_seq_len")
+_LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 # attribute of the module around the embeddings that holds the handle of its hook
 _HANDLE = "_longctx_position_handle"
 
@@ -78,6 +82,55 @@ class PaddingPatch:
         for module in model.modules():
             if (handle := vars(module).pop(_HANDLE, None)) is not None:
                 handle.remove()
+
+
+def row_positions(model: nn.Module) -> list[nn.Module]:
+    """Embeddings of positions that a decoder numbers from the start of the row."""
+    return [embedding for _, embedding in _row_positions(model)]
+
+
+def _row_positions(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Each module that numbers the positions of a row, with its embeddings of positions."""
+    # sharding puts a class of torch in front of the module's own
+    named = ((module, MODULES.row_positions.get(type(module).__name__.removeprefix("FSDP"))) for module in model.modules())
+    return [(module, getattr(module, name)) for module, name in named if name is not None]
+
+
+class RowPositionsPatch:
+    """Gives embeddings of positions those of a plan in place of those in the row."""
+
+    def needed(self, model: Any) -> bool:
+        """Whether the text model's decoder numbers the tokens of a row."""
+        return bool(_row_positions(text_part(model)))
+
+    def apply(self, model: Any) -> None:
+        """Raises ValueError for a forward of others on the decoder or its embeddings."""
+        for decoder, embedding in _row_positions(text_part(model)):
+            give(decoder, _decoder_forward)
+            give(embedding, _embedding_forward)
+
+    def undo(self, model: Any) -> None:
+        """Leaves a forward that has been wrapped since."""
+        for decoder, embedding in _row_positions(text_part(model)):
+            take(decoder, _decoder_forward)
+            take(embedding, _embedding_forward)
+
+
+def _decoder_forward(decoder: Any, *args: Any, **keywords: Any) -> Any:
+    """The forward of a decoder's class, whose embeddings find the plan's context."""
+    if (context := keywords.get("longctx")) is None:
+        return type(decoder).forward(decoder, *args, **keywords)
+    with carrying(row_positions(decoder), context):
+        return type(decoder).forward(decoder, *args, **keywords)
+
+
+def _embedding_forward(embedding: Any, *args: Any, **keywords: Any) -> Tensor:
+    """Embeddings of positions in documents under a plan, as of the class without one."""
+    if (context := carried(embedding)) is not None:
+        assert context.position_ids is not None
+        keywords = keywords | {"position_ids": context.position_ids.view(-1)}
+    found: Tensor = type(embedding).forward(embedding, *args, **keywords)
+    return found
 
 
 def _shift(

@@ -195,8 +195,8 @@ def _frequencies(module: Any, config: PretrainedConfig, layer_type: str) -> tupl
     kind = (parameters[layer_type] if layer_type else parameters).get("rope_type", "default")
     make: Callable[..., tuple[Tensor, float]]
     make = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-    # head size may depend on the layer type
-    if layer_type and (layers := getattr(config, "per_layer_config", None)):
+    # head size may depend on the layer type; names of some rotary embeddings are not those of layers
+    if layer_type in (getattr(config, "layer_types", None) or ()) and (layers := getattr(config, "per_layer_config", None)):
         config = layers[layer_type]
     # transformers 5.17 warns of a device among the arguments
     with torch.device("cpu"):

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.families.registry import MIXERS, MODULES
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, is_adapted
+from hf_longctx.hf.models.compressed import COMPRESSED_LAYERS
 from hf_longctx.hf.models.cutting import RANGES, Pieces, find_pieces
 from hf_longctx.hf.models.heads import head_kind, num_outputs
 from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
@@ -55,7 +56,11 @@ def layer_types(config: Any, num_layers: int) -> list[str]:
 
 def layer_window(layer: nn.Module, config: Any, layer_type: str) -> int:
     """The most tokens that the layer's attention sees; 0: all of them."""
-    if layer_type.startswith("full") or layer_type in _STATE_LAYERS or type(layer).__name__ in MODULES.unused_windows:
+    if (
+        layer_type.startswith("full")
+        or layer_type in (*_STATE_LAYERS, *COMPRESSED_LAYERS)
+        or type(layer).__name__ in MODULES.unused_windows
+    ):
         return 0
     own = [vars(module)[name] for module in layer.modules() for name in WINDOW_FIELDS if name in vars(module)]
     if own:
@@ -197,8 +202,14 @@ def _tower_elements(model: PreTrainedModel) -> int:
 def _fields(config: PretrainedConfig) -> dict[str, Any]:
     """The fields of the config of a model's decoder, with those that its class renames or computes in a property."""
     text = config.get_text_config()
-    mapped = {name: getattr(text, name, None) for name in (*text.attribute_map, "num_hidden_layers")}
+    mapped = {name: getattr(text, _decoder_name(text, name), None) for name in (*text.attribute_map, "num_hidden_layers")}
     return {**text.to_dict(), **{name: value for name, value in mapped.items() if value is not None}}
+
+
+def _decoder_name(text: PretrainedConfig, name: str) -> str:
+    """Name of a config's field for a size of its decoder; classes of encoder-decoders take that of their encoder by default."""
+    own: str = text.attribute_map.get(name, name).replace("encoder_", "decoder_", 1)
+    return own if hasattr(text, own) else name
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

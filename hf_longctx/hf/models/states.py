@@ -451,6 +451,29 @@ def matrix_memory(call: MixerCall, run: Callable[..., Any], **given: Tensor | No
     return scan_documents((), inputs, (), mixer_scan, LayerScan(mixer), call.context).transpose(1, 2), None
 
 
+def hashed_ngrams(call: MixerCall, embed: Callable[..., Tensor], ids_1T: Tensor, cache: None) -> Tensor:
+    """Embeddings [1, T, E] of each token and those before it in its document, which a hash chooses."""
+    module: Any = call.mixer.get_submodule("ple_embedding")
+
+    # tokens before a document are ends of sequences; zeros in the convolution
+    def alone(x_1CN: Tensor) -> Tensor:
+        return embed(x_1CN[:, 0] + module.eos_token_id, None).transpose(1, 2)
+
+    x_1CT = ids_1T.view(1, 1, -1) - module.eos_token_id
+    return convolve_documents(x_1CT, module.ngram_size, alone, call.mixer, call.context, "n-grams").transpose(1, 2)
+
+
+def dilated_convolution(call: MixerCall, convolve: Callable[..., Tensor], hidden_1TC: Tensor, cache: None) -> Tensor:
+    """Convolution [1, T, C] of each document that skips tokens."""
+    mixer: Any = call.mixer
+
+    def alone(x_1CN: Tensor) -> Tensor:
+        return convolve(x_1CN.transpose(1, 2), None).transpose(1, 2)
+
+    width = mixer.short_conv_state_len + 1
+    return convolve_documents(hidden_1TC.transpose(1, 2), width, alone, mixer, call.context, "dilated").transpose(1, 2)
+
+
 # path of a method from its mixer -> the function that stands in for it
 METHODS: dict[str, Callable[..., Any]] = {
     "act_fn.forward": lightning_inputs,
@@ -462,6 +485,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "v_proj_delayed.forward": delayed_values,
     "time_shift.forward": shifted_tokens,
     "mlstm_backend.forward": matrix_memory,
+    "ple_embedding.forward": hashed_ngrams,
+    "_short_conv": dilated_convolution,
 }
 
 

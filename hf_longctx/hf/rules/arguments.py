@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, PretrainedConfig, PreTrainedMode
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.adapters import is_adapted, shard_problems
+from hf_longctx.hf.models.compressed import compressing_attention
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.experts import has_balance, spread_problems
 from hf_longctx.hf.models.facts import ModelFacts
@@ -577,7 +578,7 @@ TOGETHER = {
     "rounding-in-stages": Rule(
         "bf16_stochastic_round=True in optim_args would round the copies of a tied weight apart on stages={config.stages!r}",
         "leave it out, and keep fp32_master_weights=True",
-        lambda run: rounds_by_chance(run.args) and run.config.stages != 1,
+        lambda run: rounds_by_chance(run.args) and run.config.may_have_stages,
         "args = TrainingArguments(optim='adamw_torch_8bit', optim_args='bf16_stochastic_round=True'); "
         "config = LongContextConfig(stages=2)",
     ),
@@ -605,7 +606,7 @@ TOGETHER = {
     "save-on-each-node": Rule(
         "save_on_each_node=True would need every stage on every node",
         "leave it out, and write checkpoints to a folder that all nodes share",
-        lambda run: run.config.stages != 1 and run.args.save_on_each_node,
+        lambda run: run.config.may_have_stages and run.args.save_on_each_node,
         "args.save_on_each_node = True; config = LongContextConfig(stages=2)",
     ),
 }
@@ -662,7 +663,7 @@ def _is_named(run: Facts) -> bool:
 def _whole_optimizer(run: Facts) -> Iterator[dict[str, str]]:
     config = run.config
     if _is_named(run) and run.optim not in _ELEMENTWISE and not any(each in run.optim for each in _NEVER_SHARDED):
-        if config.stages != 1:
+        if config.may_have_stages:
             yield {"other": f"stages={config.stages!r}"}
         elif config.optimizer_states == "host":
             yield {"other": f"optimizer_states={config.optimizer_states!r}"}
@@ -672,7 +673,7 @@ def _undivided(run: Facts, shared: int | None) -> Iterator[dict[str, str]]:
     """Yields the ranks of a stage that `shared` ranks with one copy of the weights do not divide."""
     count = stage_ranks(run.config, run.num_ranks)
     if shared is not None and count % shared:
-        yield {"ranks": f"{count} ranks" + " of a stage" * (run.config.stages not in (1, "auto"))}
+        yield {"ranks": f"{count} ranks" + " of a stage" * (run.config.asked_stages not in (1, "auto"))}
 
 
 _NEEDS, _OUT = "layer_weights={config.layer_weights!r}", "leave layer_weights out"
@@ -690,7 +691,7 @@ _PLACEMENT = {
         "pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim",
         lambda run: (
             run.config.parameters == "replicated"
-            and run.config.stages != 1
+            and run.config.may_have_stages
             and run.known.loaded_ranges is None
             and any(run.given.get("optimizers") or ())
         ),
@@ -763,7 +764,7 @@ def placement_problems(facts: Facts) -> list[str]:
 
 def stage_ranks(config: LongContextConfig, num_ranks: int) -> int:
     """The most ranks that a stage may have."""
-    return num_ranks if config.stages == "auto" else max(1, num_ranks // config.stages)
+    return num_ranks if config.asked_stages == "auto" else max(1, num_ranks // config.asked_stages)
 
 
 def least_heads(facts: ModelFacts) -> int:
@@ -786,7 +787,7 @@ def _num_layers(run: Facts) -> int:
 
 
 def _lends(run: Facts) -> bool:
-    return run.config.lend_stages and run.config.stages != 1
+    return run.config.lend_stages and run.config.may_have_stages
 
 
 # settings of pipeline stages
@@ -794,13 +795,13 @@ STAGES = {
     "interleave-without-stages": Rule(
         "interleave={config.interleave} divides pipeline stages into layer ranges, but stages is 1",
         "set stages=2 or more, or leave interleave out",
-        lambda run: run.config.stages == 1 and run.config.interleave > 1,
+        lambda run: not run.config.may_have_stages and run.config.interleave > 1,
         "config = LongContextConfig(interleave=2)",
     ),
     "lending-without-stages": Rule(
         "lend_stages=True lends ranks of idle pipeline stages, but stages is 1",
         "set stages=2 or more, or leave it out",
-        lambda run: run.config.stages == 1 and run.config.lend_stages,
+        lambda run: not run.config.may_have_stages and run.config.lend_stages,
         "config = LongContextConfig(lend_stages=True)",
     ),
     "lending-without-adapters": Rule(
@@ -848,21 +849,21 @@ STAGES = {
         lambda run: (
             {"name": name, "value": getattr(run.config, name)}
             for name, default in (("solver", "auto"), ("node_aligned", True))
-            if run.config.stages != 1 and getattr(run.config, name) != default
+            if run.config.may_have_stages and getattr(run.config, name) != default
         ),
         "config = LongContextConfig(stages=2, solver='lp')",
     ),
     "stages-and-ranks": Rule(
         "stages={config.stages} does not divide the {num_ranks} ranks of the run",
         "choose a divisor",
-        lambda run: run.config.stages != "auto" and run.num_ranks % run.config.stages != 0,
+        lambda run: run.config.asked_stages != "auto" and run.num_ranks % run.config.asked_stages != 0,
         "num_ranks = 3; config = LongContextConfig(stages=2)",
     ),
     "interleave-of-gathered-weights": Rule(
         "interleave={config.interleave} does not go with parameters={config.parameters!r}, whose weights are freed with the last "
         "backward of a whole stage",
         "use 'sharded', 'gathered_per_step' or 'replicated', or leave interleave out",
-        lambda run: run.config.stages != 1 and run.config.interleave > 1 and run.config.parameters == "gathered_per_round",
+        lambda run: run.config.may_have_stages and run.config.interleave > 1 and run.config.parameters == "gathered_per_round",
         "config = LongContextConfig(stages=2, interleave=2, parameters='gathered_per_round'); "
         "model = tiny_llama(num_hidden_layers=4)",
     ),
@@ -871,9 +872,9 @@ STAGES = {
         "layers",
         "use interleave={most} or less",
         lambda run: (
-            [{"num_layers": layers, "most": layers // run.config.stages}]
-            if run.config.stages != "auto"
-            and run.config.stages <= (layers := _num_layers(run)) < run.config.stages * run.config.interleave
+            [{"num_layers": layers, "most": layers // run.config.asked_stages}]
+            if run.config.asked_stages != "auto"
+            and run.config.asked_stages <= (layers := _num_layers(run)) < run.config.asked_stages * run.config.interleave
             else ()
         ),
         "config = LongContextConfig(stages=2, interleave=2)",
@@ -884,21 +885,25 @@ STAGES = {
         lambda run: (
             {"found": len(loaded[0])}
             for loaded in [run.known.loaded_ranges]
-            if run.config.stages != 1 and loaded is not None and len(loaded[0]) != run.config.interleave
+            if run.config.may_have_stages and loaded is not None and len(loaded[0]) != run.config.interleave
         ),
         "model.longctx_ranges = (((0, 1),), ((1, 2),)); config = LongContextConfig(stages=2, interleave=2)",
     ),
     "more-stages-than-layers": Rule(
         "stages={config.stages} are more than the model's {num_layers} layers",
         "use at most {num_layers}",
-        lambda run: ({"num_layers": most} for most in [_num_layers(run)] if run.config.stages not in ("auto", *range(most + 1))),
+        lambda run: (
+            {"num_layers": most} for most in [_num_layers(run)] if run.config.asked_stages not in ("auto", *range(most + 1))
+        ),
         "config = LongContextConfig(stages=4)",
     ),
     "loaded-as-other-stages": Rule(
-        "the model was loaded as one of {num_loaded} stages, but stages is {config.stages!r}",
+        "the model was loaded as one of {num_loaded} stages, but stages is {config.asked_stages!r}",
         "load it with the same number",
         lambda run: (
-            {"num_loaded": len(loaded)} for loaded in [run.known.loaded_ranges or ()] if len(loaded) not in (0, run.config.stages)
+            {"num_loaded": len(loaded)}
+            for loaded in [run.known.loaded_ranges or ()]
+            if len(loaded) not in (0, run.config.asked_stages)
         ),
         "model.longctx_ranges = (((0, 1),), ((1, 2),))",
     ),
@@ -908,7 +913,7 @@ STAGES = {
 def stage_setting_problems(known: ModelFacts, config: LongContextConfig, num_ranks: int) -> list[str]:
     """Problems with the settings of pipeline stages; without stages, problems with settings that need them."""
     facts = Facts(model=known.model, known=known, config=config, num_ranks=num_ranks)
-    is_cut = config.stages != 1 and (config.stages == "auto" or config.stages <= _num_layers(facts))
+    is_cut = config.may_have_stages and (config.asked_stages == "auto" or config.asked_stages <= _num_layers(facts))
     return refusals(STAGES, facts) + (stage_problems(known.model) if is_cut and known.loaded_ranges is None else [])
 
 
@@ -1003,7 +1008,9 @@ _SETUP = {
         "leave it out",
         lambda run: (
             [{"name": run.known.name}]
-            if run.config.lend_stages and run.known.mixer is None and indexed_attention(run.known.base)
+            if run.config.lend_stages
+            and run.known.mixer is None
+            and (indexed_attention(run.known.base) or compressing_attention(run.known.base))
             else ()
         ),
         "model = tiny('deepseek_v32'); config = LongContextConfig(stages=2, lend_stages=True)",

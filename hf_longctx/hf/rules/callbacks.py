@@ -37,7 +37,7 @@ ALONE = {
     "callback-and-stages": Rule(
         "stages={config.stages!r} needs plans of whole steps, since every forward of a stock trainer runs the whole model",
         "call attach(trainer), or use LongContextTrainer",
-        lambda run: run.config.stages != 1,
+        lambda run: run.config.may_have_stages,
         "config = LongContextConfig(stages=2)",
     ),
     "callback-and-shards": Rule(
@@ -111,7 +111,7 @@ ALONE = {
 def _replaced(run: Facts) -> Iterator[dict[str, str]]:
     """Yields methods that were put on the instance of a trainer and that plans replace."""
     names = ["train", "training_step", "get_train_dataloader", "get_batch_samples"]
-    if run.config.stages != 1:
+    if run.config.may_have_stages:
         names += ["get_eval_dataloader", "evaluation_loop", "prediction_step", "predict", "save_model"]
     yield from ({"name": name} for name in names if name in run.given)
 
@@ -139,7 +139,7 @@ ATTACHED = {
         "rank with one stage",
         "set trainer.optimizer = trainer.lr_scheduler = None before attach, or choose it by optim",
         lambda run: (
-            run.config.stages != 1 and (run.given.get("optimizer") is not None or run.given.get("lr_scheduler") is not None)
+            run.config.may_have_stages and (run.given.get("optimizer") is not None or run.given.get("lr_scheduler") is not None)
         ),
         "config = LongContextConfig(stages=2); given['optimizer'] = torch.optim.SGD(model.parameters())",
     ),

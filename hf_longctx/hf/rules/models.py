@@ -14,6 +14,7 @@ from hf_longctx.hf.data.labels import Problem
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.adapters import adapter_problems, hidden_dtype, is_adapted, kind_problems, own_dtypes
 from hf_longctx.hf.models.attention import attention_problems
+from hf_longctx.hf.models.compressed import COMPRESSED_LAYERS, compressed_problems, compressing_attention
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout import dropout_problems, keyed_fields
 from hf_longctx.hf.models.experts import router_problems
@@ -84,8 +85,8 @@ def model_problems(facts: ModelFacts) -> list[str]:
     config = base.config
     problems = [*attention_problems(text), *adapter_problems(model), *_pattern_problems(facts)]
     problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]
-    problems += index_problems(text)
-    problems += _setting_problems(config, keyed_fields(facts.family)) + dropout_problems(text)
+    problems += index_problems(text) + compressed_problems(text, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
+    problems += _two_sided_problems(config) + _setting_problems(config, keyed_fields(facts.family)) + dropout_problems(text)
     problems += [
         f"rope type {rope_type!r} is not supported; use one of {', '.join(TESTED_ROPE_TYPES)}"
         for rope_type in sorted(_rope_types(config) - set(TESTED_ROPE_TYPES))
@@ -150,14 +151,16 @@ def _pattern_problems(facts: ModelFacts) -> list[str]:
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
+    never = {getattr(each, name) for each in text.modules() if (name := facts.family.modules.second_attention.get(_kind(each)))}
     problems = [
         f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
         f"is_decoder=True in its config"
         for name, module in text.named_modules()
-        if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None
+        if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None and module not in never
     ][:1]
     known = (*_LAYER_TYPES, *(["chunked_attention"] if facts.family.attention_chunks else []))
     known += (INDEXED_LAYERS,) if indexed_attention(text) else ()
+    known += COMPRESSED_LAYERS if compressing_attention(text) else ()
     known += (mixer.layer_type, *mixer.other_types) if (mixer := facts.mixer) else ()
     problems += [
         f"layer_types has {layer_type!r}, which is not supported in {facts.name}; use a model whose layers are all of "
@@ -171,12 +174,29 @@ def _pattern_problems(facts: ModelFacts) -> list[str]:
         if not hasattr(module, "sliding_window") or layer is None or layer >= len(layer_types):
             continue
         has_window = bool(module.sliding_window) and getattr(module, "is_sliding", True)
-        if (layer_types[layer] == "sliding_attention") != has_window:
+        if (layer_types[layer] in ("sliding_attention", *COMPRESSED_LAYERS)) != has_window:
             problems.append(
                 f"layer {layer} is {layer_types[layer]!r} in layer_types, but its window is {module.sliding_window}; "
                 f"make sliding_window, use_sliding_window and layer_types agree"
             )
     return problems
+
+
+def _kind(module: Any) -> str:
+    # sharding puts a class of torch in front of the module's own
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _two_sided_problems(config: PretrainedConfig) -> list[str]:
+    """Problems with sizes that a config has for an encoder and a decoder, if plans would read the encoder's for the decoder."""
+    text = config.get_text_config()
+    pairs = ((name, name.replace("encoder_", "decoder_", 1)) for name in text.attribute_map.values() if name[:8] == "encoder_")
+    return [
+        f"{ours} is {getattr(text, ours)!r} but {name} is {getattr(text, name)!r}, and common settings of this class read the "
+        f"latter; set {name} of the config to {getattr(text, ours)!r}, which changes nothing in a decoder alone"
+        for name, ours in sorted({*pairs})
+        if hasattr(text, ours) and getattr(text, ours) != getattr(text, name)
+    ]
 
 
 def _setting_problems(config: PretrainedConfig, keyed: Sequence[str]) -> list[str]:

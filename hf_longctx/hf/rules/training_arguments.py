@@ -22,6 +22,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_fsdp
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.plan.core.messages import shown
+from hf_longctx.plan.core.types import Parameters, frees_every_round
 
 State = Literal["supported", "Trainer's own", "some values", "translated", "no effect"]
 # the runs in which plans replace the code that reads a setting: all, those whose training batches they draw, or those whose
@@ -349,7 +350,7 @@ def _changed_loader_settings(args: TrainingArguments) -> list[str]:
 logger = logging.getLogger(__name__)
 
 # names and numbers of FSDP's strategies -> how parameters live on the ranks of one stage, and whether each node has a copy
-_STRATEGIES = {
+_STRATEGIES: dict[str, tuple[Parameters, bool]] = {
     "true": ("sharded", False),
     "full_shard": ("sharded", False),
     "1": ("sharded", False),
@@ -401,8 +402,8 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
     problems: list[str] = []
     asked = _asked_fsdp(args, launch)
     if asked is not None:
-        problems = refusals(_FSDP_RULES, Facts(args=args, launch=launch, num_ranks=args.world_size))
-        if asked.strategy in _STRATEGIES:
+        problems = refusals(_FSDP_RULES, Facts(config=config, args=args, launch=launch, num_ranks=args.world_size))
+        if asked.strategy in _STRATEGIES and config.parameters != "auto":
             config, line = _with_shards(config, asked, launch)
             lines.append(line)
     if wish := _checkpointing(args, asked):
@@ -503,6 +504,14 @@ _FSDP_RULES = {
         ),
         "launch = replace(launch, uses_fsdp=True, fsdp_reshard='zero')",
     ),
+    "fsdp-and-auto": Rule(
+        "{origin} names a sharding strategy ({strategy}), and parameters='auto' chooses one",
+        "leave one of them out",
+        lambda run: (
+            {"origin": each.origin, "strategy": each.strategy} for each in _asked(run) if run.config.parameters == "auto"
+        ),
+        "launch = replace(launch, uses_fsdp=True); config = LongContextConfig(parameters='auto')",
+    ),
     "fsdp-loads-on-first": Rule(
         "{origin} lets the first rank of each node alone read weights (cpu_ram_efficient_loading), so those of the others are "
         "empty",
@@ -517,11 +526,11 @@ def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironm
     parameters, by_node = _STRATEGIES[asked.strategy]
     if config.parameters != "replicated":
         return config, f"{asked.origin} is replaced by LongContextConfig(parameters={config.parameters!r}), which shards instead"
-    if parameters == "gathered_per_round" and config.stages != 1:
+    if frees_every_round(parameters) and config.may_have_stages:
         # stages fix an order of chunks anyway, so gradients need not wait whole
         parameters = "gathered_per_step"
     changes: dict[str, Any] = {"parameters": parameters}
-    if by_node and launch.ranks_per_node < launch.num_ranks and config.stages == 1 and config.expert_ranks is None:
+    if by_node and launch.ranks_per_node < launch.num_ranks and not config.may_have_stages and config.expert_ranks is None:
         changes["shard_ranks"] = launch.ranks_per_node
     said = ", ".join(f"{name}={value!r}" for name, value in changes.items())
     return replace(config, **changes), (

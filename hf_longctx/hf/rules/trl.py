@@ -240,8 +240,12 @@ def _has_own(setting: str, default: Any, run: Facts) -> bool:
     return bool(getattr(run.config, setting) != default)
 
 
+def _asked(setting: str, run: Facts) -> Any:
+    return run.config.asked_stages if setting == "stages" else getattr(run.config, setting)
+
+
 def _syncs(setting: str, needed: Any, run: Facts) -> bool:
-    return bool(getattr(run.args, "sync_ref_model", False) and getattr(run.config, setting) != needed)
+    return bool(getattr(run.args, "sync_ref_model", False) and _asked(setting, run) != needed)
 
 
 def _factor(run: Facts) -> Iterator[dict[str, float]]:
@@ -306,7 +310,7 @@ _SCORED_RULES = {
     "generating-in-stages": Rule(
         "stages={config.stages!r} leaves every rank a part of the model, with which {trainer.__name__} cannot generate",
         "use stages=1",
-        lambda run: run.trainer.__name__ in _GENERATING and run.config.stages != 1,
+        lambda run: run.trainer.__name__ in _GENERATING and run.config.may_have_stages,
         "trainer = of_trl('GRPOTrainer'); config = LongContextConfig(stages=2)",
     ),
 }
@@ -349,7 +353,7 @@ _WHOLE_LOGITS = {
         lambda run: (
             {"setting": setting, "value": value, "needed": needed}
             for setting, needed in WHOLE.items()
-            if (value := getattr(run.config, setting)) != needed
+            if (value := _asked(setting, run)) != needed
         ),
         "config = LongContextConfig(stages=2); given['reason'] = 'compute_metrics of DPOTrainer gets'",
     ),

@@ -137,7 +137,7 @@ def _sharing_problems(facts: ModelFacts, config: LongContextConfig) -> list[str]
 
     Embedding and head may share their weight: stages and shards support that.
     """
-    is_divided = config.stages != 1 or config.parameters != "replicated"
+    is_divided = config.may_have_stages or config.parameters != "replicated"
     if not is_divided and config.activations == "keep":
         return []
     _, layers = decoder_layers(facts.model)
@@ -154,7 +154,7 @@ def _sharing_problems(facts: ModelFacts, config: LongContextConfig) -> list[str]
                 )
                 # the modules inside are shared too
                 return problems
-    return problems + (_shared_weight_problems(facts, layers, config.stages != 1) if is_divided else [])
+    return problems + (_shared_weight_problems(facts, layers, config.may_have_stages) if is_divided else [])
 
 
 def _shared_weight_problems(facts: ModelFacts, layers: list[nn.Module], has_stages: bool) -> list[str]:

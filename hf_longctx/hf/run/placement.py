@@ -45,6 +45,8 @@ from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.refusing import refuse_saving
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.start.stages import load_stage
+from hf_longctx.plan.core.types import Ranges
 from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
@@ -217,8 +219,8 @@ class StagedPlacement:
 
     writes_weights = True
 
-    def __init__(self, stage: StageModel, shards: Shards | None, pool: GroupPool) -> None:
-        self.stage, self.shards, self.pool = stage, shards, pool
+    def __init__(self, stage: StageModel, shards: Shards | None, pool: GroupPool, ranges: Ranges) -> None:
+        self.stage, self.shards, self.pool, self.ranges = stage, shards, pool, ranges
 
     @property
     def num_stages(self) -> int:
@@ -246,7 +248,12 @@ class StagedPlacement:
 
     def load(self, model: Any, folder: str) -> bool:
         self.prepare(model)
-        load_stage_weights(self.stage, folder)
+
+        def load_alone() -> dict[str, Tensor]:
+            found: dict[str, Tensor] = load_stage(folder, self.ranges, self.stage.stage, model.dtype).state_dict()
+            return found
+
+        load_stage_weights(self.stage, folder, load_alone, self.pool.stage_group)
         return True
 
     def save_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:

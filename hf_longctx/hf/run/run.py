@@ -128,6 +128,8 @@ class RunRequest:
     mode: Mode = OWN
     # the class of the trainer whose loop drives the run
     trainer: type = Trainer
+    # stages are "auto" although the user left them open, so that they must hold each row that one stage holds
+    has_open_stages: bool = False
 
     @property
     def problems_of_saving(self) -> list[str]:
@@ -338,7 +340,8 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     fused, kernels_line = fused_layers(model, args, compiles, control)
     reference = request.reference.parameters() if request.reference is not None else ()
     beside = OtherResidents(sum(weight.nbytes for weight in reference), _covered(fused, model))
-    rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task)
+    must_fit = request.has_open_stages and config.long_sequences == "error"
+    rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task, must_fit)
     setup = choose_setup(config, checked.facts, args, checked.degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
     if args.process_index == 0 and (line := attention_line(model)):
@@ -570,7 +573,7 @@ def _new_mesh(config: LongContextConfig, setup: Setup, args: TrainingArguments) 
     """Makes the mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
         return shard_mesh(args.device.type, setup.costs.shard_ranks, args.ddp_timeout, setup.num_stages)
-    if config.parameters != "replicated":
+    if config.parameters not in ("replicated", "auto"):
         logger.warning("parameters=%r has no effect on one rank", config.parameters)
     return None
 
@@ -586,5 +589,5 @@ def _placement(
     ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host
     shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
-        return StagedPlacement(stage, shards, pool)
+        return StagedPlacement(stage, shards, pool, setup.ranges)
     return ReplicatedPlacement(pool.control) if shards is None else ShardedPlacement(shards, pool.control)

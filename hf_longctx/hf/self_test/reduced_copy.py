@@ -320,7 +320,12 @@ def _shorten_windows(model: Any, config: Any, longest: int) -> bool:
     long = [
         (owner, name, most)
         for owner in owners
-        for name, most in (*((name, longest) for name in (*WINDOW_FIELDS, _MOST_CHOSEN)), (_STEP, _LONGEST_STEP))
+        for name, most in (
+            *((name, longest) for name in WINDOW_FIELDS),
+            # keys that are each made of several tokens are fewer
+            (_MOST_CHOSEN, longest if "compress_rate" not in vars(owner) else longest // owner.compress_rate // 2 or 1),
+            (_STEP, _LONGEST_STEP),
+        )
         if isinstance(value := vars(owner).get(name), int) and not isinstance(value, bool) and value > most
     ]
     for owner, name, most in long:

@@ -74,6 +74,11 @@ def stock_loss_problems(facts: ModelFacts, args: TrainingArguments, config: Long
             f"label_smoothing_factor={factor!r} needs the logits of whole batches, which a plan spreads over ranks; call "
             f"attach(trainer), or use LongContextTrainer"
         )
+    if facts.family.takes_shifted_labels:
+        problems.append(
+            f"the forward of {facts.name} computes a mean over the labels of one rank itself, which does not add up to that of "
+            f"all ranks; call attach(trainer), or use LongContextTrainer"
+        )
     found = _other_loss(facts)
     if found is None or _is_cross_entropy(found, facts.num_outputs, args.device, is_shifted=True):
         return problems

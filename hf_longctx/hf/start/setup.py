@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, TrainingArguments
 
+from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan import scan_on_every_rank
@@ -34,13 +35,14 @@ from hf_longctx.hf.rules.arguments import launch_problems, low_bits, setup_probl
 from hf_longctx.hf.start.stages import sampled_lengths
 from hf_longctx.plan.core.settings import ClusterSpec, PlannerConfig, all_degrees, default_degrees
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
-from hf_longctx.plan.core.types import Ranges
+from hf_longctx.plan.core.types import PARAMETERS, Ranges
 from hf_longctx.plan.cost.catalog import spec_name, without_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.setup import (
+    SHARINGS,
     DeviceMemory,
     Lengths,
     Measured,
@@ -73,6 +75,8 @@ class TrainingRows:
 
     dataset: Any = None
     task: HeadTask = NEXT_TOKEN
+    # a number of stages that is chosen must hold the longest row
+    must_fit: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def choose_setup(
             facts.name,
         )
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
-    frozen = frozen_parameters(model, config.stages != 1)
+    frozen = frozen_parameters(model, config.may_have_stages)
     beside = beside or OtherResidents()
     own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels
     gathered = zip(*gather_objects(own, control), strict=True)
@@ -161,9 +165,16 @@ def choose_setup(
     agreed: dict[str, Any] = {name: all(each[name] for each in kernels) for name in beside.kernels}
     spec = replace(spec, **agreed)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
+    if config.parameters == "auto" and coefficients != default_coefficients(spec, cluster):
+        raise ValueError(
+            f"parameters='auto' compares seconds with and without gathers of weights, but hardware={config.hardware!r} has "
+            f"seconds that were measured for {spec_name(spec)}, of which gathers are no part; name one of "
+            f"{', '.join(PARAMETERS)}, or leave hardware out"
+        )
     costs = CostModel(spec, cluster, coefficients)
     measured = _measured(config, model, args, costs, beside.reference_bytes, control)
-    wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, config.max_length or spec.max_positions)
+    max_length, is_deferred = config.max_length or spec.max_positions, source_of(facts.base) is not None
+    wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred)
     placeholders = absent_token_ids(facts.base)
     lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)
     gather = partial(gather_objects, group=control)
@@ -217,8 +228,18 @@ def has_communicators(device: torch.device) -> bool:
     return device.type == "cuda" and dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges, cluster: ClusterSpec, max_length: int) -> Wishes:
-    """The settings that the setup follows. ranges: of the stages, if this rank loaded only its own."""
+def _wishes(
+    config: LongContextConfig,
+    degrees: tuple[int, ...],
+    ranges: Ranges,
+    cluster: ClusterSpec,
+    max_length: int,
+    is_deferred: bool = False,
+) -> Wishes:
+    """The settings that the setup follows.
+
+    ranges: of the stages, if this rank loaded only its own. is_deferred: weights will be read in shards, never whole.
+    """
     planner = PlannerConfig(
         tokens_per_rank=1,
         degrees=degrees,
@@ -232,7 +253,7 @@ def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges,
     )
     placement = Placement(
         cluster.num_ranks,
-        config.parameters,
+        "replicated" if config.parameters == "auto" else config.parameters,
         config.shard_ranks or config.expert_ranks or 0,
         degrees,
         config.method,
@@ -246,10 +267,13 @@ def _wishes(config: LongContextConfig, degrees: tuple[int, ...], ranges: Ranges,
     return Wishes(
         planner,
         placement,
+        may_shard=config.parameters == "auto",
+        shares_fastest=config.parameters == "auto",
+        sharings=SHARINGS[:-1] if is_deferred else SHARINGS,
         expert_ranks=config.expert_ranks or 0,
         optimizer_states=config.optimizer_states,
         layer_weights=config.layer_weights,
-        stages=config.stages,
+        stages=config.asked_stages,
         interleave=config.interleave,
         lend_stages=config.lend_stages,
     )
@@ -279,7 +303,8 @@ def _lengths(
         per_step = max(1, args.per_device_train_batch_size * args.world_size)
         return list(itertools.islice(itertools.cycle(sample), per_step))
 
-    return Lengths(longest, partial(sampled_lengths, dataset, max_length, control), step)
+    sample = partial(sampled_lengths, dataset, max_length, control)
+    return Lengths(longest, sample, step, longest() if rows.must_fit else 0)
 
 
 def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
@@ -317,7 +342,7 @@ def _check(config: LongContextConfig, setup: Setup, measured: Measured) -> None:
         sharded = replace(placement, parameters="sharded", shard_ranks=placement.ranks_per_stage)
         if placement.is_pipeline and placement.parameters != "sharded" and sharded.tokens_per_rank(memory) >= 1:
             raise ValueError(f"{missing}; use parameters='sharded'")
-        found = "" if config.stages != 1 else settings_for(config, setup, 1)
+        found = "" if placement.is_pipeline else settings_for(config, setup, 1)
         if found:
             raise ValueError(f"{missing}; what would fit, by formula: {found}")
         raise ValueError(f"{missing}; use more ranks, a smaller model or a larger device")
@@ -344,7 +369,8 @@ def _moment_bytes(config: LongContextConfig, model: PreTrainedModel, args: Train
         return 0.0
     trained = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
     # with stages, fewer ranks share a copy, and larger shards have fewer plain moments
-    _, shard_ranks = shared_parameters(config.parameters, config.shard_ranks or config.expert_ranks, args.world_size)
+    parameters = "sharded" if config.parameters == "auto" else config.parameters
+    _, shard_ranks = shared_parameters(parameters, config.shard_ranks or config.expert_ranks, args.world_size)
     return moment_bytes(trained, bits, shard_ranks)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_longctx.hf.checkpoints.deferred import defer_weights, deferred_problems, source_of
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.plan.setup import Setup, shared_parameters
+from hf_longctx.plan.setup import Setup
 
 
 def load_sharded(
@@ -22,8 +22,9 @@ def load_sharded(
     Each rank then reads only its own shards from the safetensors files, and holds no more than these and one weight. Weights that
     transformers renames or fuses when it reads them, such as those of experts, are read on rank 0 alone, which holds the whole
     model on its host and sends one weight at a time. Until then every weight is NaN; adapters may be put over them. With
-    replicated parameters or on one rank, this is `from_pretrained`. `settings` go to `from_pretrained`. Not collective, but every
-    rank must call this. Raises ValueError if the checkpoint lacks weights or is quantised, and if the ranks have not joined yet.
+    replicated parameters or on one rank, this is `from_pretrained`; with `parameters="auto"`, the trainer chooses among shards.
+    `settings` go to `from_pretrained`. Not collective, but every rank must call this. Raises ValueError if the checkpoint lacks
+    weights or is quantised, and if the ranks have not joined yet.
 
     Example:
 
@@ -39,7 +40,7 @@ def load_sharded(
             f"the launcher started {launched} processes, but only {num_ranks} of them joined; make the TrainingArguments before "
             f"the model is loaded (without a GPU, set use_cpu=True in them)"
         )
-    if shared_parameters(config.parameters, None, num_ranks)[0] == "replicated":
+    if config.parameters == "replicated" or num_ranks == 1:
         return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **settings)
     return defer_weights(name_or_path, dtype=dtype, **settings)
 

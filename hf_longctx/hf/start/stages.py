@@ -129,9 +129,9 @@ def load_pipeline_stage(
         model = load_pipeline_stage("checkpoints/llama-70b", config, dtype=torch.bfloat16)
         trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
     """
-    if config.stages == 1:
+    if not config.may_have_stages:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **settings)
-    if config.stages == "auto":
+    if config.asked_stages == "auto":
         raise ValueError("stages is 'auto', which is chosen after the model is loaded; give the number of stages")
     state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
     if wrong := [name for name in checkpoint.architectures or () if name.endswith(tuple(CLASSIFIERS))]:
@@ -144,21 +144,21 @@ def load_pipeline_stage(
             f"the launcher started {launch.num_ranks} processes, but only {state.num_processes} of them joined; make the "
             f"TrainingArguments before the model is loaded (without a GPU, set use_cpu=True in them)"
         )
-    if state.num_processes % config.stages:
+    if state.num_processes % config.asked_stages:
         raise ValueError(f"stages is {config.stages}, which does not divide the {state.num_processes} ranks; choose a divisor")
     spec = config_spec(checkpoint)
-    if config.stages * config.interleave > spec.num_layers:
+    if config.asked_stages * config.interleave > spec.num_layers:
         raise ValueError(
             f"stages={config.stages} of interleave={config.interleave} layer range(s) each are more than the checkpoint's "
             f"{spec.num_layers} layers; use fewer"
         )
     cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
-    ranges = balanced_ranges(costs, config.stages, [config.max_length or spec.max_positions], config.interleave)
-    model = load_stage(folder, ranges, own_stage(config.stages), dtype, **settings)
+    ranges = balanced_ranges(costs, config.asked_stages, [config.max_length or spec.max_positions], config.interleave)
+    model = load_stage(folder, ranges, own_stage(config.asked_stages), dtype, **settings)
     setattr(model, RANGES, ranges)
     # a stock trainer would train, evaluate or save this part as if it were a whole model
-    refuse_all(model, own_stage(config.stages), config.stages)
+    refuse_all(model, own_stage(config.asked_stages), config.asked_stages)
     return model
 
 

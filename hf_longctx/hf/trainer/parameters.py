@@ -34,7 +34,6 @@ from hf_longctx.hf.run.placement import Placement
 from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.run.steps import StepRunner
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
-from hf_longctx.plan.setup import shared_parameters
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
 from hf_longctx.runtime.parameters.master_weights import (
@@ -187,9 +186,9 @@ class ParameterMixin(CheckpointMixin):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves a model that will be sharded where it is, since it goes to the device in shards and may not fit there whole."""
         run = vars(self).get("longctx_run")
-        # a trainer of TRL moves its model before the run is started
-        num_stages = 1 if run is None else run.placement.num_stages
-        if shared_parameters(self.longctx_config.parameters, None, self.args.world_size // num_stages)[0] == "replicated":
+        # a trainer of TRL moves its model before the run is started, and again after it where parameters were chosen
+        is_alone, parameters = self.args.world_size == 1, self.longctx_config.parameters
+        if is_alone or (parameters if run is None else run.setup.costs.parameters) == "replicated":
             super()._move_model_to_device(model, device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -43,6 +43,7 @@ from hf_longctx.hf.rules.arguments import (
     argument_problems,
     late_problems,
     run_problems,
+    setup_problems,
 )
 from hf_longctx.hf.rules.collators import Collation, forward_columns
 from hf_longctx.hf.rules.rule import Facts, refusals
@@ -58,6 +59,7 @@ from hf_longctx.hf.run.run import Run, RunRequest
 from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import named_sets
 from hf_longctx.hf.run.steps import StepRunner
+from hf_longctx.hf.trainer.open_stages import open_stages
 from hf_longctx.runtime.core.loss import TokenLoss
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,25 @@ class StartMixin(_TrainerBase):
         words = translate(config, args, LaunchEnvironment.read())
         self._lines = words.lines
         return words.config, list(words.problems)
+
+    def _open_stages(
+        self,
+        config: LongContextConfig,
+        facts: ModelFacts,
+        args: TrainingArguments,
+        given: dict[str, Any],
+        control: dist.ProcessGroup | None,
+    ) -> LongContextConfig:
+        """The config of a run on one node or several; notes a line about stages that the user left open. Collective."""
+
+        def problems_of(other: LongContextConfig) -> list[str]:
+            together = Facts(config=other, args=args)
+            found = run_problems(type(self), other, facts, args, given) + refusals(TOGETHER, together)
+            return found + setup_problems(facts, given.get("processing_class"), other, args.world_size, (1,))
+
+        config, line = open_stages(config, type(self), facts, args, given, problems_of=problems_of, control=control)
+        self._lines += (line,) if line else ()
+        return config
 
     def _log_settings(self) -> None:
         """Logs what became of settings of other systems, and which settings have no effect."""
@@ -250,6 +271,9 @@ class StartMixin(_TrainerBase):
     ) -> RunRequest:
         """The request of a trainer of TRL, with the model, the arguments and the sets that the trainer has made ready."""
         facts = ModelFacts.of(self.model)
+        was_open = self.longctx_config.stages is None
+        sets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        self.longctx_config = self._open_stages(self.longctx_config, facts, self.args, {**given, **sets}, control)
         collation = Collation(given.get("data_collator"), facts.head_kind, forward_columns(facts.base, self.args))
         self.train_dataset = read_columns(type(self), self.train_dataset, collation.reads_all)
         self.eval_dataset = read_columns(type(self), self.eval_dataset, collation.reads_all)
@@ -266,6 +290,7 @@ class StartMixin(_TrainerBase):
         request = RunRequest(self.longctx_config, facts, self.args, self.processing_class, problems, datasets, control)
         if datasets:
             request = replace(request, collation=collation)
+        request = replace(request, has_open_stages=was_open and self.longctx_config.may_have_stages)
         return replace(request, token_loss=token_loss, reference=reference)
 
 

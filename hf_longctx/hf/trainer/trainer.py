@@ -145,12 +145,13 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 model = self._first_model(model, model_init, args, unusable)
                 control = meet(config, args, unusable)
                 self._given = {"data_collator": data_collator, **given}
-                facts = ModelFacts.of(model)
+                facts, was_open = ModelFacts.of(model), config.stages is None
+                config = self._open_stages(config, facts, args, self._given, control)
                 problems += run_problems(type(self), config, facts, args, self._given)
                 collation = Collation(data_collator, facts.head_kind, forward_columns(facts.base, args))
-                self._start(
-                    RunRequest(config, facts, args, processing_class, problems, sets, control, token_loss, collation=collation)
-                )
+                request = RunRequest(config, facts, args, processing_class, problems, sets, control, token_loss)
+                has_open_stages = was_open and config.may_have_stages
+                self._start(replace(request, collation=collation, has_open_stages=has_open_stages))
                 try:
                     with naming_errors(type(self).__name__):
                         super().__init__(model=model, args=args, **given)
@@ -169,6 +170,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 with naming_errors(type(self).__name__):
                     super().__init__(model=model, args=args, **given)
                 self._start(self._request_of_prepared({"data_collator": data_collator, **kwargs}, control, token_loss))
+                if config.parameters == "auto" and self.place_model_on_device:
+                    self._move_model_to_device(cast(nn.Module, self.model), self.args.device)
                 if is_scored(type(self)):
                     self._start_two_passes()
         self._first_collator = self.data_collator

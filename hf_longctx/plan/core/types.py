@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Method = Literal["local", "ulysses", "ring", "hybrid"]
-# when ranks gather weights, and when they sum gradients: see `meets_in_every_pass` and `sums_every_backward`
+# when ranks gather weights, and when they sum gradients: see the four predicates below
 Parameters = Literal["replicated", "gathered_per_round", "gathered_per_step", "sharded"]
 TensorClass = Literal["layer_input", "attention_output", "qkv", "mlp"]
 ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB"]
@@ -37,7 +37,17 @@ def meets_in_every_pass(parameters: Parameters) -> bool:
     per step and reduces gradients in every backward. "gathered_per_round" meets in a micro-batch's first forward and last
     backward only.
     """
-    return parameters in ("sharded", "gathered_per_step")
+    return gathers_every_pass(parameters) or parameters == "gathered_per_step"
+
+
+def gathers_every_pass(parameters: Parameters) -> bool:
+    """Whether each forward and each backward gathers a layer and frees it afterwards, so that two layers are whole at most."""
+    return parameters == "sharded"
+
+
+def frees_every_round(parameters: Parameters) -> bool:
+    """Whether gathered layers stay to the end of a micro-batch, whose last backward frees them for the next one to gather."""
+    return parameters == "gathered_per_round"
 
 
 def sums_every_backward(parameters: Parameters, num_stages: int) -> bool:
@@ -46,7 +56,7 @@ def sums_every_backward(parameters: Parameters, num_stages: int) -> bool:
     "sharded" parameters do so on several stages: there, some chunk is always between its forward and its backward, so that whole
     gradients would stay for the whole step.
     """
-    return parameters == "gathered_per_step" or (parameters == "sharded" and num_stages > 1)
+    return parameters == "gathered_per_step" or (gathers_every_pass(parameters) and num_stages > 1)
 
 
 _ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")

@@ -38,6 +38,7 @@ from hf_longctx.plan.core.types import (
     SequenceGroup,
     StagePlan,
     StepPlan,
+    frees_every_round,
     meets_in_every_pass,
 )
 
@@ -271,7 +272,7 @@ def _check_interleaving(plan: StepPlan) -> None:
     """Checks that stages with several layer ranges do not free all weights with the last backward of a micro-batch."""
     stages = (stage for micro_batch in plan.micro_batches for group in micro_batch.groups for stage in group.stages)
     num_ranges = max((len(stage.layer_ranges) for stage in stages), default=1)
-    if num_ranges > 1 and plan.parameters == "gathered_per_round":
+    if num_ranges > 1 and frees_every_round(plan.parameters):
         raise PlanError(
             f"the plan interleaves {num_ranges} layer ranges per stage with parameters {plan.parameters!r}, which are "
             f"freed with the last backward of a whole stage; use 'sharded', 'gathered_per_step' or 'replicated'"
@@ -284,7 +285,7 @@ def _check_turns(plan: StepPlan) -> None:
     A position that is in some of the micro-batches runs a part of its stage's order. Nothing waits for what comes later in that
     order, so that it suffices to run the whole order.
     """
-    if plan.parameters == "gathered_per_round":
+    if frees_every_round(plan.parameters):
         raise PlanError(
             "the plan has turns with parameters 'gathered_per_round', which hold the gathered weights of one micro-batch at a "
             "time; use 'gathered_per_step', 'sharded' or 'replicated', or leave turns out"

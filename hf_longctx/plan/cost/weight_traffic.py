@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.settings import ClusterSpec
-from hf_longctx.plan.core.types import FloatArray, sums_every_backward
+from hf_longctx.plan.core.types import FloatArray, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -161,8 +161,10 @@ class StageGathers:
         of_outside = Collectives(outside_s=gather.outside_s, copies_s=gather.copies_s - of_layers.copies_s)
         nothing = Collectives(num_layers)
         sums_each = sums_every_backward(parameters, num_stages)
-        forward, backward = (of_layers if sums_each else gather, of_layers) if parameters == "sharded" else (nothing, nothing)
-        first = gather if parameters == "gathered_per_round" else forward
+        forward, backward = nothing, nothing
+        if gathers_every_pass(parameters):
+            forward, backward = of_layers if sums_each else gather, of_layers
+        first = gather if frees_every_round(parameters) else forward
         summed = _both(backward, add)
         passes = forward, first, summed if sums_each else backward, summed
         if not sums_each:

@@ -25,6 +25,7 @@ from hf_longctx.plan.core.types import (
     Parameters,
     SequenceGroup,
     StagePlan,
+    gathers_every_pass,
     sums_every_backward,
 )
 from hf_longctx.plan.memory.layer import Load
@@ -54,15 +55,16 @@ def part_state_bytes(
     if parameters == "replicated":
         return weights + gradients + updates + beside
     unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
-    if parameters == "sharded":
+    gathers_layers = gathers_every_pass(parameters)
+    if gathers_layers:
         # spread experts are not gathered
         unit_weights -= min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
         unit_gradients -= min(num_layers, 2) * model.spread_gradients * model.bytes_per_element
-    if sums_every_backward(parameters, 1 if is_first and is_last else 2):
+    if _sums_every_backward(parameters, is_first, is_last):
         unit_gradients = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
     # gathered in addition to the shards, which keep their width
-    gathered = unit_weights if parameters == "sharded" else weights
-    gathered -= model.rounded_bytes(min(num_layers, 2) if parameters == "sharded" else num_layers, is_last)
+    gathered = unit_weights if gathers_layers else weights
+    gathered -= model.rounded_bytes(min(num_layers, 2) if gathers_layers else num_layers, is_last)
     away = _layer_bytes(model, num_layers) - _layer_bytes(model, min(num_layers, 2)) if _leave(model, parameters) else 0
     return -(-(weights - away + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
 
@@ -98,8 +100,13 @@ def layer_shard_bytes(model: ModelSpec, num_layers: int, parameters: Parameters,
     return -(-_layer_bytes(model, num_layers) // shard_ranks) if _leave(model, parameters) else 0
 
 
+def _sums_every_backward(parameters: Parameters, is_first: bool, is_last: bool) -> bool:
+    """Whether every backward of a stage reduce-scatters its gradients; a stage that is first and last is the only one."""
+    return sums_every_backward(parameters, 1 if is_first and is_last else 2)
+
+
 def _leave(model: ModelSpec, parameters: Parameters) -> bool:
-    return model.layers_on_host and parameters == "sharded"
+    return model.layers_on_host and gathers_every_pass(parameters)
 
 
 def _layer_bytes(model: ModelSpec, num_layers: int) -> int:
@@ -116,8 +123,7 @@ def accumulated_bytes(
     Unless every backward reduce-scatters its gradients, only the last one does. Until then every rank has whole gradients of all
     weights, those of half-precision weights in fp32.
     """
-    num_stages = 1 if is_first and is_last else 2
-    if parameters == "replicated" or shard_ranks == 1 or sums_every_backward(parameters, num_stages):
+    if parameters == "replicated" or shard_ranks == 1 or _sums_every_backward(parameters, is_first, is_last):
         return 0
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     spread = num_layers * model.spread_gradients

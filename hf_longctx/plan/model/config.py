@@ -21,13 +21,13 @@ _TEXTS = ("text_config", "decoder", "generator", "text_encoder")
 _NESTED = ("attn_config", "ffn_config")
 # name of a field -> its names in other classes
 _NAMES = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
     "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
     "num_key_value_heads": ("kv_n_heads",),
     "head_dim": ("attention_head_dim", "kv_channels"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length"),
-    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "model_max_length", "max_target_positions"),
+    "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "dff", "ffn_hidden_size", "moe_intermediate_size"),
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "num_experts_per_tok": ("num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
     "n_shared_experts": ("num_shared_experts",),

@@ -146,8 +146,14 @@ NO_INDEX = IndexSpec()
 
 
 def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
-    """The index of DeepSeek sparse attention, read from a config."""
-    if not config.get("index_topk") or not config.get("index_head_dim"):
+    """The index of DeepSeek sparse attention, or one of pooled keys, read from a config."""
+    most, num_heads, head_dim = (int(config.get(name) or 0) for name in ("index_topk", "index_n_heads", "index_head_dim"))
+    if pooled := int(config.get("indexer_budget") or 0):
+        # whole blocks of tokens, and those after the last one
+        most = pooled + int(config["indexer_compress_ratio"]) - 1
+        num_heads, head_dim = int(config["indexer_n_heads"]), int(config["indexer_head_dim"])
+    # an index of compressed keys chooses far fewer of them; such layers count as if they saw everything
+    if not most or not head_dim or config.get("compress_rates"):
         return NO_INDEX
     kinds = config.get("layer_types") or ()
     # without such types all layers have an index
@@ -155,8 +161,7 @@ def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
     owners = config.get("indexer_types") or ()
     passes_on = bool(owners or family_of_type(config.get("model_type")).modules.passed_on)
     num_indexes = sum(kind == "full" for kind in owners) or num_chosen
-    sizes = int(config["index_topk"]), int(config.get("index_n_heads") or 1), int(config["index_head_dim"])
-    return IndexSpec(*sizes, num_chosen, num_indexes, passes_on)
+    return IndexSpec(most, num_heads or 1, head_dim, num_chosen, num_indexes, passes_on)
 
 
 def with_states(windows: Windows, states: StateSpec) -> Windows:

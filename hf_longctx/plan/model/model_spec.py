@@ -334,7 +334,7 @@ class ModelSpec:
             has_wide_norms=traits.wide_norms,
             has_wide_hidden=traits.wide_hidden and bool(config.get("residual_in_fp32", True)),
             scales_residuals=traits.scales_residuals,
-            passed_elements=int(config[traits.passed_field]) if traits.passed_field else 0,
+            passed_elements=_passed_elements(config, hidden_size),
             cuts_heads=traits.cuts_heads and not any(config.get(field) for field in WEIGHT_DROPOUT),
             experts=experts,
             heads=heads,
@@ -342,7 +342,8 @@ class ModelSpec:
             norms_values=traits.norms_values,
             hands_kv_on=traits.global_heads and bool(heads),
             own_input_size=own_input_size,
-            table_parameters=num_layers * own_input_size * int(config.get("vocab_size_per_layer_input") or 0),
+            table_parameters=num_layers * own_input_size * int(config.get("vocab_size_per_layer_input") or 0)
+            + _ngram_parameters(config, hidden_size),
             **latent,
         )
         return replace(spec, idle_parameters=idle + _shared_blocks(config, spec))
@@ -585,6 +586,20 @@ class ModelSpec:
     def trains_head(self) -> bool:
         """Whether the head's weight is trained: its own, or a copy beside it."""
         return self.adapters.is_empty or self.adapters.last_parameters > 0
+
+
+def _ngram_parameters(config: Mapping[str, Any], hidden_size: int) -> int:
+    """Parameters of tables with an entry for each hash of some tokens in a row; up to the next prime numbers of entries."""
+    width = int(config.get("ple_embed_dim") or hidden_size)
+    return len(config.get("ple_layer_ids") or ()) * int(config.get("ngram_vocab_size_base") or 0) * width
+
+
+def _passed_elements(config: Mapping[str, Any], hidden_size: int) -> int:
+    """Elements per token that layers pass on beside one stream of hidden states."""
+    traits = traits_of(config)
+    if traits.streams_field:
+        return (int(config[traits.streams_field]) - 1) * hidden_size
+    return int(config[traits.passed_field]) if traits.passed_field else 0
 
 
 def _shared_blocks(config: Mapping[str, Any], spec: ModelSpec) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_longctx.plan.core.orders import in_turns
-from hf_longctx.plan.core.types import MicroBatch, StepPlan
+from hf_longctx.plan.core.types import MicroBatch, StepPlan, frees_every_round
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
@@ -82,7 +82,7 @@ class PipelineSearch:
 
     def _in_turns(self, plan: StepPlan) -> StepPlan:
         """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""
-        if len(plan.micro_batches) == 1 or plan.parameters == "gathered_per_round":
+        if len(plan.micro_batches) == 1 or frees_every_round(plan.parameters):
             return plan
         even = []
         for micro_batch in plan.micro_batches:

@@ -12,8 +12,10 @@ from hf_longctx.plan.core.types import (
     Chunk,
     GroupShape,
     MicroBatch,
+    Parameters,
     SequenceGroup,
     StepPlan,
+    gathers_every_pass,
     meets_in_every_pass,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -26,19 +28,20 @@ from hf_longctx.plan.predict.schedule_run import run_schedule
 from hf_longctx.timeline import TimelineEvent
 
 
-def in_step(runs: Sequence[StageRun], start_s: float = 0.0) -> tuple[StageRun, ...]:
-    """Runs of groups that gather weights together from `start_s` on: before every action all wait for the slowest.
+def in_step(runs: Sequence[StageRun], parameters: Parameters, start_s: float = 0.0) -> tuple[StageRun, ...]:
+    """Runs of groups that meet in passes from `start_s` on: after every one in which they meet, all wait for the slowest.
 
-    runs: each group's prediction alone from second 0, all with the same number of actions. Waits for copies before an action keep
-    their length.
+    They meet in backwards, whose gradients they sum, and in forwards too if these gather weights. runs: each group's prediction
+    alone from second 0, all with the same kinds of actions. Waits for copies before an action keep their length.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in runs]
     shift_s = [start_s] * len(runs)
-    for actions in zip(*(run.times for run in runs), strict=True):
-        for place, (begin_s, end_s) in enumerate(actions):
+    for action, passes in zip(runs[0].actions, zip(*(run.times for run in runs), strict=True), strict=True):
+        for place, (begin_s, end_s) in enumerate(passes):
             times[place].append((begin_s + shift_s[place], end_s + shift_s[place]))
-        last_s = max(own[-1][1] for own in times)
-        shift_s = [last_s - end_s for _, end_s in actions]
+        if action.kind == "B" or gathers_every_pass(parameters):
+            last_s = max(own[-1][1] for own in times)
+            shift_s = [last_s - end_s for _, end_s in passes]
     return tuple(replace(run, times=tuple(own)) for run, own in zip(runs, times, strict=True))
 
 
@@ -167,10 +170,10 @@ class _Run:
             self._add_run(each.group, each.ranks, each.run)
 
     def _enter_in_step(self, groups: Sequence[SequenceGroup]) -> None:
-        """Runs groups on one stage that gather weights together in every action, and so wait for one another."""
+        """Runs groups on one stage that meet in passes, and so wait for one another."""
         start_s = max(self.clocks[position] for group in groups for position in group.positions)
         runs = [run_pipeline(self.plan, group, self.costs, [0.0], self.known)[0] for group in groups]
-        for group, run in zip(groups, in_step(runs, start_s), strict=True):
+        for group, run in zip(groups, in_step(runs, self.plan.parameters, start_s), strict=True):
             self.in_flight[0] = max(self.in_flight[0], most_in_flight(group.stages[0].actions))
             self._add_run(group, group.positions, run)
 

@@ -50,6 +50,11 @@ class WeightSeconds:
         """Seconds of the gathers and reduce-scatters of the rank that has most of them."""
         return max(self.gathers_s, default=0.0)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds by which sums over copies, updates, and shards that leave and come back lengthen a step at least."""
+        return self.sum_s + self.update_s + self.away_s - self.hidden_s
+
     def _on_links_s(self, ranks: Sequence[RankUse]) -> float:
         """Most seconds for which exchanges and gathers keep a rank's links busy."""
         return max(rank.exchange_s + gather_s for rank, gather_s in zip(ranks, self.gathers_s, strict=True))

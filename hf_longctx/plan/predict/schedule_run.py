@@ -1,8 +1,9 @@
 """Predicts groups that wait for one another inside a schedule: micro-batches that run in turns, or groups that share weights.
 
 Each position of a stage runs the passes of its groups in the order of the plan's turns. A pass begins when all ranks of its
-group are free, and what it needs has arrived. Groups that run in step (`StepPlan.in_step`) gather weights together in every pass,
-so that all of them begin it at once: what one of them waits for, all wait for. A *lane* has the positions whose groups are equal
+group are free, and what it needs has arrived. Groups that run in step (`StepPlan.in_step`) begin a pass that gathers weights at
+once: what one of them waits for, all wait for. If only backwards meet, since they sum gradients, the groups begin passes as they
+can, and each backward ends with the slowest. A *lane* has the positions whose groups are equal
 in all micro-batches.
 
 On a rank, chunks of several micro-batches may be in flight at once. Their bytes are added up, pass by pass.
@@ -16,7 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hf_longctx.plan.core.types import Action, IntArray, MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Action, IntArray, MicroBatch, SequenceGroup, StepPlan, gathers_every_pass
 from hf_longctx.plan.core.validate import PlanError
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.stage import joined_moments, message_bytes, most_tokens_at_once
@@ -135,6 +136,7 @@ class _Loop:
         free_s: Sequence[float],
     ) -> None:
         self.members, self.in_step, self.turns, self.num_stages = members, in_step, turns, plan.num_stages
+        self.gathers_every_pass = gathers_every_pass(plan.parameters)
         self.last = plan.num_stages * len(members[0][0].group.stages[0].layer_ranges) - 1
         per_stage = plan.ranks_per_stage
         self.clocks = [
@@ -176,18 +178,24 @@ class _Loop:
         is_backward = action.kind == "B"
         return None if where == (self.last if is_backward else 0) else (index, place, is_backward, where, action.chunk)
 
+    def _begin_s(self, stage: int, index: int, place: int) -> float:
+        """Second from which on a group can begin its next pass: its ranks are free, and what it needs is there."""
+        member = self.members[index][place]
+        need = self._need(stage, index, place, member)
+        free_s = max(self.clocks[stage][lane] for lane in member.lanes)
+        return free_s if need is None else max(free_s, self.arrived_s[need])
+
     def _run_pass(self, stage: int, index: int) -> list[_Result]:
         """Runs the next pass of all groups of a micro-batch; returns the results that they send."""
         made: list[_Result] = []
         clocks, of_batch = self.clocks[stage], self.members[index]
         for places in self.in_step[index]:
-            begin_s = max(clocks[lane] for place in places for lane in of_batch[place].lanes)
-            for place in places:
-                need = self._need(stage, index, place, of_batch[place])
-                begin_s = begin_s if need is None else max(begin_s, self.arrived_s[need])
-            for place in places:
+            begins_s, stops_s = [self._begin_s(stage, index, place) for place in places], []
+            if self.gathers_every_pass:
+                begins_s = [max(begins_s)] * len(places)
+            for place, begin_s in zip(places, begins_s, strict=True):
                 member = of_batch[place]
-                action, seconds, _, hop_s, steps = member.passes[stage][len(member.times[stage])]
+                action, seconds, _, _, steps = member.passes[stage][len(member.times[stage])]
                 stop_s = begin_s + seconds
                 if steps:
                     key = index, action.layer_range, action.chunk
@@ -197,9 +205,16 @@ class _Loop:
                     else:
                         stop_s = max(each.backward(key, begin_s, seconds, steps) for each in links)
                 member.times[stage].append((begin_s, stop_s))
+                stops_s.append(stop_s)
+            for place, stop_s in zip(places, stops_s, strict=True):
+                member = of_batch[place]
+                action, _, _, hop_s, _ = member.passes[stage][len(member.times[stage]) - 1]
+                is_backward = action.kind == "B"
+                if is_backward and not self.gathers_every_pass:
+                    # sums of gradients end with the slowest
+                    stop_s = max(stops_s)
                 for lane in member.lanes:
                     clocks[lane] = stop_s
-                is_backward = action.kind == "B"
                 there = action.layer_range * self.num_stages + stage + (-1 if is_backward else 1)
                 if 0 <= there <= self.last:
                     made.append((index, place, is_backward, there, action.chunk))
@@ -221,7 +236,7 @@ def _most(
         own = member.group.stages[stage]
         passes, here = byte_model.passes(own), order == place
         is_forward[here], chunks[here] = passes.is_forward, passes.chunks + firsts[place]
-        moments.append(byte_model.moments(member.group, own, waiting=byte_model.stage_waiting(own, plan)))
+        moments.append(byte_model.moments(member.group, own))
     found = (moments[0] if len(moments) == 1 else joined_moments(moments, order)).most
     first, num_stages = members[0].group.stages[stage], plan.num_stages
     messages = message_bytes(costs.model, first, num_stages, max(max(member.seconds.tokens) for member in members))

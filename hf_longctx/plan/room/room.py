@@ -383,9 +383,9 @@ class GroupRoom(Room):
         return len(self.fitted) < _ROOM.most_programs
 
     def _together_s(self, groups: Sequence[SequenceGroup]) -> float:
-        """Seconds of groups that wait for one another at every action, with gathers that a whole chunk would not need."""
+        """Seconds of groups that wait for one another in passes, with gathers that a whole chunk would not need."""
         runs = [run_alone(group, self.costs, self.predictions) for group in groups]
-        seconds = max(run.times[-1][1] for run in in_step(runs))
+        seconds = max(run.times[-1][1] for run in in_step(runs, self.costs.parameters))
         return seconds + self._gathers_s(runs)
 
     def _run_s(self, group: SequenceGroup) -> tuple[float, float]:

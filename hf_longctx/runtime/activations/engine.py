@@ -40,10 +40,11 @@ from hf_longctx.runtime.activations.adapted_projection import Reader, plain_proj
 from hf_longctx.runtime.activations.head_pieces import PiecedAttention, num_kv_heads
 from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.activations.records import AttentionRecord, ProjectionRecord, project
+from hf_longctx.runtime.activations.records import AttentionRecord, ProjectionRecord
 from hf_longctx.runtime.activations.token_tiles import TileRecord, tokenwise
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import DropoutTokens
+from hf_longctx.runtime.core.products import Maker, make_products
 
 
 class Rerun:
@@ -480,13 +481,11 @@ class _LayerBinding:
         self._bind(module, forward)
 
     def _bind_projection(self, linear: nn.Linear, number: int) -> None:
-        run = linear.forward
-
-        def forward(x: Tensor) -> Tensor:
+        def current() -> Maker | None:
             slot = self.current
-            return run(x) if slot is None or not slot.keeps_qkv else project(linear, x, slot.projections, number)
+            return None if slot is None or not slot.keeps_qkv else partial(slot.projections.made, number)
 
-        self._bind(linear, forward)
+        self._undo.append(make_products(linear, current))
 
     def _bind_attention(self, attention: nn.Module) -> None:
         run, pieced = attention.forward, PiecedAttention(attention, self.modules.read_projection)

@@ -1,11 +1,10 @@
 """Records of results that a layer's first run keeps for its replay: projections to Q, K and V, and attention with its LSE.
 
-The activation engine makes the records, one of each kind per layer and forward. It binds `project` to the projections of a layer;
-`attention.chunk` and `attention.ring` fill and empty the record of attention.
+The activation engine makes the records, one of each kind per layer and forward. It lets the products of a layer's projections
+be made by their record (`core.products`); `attention.chunk` and `attention.ring` fill and empty the record of attention.
 
-The gradients of y = x W' + b need x and W, not y. So the autograd node of a projection saves only x and W, in first run and
-replay, and its backward is that of the whole product, however much of y was computed. The kept tensor is y, before the norms of
-queries and keys and the rotary embedding, which the replay repeats; later modules get y complete and may save what they need.
+The kept output of a projection is that before the norms of queries and keys and the rotary embedding, which the replay repeats;
+later modules get it complete and may save what they need. It includes a low-rank adapter that is one node with the projection.
 
 If only a share of a result is kept, it is that of the last tokens, because in attention the first tokens of a chunk are the
 cheapest to recompute: with rows of a causal triangle counted from 0 to 1, the first r have r^2 of its area, the last r 2r - r^2.
@@ -16,12 +15,10 @@ size of values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTier, SplitTensor
@@ -52,60 +49,13 @@ class ProjectionRecord:
         """Hands over the output that the first run left; None in a first run, or if it has been taken already."""
         return self._held.pop(index, None) if self.is_replay else None
 
-
-def project(linear: nn.Linear, x: Tensor, record: ProjectionRecord, index: int) -> Tensor:
-    """Returns linear(x), [..., C] to [..., N]; `record` keeps the output or, in a replay, supplies it."""
-    x, weight_NC, bias_N = autocast_operands(linear, x)
-    y_TN: Tensor = _Projection.apply(x.flatten(0, -2), weight_NC, bias_N, record, index)
-    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
-
-
-def autocast_operands(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns input, weight and bias, cast if autocast is on; outside a node, so that autograd casts gradients back."""
-    weight: Tensor = linear.weight
-    bias: Tensor | None = linear.bias
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-
-
-def product_gradients(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns gradients of input, weight and bias of a product, from saved input and weight (None: not needed)."""
-    x_TC, weight_NC = ctx.saved_tensors
-    dx_TC = None if weight_NC is None else gradient_TN @ weight_NC
-    dw_NC = None if x_TC is None else gradient_TN.T @ x_TC
-    db_N = gradient_TN.sum(0) if ctx.needs_input_grad[2] else None
-    return dx_TC, dw_NC, db_N
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts as autocast does, which leaves fp64 alone."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def _multiply(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
-    return F.linear(x_TC, weight_NC, bias_N)
-
-
-class _Projection(torch.autograd.Function):
-    # saves the same tensors in first run and replay, because checkpointing compares their number, shapes and dtypes
-    @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, record: ProjectionRecord, index: int) -> Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x_TC if needs_weight else None, weight_NC if needs_x else None)
-        kept = record.take(index)
-        if kept is not None:
-            front = [_multiply(x_TC[: kept.start], weight_NC, bias_N)] if kept.start else []
-            return kept.fetch(front)
-        y_TN = _multiply(x_TC, weight_NC, bias_N)
-        record.put(index, y_TN)
+    def made(self, index: int, x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) -> Tensor:
+        """Makes the output of a projection and keeps it or, in a replay, completes what was kept (see `Maker`)."""
+        if (kept := self.take(index)) is not None:
+            return kept.fetch([first(kept.start)] if kept.start else [])
+        y_TN = first(len(x_TC))
+        self.put(index, y_TN)
         return y_TN
-
-    @staticmethod
-    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        return *product_gradients(ctx, gradient_TN), None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,8 @@ from torch.nn.modules import module as everywhere
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.adapted_projection import Projection, plain_projection
 from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
-from hf_longctx.runtime.activations.records import autocast_operands, product_gradients
-from hf_longctx.runtime.core.binding import put
 from hf_longctx.runtime.core.dropout import on_tiles
+from hf_longctx.runtime.core.products import Maker, make_products
 
 # nodes whose backward reads no value of their inputs
 _ADDING = frozenset(
@@ -72,9 +71,9 @@ def run_for_gradients(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1TC: Te
     plain = [linear for linear in _FOUND.get(mlp, ()) if _is_plain(linear)]
     if not plain or _has_hooks(mlp):
         return run(x_1TC)
-    with _left_out(plain, torch.Tensor.new_empty) as nodes:
+    with _trials(plain, torch.Tensor.new_empty) as trials:
         y_1TC = run(x_1TC)
-    if _are_only_added(y_1TC, nodes):
+    if _are_only_added(y_1TC, trials.values()):
         return y_1TC
     del _FOUND[mlp]
     return run(x_1TC)
@@ -89,33 +88,44 @@ def _hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
+class _Trial:
+    """Makes the output of one linear module: computes it, or leaves it unread, with values of `unread`. Counts its calls."""
+
+    def __init__(self, unread: Callable[..., Tensor] | None = None) -> None:
+        self.unread, self.num_calls = unread, 0
+
+    def current(self) -> Maker:
+        return self
+
+    def __call__(self, x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) -> Tensor:
+        self.num_calls += 1
+        return first(len(x_TC)) if self.unread is None else self.unread(x_TC, (len(x_TC), num_features))
+
+
+@contextmanager
+def _trials(linears: Iterable[nn.Linear], unread: Callable[..., Tensor] | None = None) -> Iterator[dict[nn.Linear, _Trial]]:
+    """Context in which trials make the outputs of these modules, with their graph."""
+    trials = {linear: _Trial(unread) for linear in linears}
+    undo = [make_products(linear, trial.current) for linear, trial in trials.items()]
+    try:
+        yield trials
+    finally:
+        for each in undo:
+            each()
+
+
 def _watched(mlp: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, tuple[nn.Linear, ...]]:
     """Returns run(x), and the linear modules that ran once and whose outputs were only added."""
-    calls: list[tuple[nn.Linear, Node | None]] = []
-
-    def called(linear: nn.Module, inputs: Any, output: Tensor) -> None:
-        assert isinstance(linear, nn.Linear)
-        calls.append((linear, output.grad_fn))
-
-    handles = [
-        linear.register_forward_hook(called) for linear in mlp.modules() if isinstance(linear, nn.Linear) and _is_plain(linear)
-    ]
-    try:
+    with _trials(each for each in mlp.modules() if isinstance(each, nn.Linear) and _is_plain(each)) as trials:
         y = run(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    once = [linear for linear, _ in calls]
-    return y, tuple(
-        linear for linear, node in calls if node is not None and once.count(linear) == 1 and _are_only_added(y, [node])
-    )
+    return y, tuple(linear for linear, trial in trials.items() if _are_only_added(y, [trial]))
 
 
 def _is_same_without(
     linears: Sequence[nn.Linear], run: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, gradient: Tensor
 ) -> bool:
     """Whether the gradient of x stays the same if the outputs of these modules are NaN."""
-    with _left_out(linears, partial(torch.Tensor.new_full, fill_value=float("nan"))):
+    with _trials(linears, partial(torch.Tensor.new_full, fill_value=float("nan"))):
         other = run(x)
     expected, found = (torch.autograd.grad(end, x, gradient, retain_graph=True)[0] for end in (y, other))
     # false for NaN
@@ -127,29 +137,9 @@ def _is_plain(linear: nn.Linear) -> bool:
     return isinstance(plain_projection(linear), Projection) and type(linear.weight) is nn.Parameter
 
 
-@contextmanager
-def _left_out(linears: Sequence[nn.Linear], make: Callable[..., Tensor]) -> Iterator[list[Node | None]]:
-    """Context in which these modules return results of `make`, with their graph; yields the graph node of every output."""
-    nodes: list[Node | None] = []
-
-    def forward(linear: nn.Linear, x: Tensor) -> Tensor:
-        x, weight_NC, bias_N = autocast_operands(linear, x)
-        y_TN: Tensor = _UnreadProduct.apply(x.flatten(0, -2), weight_NC, bias_N, make)
-        y = y_TN.view(*x.shape[:-1], y_TN.shape[-1])
-        nodes.append(y.grad_fn)
-        return y
-
-    undo = [put(linear, "forward", partial(forward, linear)) for linear in linears]
-    try:
-        yield nodes
-    finally:
-        for each in undo:
-            each()
-
-
-def _are_only_added(y: Tensor, nodes: Sequence[Node | None]) -> bool:
-    """Whether all paths from y's node to these nodes go through nodes that read no values."""
-    wanted, reached = set(nodes), set()
+def _are_only_added(y: Tensor, trials: Iterable[_Trial]) -> bool:
+    """Whether each trial made one output, and all paths from y's node to its node go through nodes that read no values."""
+    wanted, reached = set(trials), set[_Trial]()
     seen: set[tuple[Node | None, bool]] = set()
     stack: list[tuple[Node | None, bool]] = [(y.grad_fn, True)]
     while stack:
@@ -158,27 +148,15 @@ def _are_only_added(y: Tensor, nodes: Sequence[Node | None]) -> bool:
         if node is None or step in seen:
             continue
         seen.add(step)
-        if node in wanted:
+        if own := wanted.intersection(getattr(node, "makers", ())):
             if not adds:
                 return False
-            reached.add(node)
-        adds = adds and node not in wanted
+            reached |= own
+        adds = adds and not own
         for place, (following, _) in enumerate(node.next_functions):
             is_added = node.name() in _ADDING or (place == 0 and node.name() in _ADDING_FIRST)
             stack.append((following, adds and is_added))
-    return reached == wanted
-
-
-class _UnreadProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, make: Callable[..., Tensor]) -> Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x_TC if needs_weight else None, weight_NC if needs_x else None)
-        return make(x_TC, (x_TC.shape[0], weight_NC.shape[0]))
-
-    @staticmethod
-    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        return *product_gradients(ctx, gradient_TN), None
+    return reached == wanted and all(trial.num_calls == 1 for trial in wanted)
 
 
 # runs a tile, given its tensor and its token range

@@ -244,8 +244,8 @@ class KVBook:
         return sum(entry.tokens.num_bytes for entry in self._entries.values())
 
     def take_peak(self) -> int:
-        """Returns the most bytes held since the last call."""
-        peak_bytes, self._peak_bytes = self._peak_bytes, self.num_bytes
+        """Returns the most bytes held in the passes since the last call; what was closed between passes no longer counts."""
+        peak_bytes, self._peak_bytes = max(self._peak_bytes, self.num_bytes), 0
         return peak_bytes
 
     def write(

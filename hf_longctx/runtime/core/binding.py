@@ -44,8 +44,14 @@ def bound(module: nn.Module, function: Callable[..., Any]) -> MethodType:
             return type(this).forward(this, *args, **keywords)
         return function(*args, **keywords)
 
-    vars(method)[_MARK] = True
+    vars(method)[_MARK] = module, function
     return MethodType(method, module)
+
+
+def bound_function(module: nn.Module) -> Any:
+    """Returns the function that `bound` made this module's forward of; None if its forward is another one."""
+    mark = getattr(vars(module).get("forward"), _MARK, None)
+    return mark[1] if isinstance(mark, tuple) and mark[0] is module else None
 
 
 def is_bound(function: Any) -> bool:

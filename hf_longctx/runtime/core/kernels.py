@@ -1,4 +1,4 @@
-"""Kernels for functions of single tokens: compiled by torch.compile, from the package liger-kernel, or a fused LoRA product.
+"""Kernels for functions of single tokens: compiled by torch.compile, or from the package liger-kernel.
 
 Compiled (`CompiledFunction`): one kernel forward and one backward. The derivative is traced by `torch.func.vjp`, so each function
 is written once. The autograd node saves only inputs, and its backward may run twice (retain_graph). The token dimension stays a
@@ -10,12 +10,6 @@ Liger: RMSNorm and gated activations, in the forms that are exact under plans. I
 that of its output, which layers with a norm after attention share with their residual; this is switched off. Its gated
 activations write gradients over their saved inputs. These belong to one node each, unless a hook keeps them, so a second backward
 (retain_graph) raises an error. Its rotary embedding overwrites queries and keys, which plans keep for replays, so it is not used.
-
-LoRA: PEFT computes an adapter's output, scales it and adds it to that of the frozen module: three tensors as large as the output,
-each rounded to its dtype. `add_low_rank` does this in one accumulating matrix product, which rounds once and saves nothing of
-the output's width.
-
-Shapes: T tokens of this rank, N output features, r features of the adapter.
 """
 
 from __future__ import annotations
@@ -181,44 +175,3 @@ def _gate_function(activation: str) -> Any:
         return function.backward(ctx, *gradients)
 
     return type(f"Once{function.__name__}", (function,), {"backward": staticmethod(backward)})
-
-
-def add_low_rank(y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
-    """Returns y + scaling * low second', [..., N], from y of that shape and low [..., r], all of one dtype.
-
-    in_place: overwrites y, which must be contiguous, no view, and not read elsewhere.
-    """
-    result: Tensor = _AddLowRank.apply(y, low, second_Nr, scaling, in_place)
-    return result
-
-
-class _AddLowRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
-        low_Tr = low.flatten(0, -2)
-        ctx.scaling = scaling
-        ctx.save_for_backward(low_Tr, second_Nr)
-        if in_place:
-            ctx.mark_dirty(y)
-            y.flatten(0, -2).addmm_(low_Tr, second_Nr.T, alpha=scaling)
-            return y
-        return torch.addmm(y.flatten(0, -2), low_Tr, second_Nr.T, alpha=scaling).view(y.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        low_Tr, second_Nr = ctx.saved_tensors
-        _, needs_low, needs_second = ctx.needs_input_grad[:3]
-        gradient_TN = gradient.flatten(0, -2)
-        dlow = dsecond_Nr = None
-        if needs_low:
-            dlow = _scaled_product(ctx.scaling, gradient_TN, second_Nr).view(*gradient.shape[:-1], low_Tr.shape[1])
-        if needs_second:
-            dsecond_Nr = _scaled_product(ctx.scaling, gradient_TN.T, low_Tr)
-        return gradient, dlow, dsecond_Nr, None, None
-
-
-def _scaled_product(scaling: float, left: Tensor, right: Tensor) -> Tensor:
-    """Returns scaling * left @ right, rounded once."""
-    unread = left.new_empty(left.shape[0], right.shape[1])
-    return torch.addmm(unread, left, right, beta=0, alpha=scaling)

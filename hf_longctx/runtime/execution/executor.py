@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.lending import is_lent
-from hf_longctx.plan.core.types import RankPlan
+from hf_longctx.plan.core.types import RankPlan, frees_every_round
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
@@ -320,7 +320,7 @@ class StepExecutor:
                     f"the layer ranges of stage {stage.stage} have {layers} layers in the plan, but "
                     f"{self.stage.attention_layers} in the model; plan with the layers that the model was cut into"
                 )
-            if len(stage.layer_ranges) > 1 and plan.parameters == "gathered_per_round":
+            if len(stage.layer_ranges) > 1 and frees_every_round(plan.parameters):
                 raise ValueError(
                     f"the plan interleaves {len(stage.layer_ranges)} layer ranges per stage with parameters={plan.parameters!r}, "
                     f"which are freed with the last backward of a whole stage; plan with 'sharded', 'gathered_per_step' or "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.plan.core.types import Parameters, sums_every_backward
+from hf_longctx.plan.core.types import Parameters, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.core.torch_versions import drop_whole_gradients, wait_for_passes, weight_groups
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
@@ -33,6 +33,7 @@ from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weight
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
+_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 # attribute of a sharded model: the group of ranks with equal shards
 _COPIES = "longctx_copies"
 # attribute of a sharded model: shards that are on the host while a step computes
@@ -178,7 +179,7 @@ class ShardedParameters:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
-        if parameters != "sharded" and self.on_host is not None:
+        if not gathers_every_pass(parameters) and self.on_host is not None:
             raise ValueError(
                 "the plan gathers all layers at once, but their shards lie on the host to save memory; plan with "
                 "parameters='sharded'"
@@ -196,7 +197,7 @@ class ShardedParameters:
         """Sets when layers are gathered and freed; call it before the first action of a micro-batch."""
         self._parameters = parameters
         for layer in self.layers:
-            layer.set_reshard_after_forward(parameters == "sharded", recurse=False)
+            layer.set_reshard_after_forward(gathers_every_pass(parameters), recurse=False)
 
     def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
         """Prepares a backward: the last one of a micro-batch (`is_last`), or every one, reduces gradients.
@@ -204,7 +205,7 @@ class ShardedParameters:
         All ranks must agree on which backward is the last, since the reduction is collective.
         """
         sums_every = sums_every_backward(self._parameters, self.num_stages)
-        frees_layers = self._parameters == "sharded" or (self._parameters == "gathered_per_round" and is_last)
+        frees_layers = gathers_every_pass(self._parameters) or (frees_every_round(self._parameters) and is_last)
         self.model.set_is_last_backward(is_last or sums_every)
         self.model.set_requires_gradient_sync(is_last or sums_every)
         self.model.set_reshard_after_backward(frees_layers)
@@ -293,16 +294,29 @@ def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
     before a first layer is the last layer of another chunk.
     """
     assert isinstance(model, nn.Module)
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule) and module is not model}
     lists: dict[str, list[FSDPModule]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and module is not model:
-            lists.setdefault(name.rpartition(".")[0], []).append(module)
+    for name, unit in units.items():
+        lists.setdefault(_list_of(model, name, units), []).append(unit)
     # without a list of its own, a unit would look up what ran before; the unit of embedding and head is gathered by then
     model.set_modules_to_backward_prefetch([model])
     for layers in lists.values():
         starts = set(itertools.accumulate(range_layers, initial=0)) if len(layers) == sum(range_layers) else {0}
         for number, layer in enumerate(layers):
             layer.set_modules_to_backward_prefetch([model if number in starts else layers[number - 1]])
+
+
+def _list_of(model: nn.Module, name: str, units: Iterable[str]) -> str:
+    """Returns the path of the list that a unit of this name belongs to, although modules may be wrapped around the unit.
+
+    The innermost container that has other units too; without one, the module that holds the unit.
+    """
+    above = parent = name.rpartition(".")[0]
+    while above:
+        if isinstance(model.get_submodule(above), _CONTAINERS) and sum(each.startswith(f"{above}.") for each in units) > 1:
+            return above
+        above = above.rpartition(".")[0]
+    return parent
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:

@@ -45,7 +45,7 @@ def choose_keys(keys_1TD: Tensor, most: int, num_heads: int, choose: Choose, lay
     """
     check_not_lent(context)
     slices, layout = slices_by_document(context), context.layout
-    lengths = _lengths(slices, context)
+    lengths = document_lengths(context)
     width = min(most, max(lengths.values()))
     going_on = [slice_ for slice_ in slices.values() if slice_.stop < slice_.end]
     # no gradient reaches them, so the book stores them directly
@@ -61,9 +61,9 @@ def choose_keys(keys_1TD: Tensor, most: int, num_heads: int, choose: Choose, lay
     return torch.cat(chosen, dim=1)
 
 
-def _lengths(slices: dict[int, Slice], context: GroupContext) -> dict[int, int]:
+def document_lengths(context: GroupContext) -> dict[int, int]:
     """Returns the tokens of every document of the chunk, including those in other chunks."""
-    ends = {slice_.document: slice_.end for slice_ in slices.values()}
+    ends = {slice_.document: slice_.end for slice_ in context.slices}
     lengths: dict[int, int] = {}
     for run in (run for runs in context.layout.runs for run in runs):
         lengths[run.document] = ends.get(run.document, max(run.stop, lengths.get(run.document, 0)))

@@ -19,10 +19,12 @@ from torch import Tensor
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core import products
 
 LENGTHS = [13, 1, 31, 7]
 NUM_TOKENS = sum(LENGTHS)
 PAIRS = sum(n * n for n in LENGTHS)
+PROJECTIONS = ["q_proj", "k_proj", "v_proj"]
 ATTENTION, MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -72,8 +74,9 @@ POLICIES = {"recompute": RECOMPUTE, "keep": KEEP, "host": HOST, "mixed": MIXED}
 @pytest.mark.parametrize("targets", [ATTENTION, MLP, [*ATTENTION, *MLP]], ids=["attention", "mlp", "both"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tile_tokens", [0, 8])
-def test_adapter_gradients_are_those_of_plain_hf(targets: list[str], name: str, tile_tokens: int) -> None:
-    step = EngineStep(tier(), LENGTHS, adapted(targets))
+@pytest.mark.parametrize("fused", [False, True], ids=["peft", "fused"])
+def test_adapter_gradients_are_those_of_plain_hf(targets: list[str], name: str, tile_tokens: int, fused: bool) -> None:
+    step = EngineStep(tier(), LENGTHS, adapted(targets), fused)
     assert step.engine.can_keep_qkv
     loss, _ = step.forward((POLICIES[name],) * 2, tile_tokens)
     loss.backward()
@@ -86,11 +89,23 @@ def test_adapter_gradients_are_those_of_plain_hf(targets: list[str], name: str, 
 @settings(max_examples=15, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_random_policies_match(data: st.DataObject) -> None:
-    step = EngineStep(tier(), LENGTHS, adapted([*ATTENTION, *MLP]))
+    step = EngineStep(tier(), LENGTHS, adapted([*ATTENTION, *MLP]), fused=data.draw(st.booleans()))
     loss, _ = step.forward(tuple(random_layer(data) for _ in range(2)), data.draw(st.sampled_from([0, 5, 16])))
     loss.backward()
     assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=TOLERANCE)
     assert step.error() <= TOLERANCE
+
+
+def test_kept_projections_are_not_multiplied_again_beside_fused_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = EngineStep(tier(), LENGTHS, adapted(PROJECTIONS), fused=True)
+    computed: list[int] = []
+    first = products._first_outputs
+    monkeypatch.setattr(products, "_first_outputs", lambda x_TC, *rest: (computed.append(rest[-1]), first(x_TC, *rest))[1])
+    step.forward((MIXED,) * 2)[0].backward()
+    assert step.error() <= TOLERANCE
+    again = MIXED.share("qkv").cuts(NUM_TOKENS)[0]
+    # queries, keys and values of two layers once, and the recomputed share again
+    assert sorted(computed) == sorted(2 * 3 * [NUM_TOKENS, again])
 
 
 def test_frozen_projections_multiply_once_and_adapters_again() -> None:

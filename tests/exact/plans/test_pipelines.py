@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from helpers.models.tiny_models import ModelCase
-from helpers.plans.pipeline_plans import LENGTHS, SLICED, WHOLE, pipeline_plan, random_chunks
+from helpers.plans.pipeline_plans import LENGTHS, RANDOM_PIPELINES, SLICED, WHOLE, pipeline_plan, random_chunks
 from helpers.plans.policies import layer_policies, num_policies, replayed, with_policies
 from helpers.plans.sliced_plans import cut
 from helpers.ranks.pipeline_steps import check_pipeline
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
@@ -98,13 +98,7 @@ def test_random_pipelines_with_random_policies_match(ranks, num_stages: int) -> 
     pool = ranks(num_stages)
     case = ModelCase("qwen3", num_layers=2 * num_stages)
 
-    @settings(
-        max_examples=25,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    @settings(RANDOM_PIPELINES, max_examples=25)
     @given(pipelines(num_stages))
     def matches(plan: StepPlan) -> None:
         check_pipeline(pool, case, plan)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from helpers.models.tiny_models import ModelCase
-from helpers.plans.pipeline_plans import LENGTHS, pipeline_plan, random_schedules
+from helpers.plans.pipeline_plans import LENGTHS, RANDOM_PIPELINES, pipeline_plan, random_schedules
 from helpers.plans.policies import layer_policies, num_policies, replayed, with_policies
 from helpers.plans.sliced_plans import cut
 from helpers.ranks.pipeline_steps import check_pipeline
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.types import ActivationPolicy, Parameters, StepPlan
@@ -87,13 +87,7 @@ def test_random_schedules_match(ranks, ranks_per_stage: int, parameters: Paramet
     """Runs a hundred random plans in all; none may hang."""
     pool = ranks(4)
 
-    @settings(
-        max_examples=25,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    @settings(RANDOM_PIPELINES, max_examples=25)
     @given(planned(ranks_per_stage, parameters))
     def matches(plan: StepPlan) -> None:
         case = ModelCase("qwen3", num_layers=sum(stage.num_layers for stage in plan.micro_batches[0].groups[0].stages))

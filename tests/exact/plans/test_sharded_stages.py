@@ -16,12 +16,12 @@ import torch
 from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.cost_models import cost_model
-from helpers.plans.pipeline_plans import LENGTHS, pipeline_plan, random_chunks
+from helpers.plans.pipeline_plans import LENGTHS, RANDOM_PIPELINES, pipeline_plan, random_chunks
 from helpers.plans.policies import layer_policies, num_policies, replayed, with_policies
 from helpers.plans.sliced_plans import Rows, cut
 from helpers.ranks.pipeline_steps import check_pipeline, stage_executor
 from helpers.ranks.rank_steps import rank_inputs, whole
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -276,13 +276,7 @@ def test_random_plans_match(ranks, num_stages: int, per_stage: int, examples: in
     pool = ranks(num_stages * per_stage)
     case = ModelCase("qwen3", num_layers=2 * num_stages)
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    @settings(RANDOM_PIPELINES, max_examples=examples)
     @given(sharded_pipelines(num_stages, per_stage))
     def matches(plan: StepPlan) -> None:
         check_pipeline(pool, case, plan)

@@ -147,7 +147,8 @@ def attention_adapters(name: str) -> Lora:
     blocks = [module for module in text.modules() if any(word in type(module).__name__ for word in ("Attention", "MLA"))]
     left_out = {"gate_proj"} if blocks else {"dt_proj", "out_proj"}
     blocks = blocks or list(mixers_of(text).values())
-    linears = {key for block in blocks for key, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
+    # PEFT takes grouped ones for plain ones
+    linears = {key for block in blocks for key, each in block.named_modules() if type(each) is torch.nn.Linear}
     # numbers of lists are names of layers, too
     found = {name for name in (key.split(".")[-1] for key in linears) if not name.isdigit()} - left_out
     return (("r", 2), ("lora_alpha", 8), ("target_modules", tuple(sorted(found))))

@@ -16,13 +16,14 @@ from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
 
 from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import ActivationPolicy, LayerPolicy
-from hf_longctx.runtime.activations import records as projection_record
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.attention import rows
+from hf_longctx.runtime.core import products
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups import GroupPool
@@ -44,7 +45,7 @@ class Work:
 def counted(model: Any) -> Iterator[Work]:
     """Counts the work of everything that runs inside."""
     work = Work()
-    tile_forward, multiply = rows.tile_forward, projection_record._multiply
+    tile_forward, multiply = rows.tile_forward, products._multiply
 
     def counted_tile(tile: TileInputs) -> Any:
         # counted once for all heads
@@ -60,22 +61,26 @@ def counted(model: Any) -> Iterator[Work]:
 
     gates = [module for name, module in model.named_modules() if name.endswith("gate_proj")]
     handles = [gate.register_forward_hook(count_mlp) for gate in gates]
-    products = patch.object(projection_record, "_multiply", counted_product)
-    with products, patch.object(rows, "tile_forward", counted_tile):
+    with patch.object(products, "_multiply", counted_product), patch.object(rows, "tile_forward", counted_tile):
         yield work
     for handle in handles:
         handle.remove()
 
 
 class EngineStep:
-    """One rank's model under an engine with a host tier, compared with plain HF; `build` makes equal models at every call."""
+    """One rank's model under an engine with a host tier, compared with plain HF; `build` makes equal models at every call.
 
-    def __init__(self, tier: HostTier | None, lengths: list[int], build: Any = None) -> None:
+    fused: adapters run as in trainings, not by PEFT's own code.
+    """
+
+    def __init__(self, tier: HostTier | None, lengths: list[int], build: Any = None, fused: bool = False) -> None:
         build = build or (lambda: build_model(ModelCase(promoted=True)))
         self.rows = random_rows(lengths)
         self.expected_loss, self.expected = reference_step(build(), self.rows)
         self.model = build()
         patch_model(self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model)
+        if fused:
+            FusedLayers("").bind(self.model)
         self.engine = ActivationEngine(layer_modules(self.model), tier)
         layers = num_attention_layers(self.model)
         self.pool, self.whole = GroupPool((1,), timeout_s=1.0), whole_model(self.model, layers)

@@ -87,6 +87,15 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.3},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    # layers with a window alone, with blocks that an index chooses, and with all blocks
+    "DeepseekV4ForCausalLM": {
+        **{
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        },
+        **{"mlp_layer_types": ["hash_moe", "moe", "moe"], "num_key_value_heads": 1, "o_groups": 2, "index_topk": 4},
+        **{"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "partial_rotary_factor": 0.5},
+    },
     # an index for all earlier tokens, and windows of another head size
     "Dots3NoteForCausalLM": {
         **{"head_dim": HEAD_DIM, "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
@@ -128,6 +137,13 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": {
         **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
+    "Qwen4ExpForCausalLM": {
+        **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 4},
+        **{"indexer_compress_ratio": 2, "ple_layer_ids": [1]},
+        **{"ngram_vocab_size_base": 16, "make_ngram_vocab_size_divisible_by": 4, "heads_per_ngram": 2, "split_ngram_parts": 4},
+        **{"hc_count": 2, "eos_token_id": 7},
     },
     "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
     "RoCBertForCausalLM": {
@@ -289,6 +305,10 @@ def build_any(name: str, attention: str = "eager", seed: int = 0, is_random: boo
             torch.nn.init.normal_(parameter, std=0.15)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    for module in model.modules():
+        if hasattr(module, "tid2eid"):
+            # experts by token, which come with a checkpoint
+            module.tid2eid.random_(module.num_experts)
     widen_decays(model)
     model.tie_weights()
     if hasattr(model, "set_experts_implementation"):

@@ -25,6 +25,16 @@ recomputed and run in tiles, if parameters are sharded (FSDP2), and in pipeline 
 under `recomputed` it means that plans keep everything, which the run says once. `whole logits`: the class changes its logits
 after the head by more than a scale or a cap, so plans keep everything for it, too.
 """
+_SIDES = """
+Decoders of encoder-decoders (BART, Blenderbot, Marian, MBART, Pegasus, PLBART, Whisper) run alone, as their classes for causal
+language models do: without a second sequence, and so without their cross attention, whose weights get no gradient. Labels are
+those of the same token, as for every other class, and not shifted ones as the forward of these classes expects.
+"""
+_COMPRESSED = """
+Attention to compressed keys (DeepSeek V4) runs in blocks of rows by plain matrices, each recomputed in backward, and masks
+entries that an index did not choose. Forecasts count it as full attention, which is more than it takes. The index of Qwen4-Exp
+is the code of its class, which goes through tokens one by one.
+"""
 _CLASSIFIERS = """
 Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is
 that of an exact class and their head is one linear module on it: those that transformers derives from its generic classes, and
@@ -56,6 +66,10 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         *(f"| {summary} | {count} |" for summary, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
         "",
         " ".join(_EXACT.split()),
+        "",
+        " ".join(_SIDES.split()),
+        "",
+        " ".join(_COMPRESSED.split()),
         "",
         " ".join(_CLASSIFIERS.split()),
         "",

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from helpers.plans.sliced_plans import Chunks, cut
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.orders import Schedule, in_turns, pipelined, running_order
@@ -150,6 +151,13 @@ def planned_words(plan: StepPlan, rank: int) -> list[str]:
     return [str(action) for _, action in running_order([stage.actions for _, stage in own.rounds], own.turns)]
 
 
+# plans that real processes run: few, equal on every machine, and never shrunk, since a plan that hangs ends the pool
+RANDOM_PIPELINES = settings(
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 LENGTHS = [40, 23, 9, 7, 5, 30]
 
 

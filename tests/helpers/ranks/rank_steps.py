@@ -22,6 +22,7 @@ from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, Pla
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import router_balance, spread_experts_of
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.patch import patch_model
@@ -84,6 +85,8 @@ def step_on_rank(
             shard_model(model, model._no_split_modules, mesh(shard_ranks or pool.num_ranks), case.fp32_gradients)
         elif pool.num_ranks > 1:
             wrapped = DistributedDataParallel(model)
+        # adapters run as in trainings
+        FusedLayers("").bind(model)
         has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
         tier = HostTier.on(torch.device("cpu"), 2**24)
         head, partners = OutputHead(output_head(model), change=logit_change(model)), spread_group(model)

@@ -124,7 +124,8 @@ def test_a_hybrid_model_is_refused_by_its_first_layer_with_a_state(name: str, la
         model = build_any(f"{name}ForCausalLM", is_random=False)
     assert class_problem(model) == (
         f"model class {name}ForCausalLM is not supported: {layer} carries a state from token to token (linear attention, SSM, "
-        f"convolution), which plans neither reset at a new document nor pass on between ranks; use a class that docs/models.md "
+        f"convolution), which plans neither reset at a new document nor pass on between ranks; they would need a record of its "
+        f"mixers and, where scores get biases made from queries, attention that takes these; use a class that docs/models.md "
         f"calls exact, such as LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"
     )
 

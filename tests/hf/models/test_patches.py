@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.models import forwards
 from hf_longctx.hf.models.attention import AttentionSwitch, attention_name
+from hf_longctx.hf.models.compressed import CompressedPatch
 from hf_longctx.hf.models.context import ContextPatch
 from hf_longctx.hf.models.document_rope import DocumentRopePatch
 from hf_longctx.hf.models.dropout import DropoutPatch
@@ -22,7 +23,7 @@ from hf_longctx.hf.models.heads import HeadPatch
 from hf_longctx.hf.models.index import IndexPatch
 from hf_longctx.hf.models.own_attention import OwnAttentionPatch
 from hf_longctx.hf.models.patch import PATCHES, patch_model, restore_attention
-from hf_longctx.hf.models.positions import PaddingPatch
+from hf_longctx.hf.models.positions import PaddingPatch, RowPositionsPatch
 from hf_longctx.hf.models.quantised import QuantisedPatch
 from hf_longctx.hf.models.states import MixerPatch
 from hf_longctx.hf.models.towers import TextPatch
@@ -53,8 +54,10 @@ MODELS: dict[type, Callable[[], Any]] = {
     OwnAttentionPatch: lambda: build_any("BloomForCausalLM"),
     DocumentRopePatch: lambda: build_model(ModelCase(rope_type="dynamic")),
     PaddingPatch: lambda: build_any("RobertaForCausalLM"),
+    RowPositionsPatch: lambda: build_any("BartForCausalLM"),
     MixerPatch: lambda: build_any("RwkvForCausalLM"),
     IndexPatch: lambda: build_any("DeepseekV32ForCausalLM"),
+    CompressedPatch: lambda: build_any("DeepseekV4ForCausalLM"),
     DropoutPatch: lambda: adapted(build_model(ModelCase(dropout=0.1)), lora_dropout=0.1),
     ContextPatch: lambda: build_any("MambaForCausalLM"),
     QuantisedPatch: with_four_bits,

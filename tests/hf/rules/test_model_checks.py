@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.rules.models import lacking_problems
+from hf_longctx.hf.start.losses import stock_loss_problems
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
@@ -87,6 +89,31 @@ def test_tokens_that_see_later_ones_are_refused_by_layer() -> None:
     model = transformers.ElectraForCausalLM(transformers.ElectraConfig(**shape, embedding_size=32, hidden_dropout_prob=0.1))
     (causal,) = problems_at_start(model)
     assert causal.startswith("electra.encoder.layer.0.attention.self lets tokens see later ones (is_causal=False)")
+
+
+def decoder_of_bart(**sizes: Any) -> Any:
+    shape = {"vocab_size": 64, "d_model": 32, "decoder_ffn_dim": 48, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    return transformers.BartForCausalLM(transformers.BartConfig(**shape | heads | {"dropout": 0.0} | sizes))
+
+
+def test_a_decoder_whose_config_describes_another_encoder_is_refused() -> None:
+    assert problems_at_start(decoder_of_bart()) == []
+    (problem,) = problems_at_start(decoder_of_bart(encoder_layers=6))
+    assert (
+        problem.startswith("decoder_layers is 2 but encoder_layers is 6,") and "set encoder_layers of the config to 2" in problem
+    )
+    model = decoder_of_bart(encoder_layers=6)
+    model.config.encoder_layers = 2
+    assert problems_at_start(model) == []
+
+
+def test_a_stock_loop_is_refused_for_a_class_that_takes_shifted_labels(tmp_path: Path) -> None:
+    args, config = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), LongContextConfig()
+    (problem,) = stock_loss_problems(ModelFacts.of(decoder_of_bart()), args, config)
+    assert (
+        problem.startswith("the forward of BartForCausalLM computes a mean over the labels of one rank") and "attach(" in problem
+    )
 
 
 def test_noise_and_cross_attention_are_refused_with_their_values() -> None:

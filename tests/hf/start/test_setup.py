@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +21,9 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.setup import checked_degrees, choose_setup
-from hf_longctx.plan.core.settings import HardwareSpec
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.hf.start.setup import TrainingRows, checked_degrees, choose_setup
+from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
+from hf_longctx.plan.core.types import PARAMETERS, Parameters
 from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, profile_to_json, read_profile
@@ -30,7 +31,8 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
-from hf_longctx.plan.setup import Setup
+from hf_longctx.plan.predict.planning import weight_seconds
+from hf_longctx.plan.setup import SHARINGS, Setup
 
 
 def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -248,3 +250,90 @@ def test_all_degrees_are_every_number_of_ranks_unless_the_method_has_none(ranks,
     assert ranks(4).run(degrees_of_run, {}, str(tmp_path)) == [(1, 2, 4)] * 4
     for found in ranks(4).run(degrees_of_run, {"degrees": "all", "method": "ulysses"}, str(tmp_path)):
         assert "degree 3 is neither a power of two nor all 4 ranks, as Ulysses requires; use method 'auto'" in found
+
+
+# links on which gathers take long, so that ways to share weights differ
+SLOW_LINKS = replace(RATES, link_bytes_per_s=2e7, network_bytes_per_s=2e7, memory_bytes_per_s=1e10)
+# lengths of a set of which a step reads every other row, without the longest
+AUTO_LENGTHS = [20, 60, 20, 12] * 128
+
+
+def auto_setup(hardware: str, gib: float, **settings: Any) -> Setup:
+    """The setup of a run on four ranks."""
+    arguments: Any = SimpleNamespace(
+        bf16=False,
+        optim="adamw_torch",
+        device=torch.device("cpu"),
+        world_size=4,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+    )
+    rows = TrainingRows(datasets.Dataset.from_list(random_rows(AUTO_LENGTHS)))
+    config = LongContextConfig(**{"hardware": hardware, "device_gib": gib, "max_length": 64, **settings})
+    facts = ModelFacts.of(build_model(ModelCase(num_layers=4, dtype=torch.float32)))
+    num_ranks = 4 // config.stages if isinstance(config.stages, int) else 4
+    return choose_setup(config, facts, arguments, tuple(d for d in (1, 2, 4) if d <= num_ranks), None, rows)
+
+
+@pytest.mark.parametrize("stages,share", [(1, 0.9), (1, 1.3), (1, 4.0), (2, 1.3), (2, 4.0)])
+def test_auto_shares_parameters_in_the_way_that_is_fastest_for_a_step(tmp_path: Path, stages: int, share: float) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(profile_to_json(HardwareProfile(SLOW_LINKS, ())))
+    whole = ByteModel(model_spec(build_model(ModelCase(num_layers=4, dtype=torch.float32)))).states() / stages / 2**30
+    found = auto_setup(str(path), share * whole, stages=stages, parameters="auto")
+    seconds = {}
+    for parameters in PARAMETERS:
+        try:
+            setup = auto_setup(str(path), share * whole, stages=stages, parameters=parameters)
+            plan_step(0, [60], setup.costs, setup.planner)
+            plan = plan_step(0, [20, 20] * 4, setup.costs, setup.planner)
+        except ValueError:
+            continue
+        more = weight_seconds(plan, setup.costs)
+        seconds[parameters] = plan.estimate.counted_s + more.sum_s + more.update_s - more.hidden_s
+    assert found.placement.parameters == min(seconds, key=lambda each: seconds[each]), seconds
+    assert found.placement.shard_ranks == (1 if found.placement.parameters == "replicated" else 4 // stages)
+    assert found.notes and "fastest for a step among those that fit" in found.notes[0]
+
+
+def test_auto_keeps_the_ranks_of_a_shard_and_weights_that_are_read_in_shards(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(profile_to_json(HardwareProfile(SLOW_LINKS, ())))
+    ways: tuple[tuple[Parameters, ...], ...] = (SHARINGS, SHARINGS[:-1])
+    for deferred, allowed in zip((None, True), ways, strict=True):
+        with patch("hf_longctx.hf.start.setup.source_of", lambda base, deferred=deferred: deferred):
+            found = auto_setup(str(path), 1.0, parameters="auto", shard_ranks=2).placement
+        assert found.parameters in allowed and found.shard_ranks == (1 if found.parameters == "replicated" else 2)
+        assert (found.parameters == "replicated") == (deferred is None)
+
+
+def test_auto_is_refused_where_seconds_were_measured(tmp_path: Path) -> None:
+    path = written(tmp_path / "hardware.json", spec_name(model_spec(build_model(ModelCase(num_layers=4, dtype=torch.float32)))))
+    with pytest.raises(ValueError, match=r"parameters='auto' compares seconds .* gathers are no part; name one of replicated, "):
+        auto_setup(path, 1.0, parameters="auto")
+
+
+def shared_on_rank(rates: tuple[float, ...]) -> tuple[Any, tuple[str, ...]]:
+    """How parameters are shared, and the notes, on a rank whose device has links of this rate, for weights read in shards."""
+    hardware = replace(SLOW_LINKS, link_bytes_per_s=rates[dist.get_rank()], message_s=0.0, memory_bytes_per_s=0.0)
+    arguments: Any = SimpleNamespace(
+        bf16=False,
+        optim="adamw_torch",
+        device=torch.device("cpu"),
+        world_size=2,
+        per_device_train_batch_size=4,
+        disable_tqdm=True,
+    )
+    rows = TrainingRows(datasets.Dataset.from_list(random_rows([20] * 8)))
+    config = LongContextConfig(parameters="auto", device_gib=1.0, max_length=64)
+    cluster = patch("hf_longctx.hf.start.setup.cluster_spec", lambda *_: ClusterSpec(2, 2, hardware))
+    with cluster, patch("hf_longctx.hf.start.setup.source_of", lambda _: True):
+        setup = choose_setup(config, ModelFacts.of(build_model(ModelCase())), arguments, (1, 2), dist.group.WORLD, rows)
+    return setup.costs.parameters, setup.notes
+
+
+def test_ranks_with_other_devices_share_parameters_as_the_first_one_chose(ranks) -> None:
+    alone = [ranks(2).run(shared_on_rank, (rate, rate))[0] for rate in (1e15, 1e5)]
+    assert alone[0][0] != alone[1][0], "the rates make no difference"
+    assert ranks(2).run(shared_on_rank, (1e15, 1e5)) == [alone[0]] * 2
+    assert ranks(2).run(shared_on_rank, (1e5, 1e15)) == [alone[1]] * 2

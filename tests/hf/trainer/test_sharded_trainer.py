@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"parameters": "sharded", "layer_weights": "host", "optimizer_states": "host", "tokens_per_rank": 64, "self_test": True},
         {},
     ),
+    "the fastest way": (2, {"parameters": "auto", "tokens_per_rank": 64}, {}),
     # nothing to share: a line in the log, and the same run
     "one rank": (1, {"parameters": "sharded", "tokens_per_rank": 96}, {}),
 }

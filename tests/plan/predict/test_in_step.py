@@ -1,4 +1,4 @@
-"""Groups whose ranks gather weights together wait for one another at every action; others do not."""
+"""Groups whose ranks gather weights or sum gradients together wait for one another in these passes; others do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.chunks import sliced_in_step
 from hf_longctx.plan.core.settings import ClusterSpec
-from hf_longctx.plan.core.types import Action, GroupShape, MicroBatch, StepPlan
+from hf_longctx.plan.core.types import Action, GroupShape, MicroBatch, Parameters, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.groups.placement import PlacedGroup
@@ -21,8 +21,11 @@ from hf_longctx.plan.predict.pipeline_run import StageRun
 ORDER = tuple(map(Action.parse, ["0F0", "0F1", "0B1", "0B0"]))
 
 
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=4, max_size=4), min_size=1, max_size=4))
-def test_every_action_waits_for_the_slowest_group(drawn: list[list[tuple[int, int]]]) -> None:
+def test_every_pass_in_which_groups_meet_waits_for_the_slowest(
+    parameters: Parameters, drawn: list[list[tuple[int, int]]]
+) -> None:
     """Each group waits for copies, then runs, four times."""
     runs = []
     for waits in drawn:
@@ -31,13 +34,16 @@ def test_every_action_waits_for_the_slowest_group(drawn: list[list[tuple[int, in
             times.append((clock + wait_s, clock + wait_s + run_s))
             clock += wait_s + run_s
         runs.append(StageRun(ORDER, tuple(times), (0.0,) * 4, 7, 8, 9))
-    found, clock = in_step(runs, 5.0), 5.0
-    for place in range(4):
-        for run, waits in zip(found, drawn, strict=True):
+    found, clocks = in_step(runs, parameters, 5.0), [5.0] * len(drawn)
+    for place, action in enumerate(ORDER):
+        for group, (run, waits) in enumerate(zip(found, drawn, strict=True)):
             wait_s, run_s = waits[place]
-            assert run.times[place] == (clock + wait_s, clock + wait_s + run_s)
-        clock += max(sum(waits[place]) for waits in drawn)
-    assert max(run.times[-1][1] for run in found) == clock
+            assert run.times[place] == (clocks[group] + wait_s, clocks[group] + wait_s + run_s)
+            clocks[group] = run.times[place][1]
+        # weights that are kept for the step meet nobody in forwards
+        if parameters == "sharded" or action.kind == "B":
+            clocks = [max(clocks)] * len(drawn)
+    assert max(run.times[-1][1] for run in found) == clocks[0]
 
 
 def plan_in_step(lengths: tuple[int, int, int], shard_ranks: int) -> tuple[StepPlan, CostModel]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.orders import running_order
-from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Action, MicroBatch, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes
@@ -96,6 +96,10 @@ class RankByRank:
         batch = self.plan.micro_batches[m]
         mine, _ = self.group(rank)
         [together] = [places for places in self.plan.in_step(batch) if mine in places]
+        is_kept = self.plan.parameters == "gathered_per_step"
+        if is_kept and action.kind == "F":
+            # weights that are kept for the step meet nobody in forwards
+            together = (mine,)
         ranks = {
             place: [stage * self.plan.ranks_per_stage + position for position in batch.groups[place].positions]
             for place in together
@@ -103,17 +107,20 @@ class RankByRank:
         everyone = [each for own in ranks.values() for each in own]
         if any(not self.left[each] or self.left[each][0] != (m, action) for each in everyone):
             return False
-        begin_s = max(self.clocks[each] for each in everyone)
         for place, own in ranks.items():
+            begin_s = max(self.clocks[each] for each in (own if is_kept else everyone))
             for each in own:
-                self.clocks[each] = begin_s + self.seconds[m][place].of(action)
-                self.spans[each, m, str(action)] = begin_s, self.clocks[each]
+                self.spans[each, m, str(action)] = begin_s, begin_s + self.seconds[m][place].of(action)
                 self.left[each].pop(0)
+        for each in everyone:
+            # sums of gradients end with the slowest
+            ends = everyone if is_kept else [each]
+            self.clocks[each] = max(self.spans[other, m, str(action)][1] for other in ends)
         return True
 
 
 # a group waits for what any of its ranks waits for, and all messages of a group arrive at once
-@given(random_schedules(), st.sampled_from(COST_KINDS))
+@given(st.one_of(random_schedules(), random_schedules(parameters="gathered_per_step")), st.sampled_from(COST_KINDS))
 @settings(deadline=None, max_examples=150)
 def test_seconds_are_those_of_every_rank_by_itself(plan: StepPlan, kind: str) -> None:
     costs = costs_of(plan, kind)
@@ -210,3 +217,19 @@ def test_a_fast_group_waits_in_every_slot_for_the_slow_one_beside_it() -> None:
         for group in plan.micro_batches[0].groups
     ]
     assert run.step_s > max(alone)
+
+
+def test_a_fast_group_whose_weights_are_kept_waits_in_backwards_alone() -> None:
+    groups = [(2, [[(0, 0, 40)], [(1, 0, 40)]]), (1, [[(2, 0, 4)], [(3, 0, 4)]]), (1, [[(4, 0, 4)], [(5, 0, 60)]])]
+    kept, gathered = (
+        pipeline_plan([40, 40, 4, 4, 4, 60], [groups], 2, parameters=each, has_turns=True)
+        for each in ("gathered_per_step", "sharded")
+    )
+    costs = costs_of(kept, "attention")
+    run = evaluate_plan(kept, costs)
+    seconds = [StageSeconds(kept, group, costs) for group in kept.micro_batches[0].groups]
+    starts = {(event.name, event.rank): event.start_s for event in run.events}
+    # positions 0 and 1 are of the first group, position 2 of the second
+    assert starts["0F1", 2] == pytest.approx(seconds[1].of(Action.parse("0F0")), rel=1e-9)
+    assert starts["0F1", 0] == pytest.approx(seconds[0].of(Action.parse("0F0")), rel=1e-9) != starts["0F1", 2]
+    assert run.step_s <= evaluate_plan(gathered, costs_of(gathered, "attention")).step_s

@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from hf_longctx.hf.models.low_rank import bind_adapters
 from hf_longctx.runtime.activations import token_tiles as last_products
 from hf_longctx.runtime.activations.token_tiles import tokenwise
 
 TOKENS, TILE, HIDDEN = 96, 32, 24
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
 
 
 class Products(TorchDispatchMode):
@@ -27,7 +29,7 @@ class Products(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.count += function in PRODUCTS
         return function(*args, **(kwargs or {}))
 
 
@@ -56,6 +58,12 @@ def adapted() -> nn.Module:
     return holder.mlp.double()
 
 
+def fused() -> nn.Module:
+    mlp = adapted()
+    bind_adapters(mlp)
+    return mlp
+
+
 def gradients(mlp: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, gradient = (torch.randn(1, TOKENS, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -82,14 +90,19 @@ def check(mlp: nn.Module) -> int:
     return products.count
 
 
-@pytest.mark.parametrize("make", [gated, adapted, lambda: Plain().double()], ids=["gated", "adapters", "biases"])
-def test_the_last_product_is_left_out(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+# beside a fused adapter, the adapter's part of the output is left out too
+@pytest.mark.parametrize(
+    "make,num_products",
+    [(gated, 1), (adapted, 1), (fused, 2), (lambda: Plain().double(), 1)],
+    ids=["gated", "adapters", "fused adapters", "biases"],
+)
+def test_the_last_product_is_left_out(make: Callable[[], nn.Module], num_products: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = make()
     products = check(mlp)
     assert len(left_out(mlp)) == 1
     monkeypatch.setattr(last_products, "_is_plain", lambda linear: False)
-    # one product less in each tile
-    assert check(mlp) == products + TOKENS // TILE
+    # less in each tile
+    assert check(mlp) == products + num_products * TOKENS // TILE
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.runtime.activations import host_tier
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
-from hf_longctx.runtime.activations.records import ProjectionRecord, _Projection
+from hf_longctx.runtime.activations.records import ProjectionRecord
 from hf_longctx.runtime.core.host_copies import PlainCopies
+from hf_longctx.runtime.core.products import _Product
 
 # packed documents of odd lengths, one of a single token
 LENGTHS = [13, 1, 31, 7]
@@ -309,9 +310,9 @@ def test_planted_weight_gradient_of_recomputed_tokens_only_is_noticed(monkeypatc
     def of_the_front(ctx: Any, gradient_TN: Tensor) -> Any:
         x_TC, weight_NC = ctx.saved_tensors
         front = len(gradient_TN) // 4
-        return gradient_TN @ weight_NC, gradient_TN[:front].T @ x_TC[:front], None, None, None
+        return gradient_TN @ weight_NC, gradient_TN[:front].T @ x_TC[:front], None, None
 
-    assert wrong_after(monkeypatch, _Projection, "backward", staticmethod(of_the_front))
+    assert wrong_after(monkeypatch, _Product, "backward", staticmethod(of_the_front))
 
 
 def test_planted_reuse_before_the_copy_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

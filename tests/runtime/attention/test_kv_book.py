@@ -221,6 +221,15 @@ def test_the_book_takes_the_bytes_that_its_docstring_says() -> None:
         assert result.memory.kv_book == NUM_LAYERS * 2 * NUM_KV * HEAD_DIM * (30 * element_bytes + 23 * gradient_bytes)
 
 
+def test_a_sequence_that_was_closed_between_passes_counts_no_more() -> None:
+    book, kv = KVBook(), torch.zeros(2, 6, 4)
+    book.write("layer", Slice(0, 0, 0, 6, 12), kv, kv)
+    assert book.take_peak() == book.num_bytes > 0
+    # layers below the first trainable weight never run backward, so the round closes the sequence
+    book.close(0)
+    assert book.take_peak() == book.num_bytes == 0
+
+
 def test_a_plan_without_slices_leaves_the_book_alone() -> None:
     assert check_lone_step(ModelCase(), sliced_plan([9, 5], [[(0, 0, 9)], [(1, 0, 5)]]), random_rows([9, 5])).memory.kv_book == 0
 

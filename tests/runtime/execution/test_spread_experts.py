@@ -10,7 +10,7 @@ from helpers.models.reference import TOLERANCE, relative_error
 from helpers.ranks.rank_steps import mesh, whole
 from torch import Tensor, nn
 
-from hf_longctx.families.registry import MODULES
+from hf_longctx.families.registry import FAMILIES, MODULES
 from hf_longctx.runtime.execution.experts import spread_experts
 
 HIDDEN_SIZE, NUM_EXPERTS, NUM_CHOSEN = 32, 4, 2
@@ -19,7 +19,7 @@ Pass = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
 def experts_of(name: str) -> nn.Module:
     """A tiny module of a class of experts, with random weights in fp64."""
-    model = build_any(f"{name.removesuffix('Experts')}ForCausalLM")
+    model = build_any(next(family.causal for family in FAMILIES if name in family.modules.experts))
     return next(module for module in model.modules() if type(module).__name__ == name)
 
 

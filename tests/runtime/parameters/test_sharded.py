@@ -320,3 +320,33 @@ def test_what_does_not_fit_is_refused_by_name(ranks) -> None:
             "LlamaForCausalLM has no layers of class NoSuchLayer to shard; name the class of its layers",
             "shard_ranks is 3, which does not divide the 2 ranks of a stage (without stages: of the run); choose a divisor",
         ]
+
+
+class Wrapper(torch.nn.Module):
+    """A module that a user put around a layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+def prefetched(wrapper: Any, range_layers: tuple[int, ...]) -> list[int | None]:
+    """The layer that the backward of each layer gathers in advance; None for none."""
+    model: Any = build_model(ModelCase(num_layers=4))
+    for place, layer in enumerate(model.model.layers):
+        model.model.layers[place] = layer if wrapper is None else wrapper(layer)
+    shard_model(model, ("LlamaDecoderLayer",), mesh(2))
+    parameters = ShardedParameters(model, True, 1, range_layers)
+    places = {id(layer._get_fsdp_state()): place for place, layer in enumerate(parameters.layers)}
+    found = [layer._get_fsdp_state()._states_to_backward_prefetch for layer in parameters.layers]
+    return [places.get(id(each)) for (each,) in found]
+
+
+@pytest.mark.parametrize("wrapper", [None, Wrapper, torch.nn.Sequential])
+def test_a_backward_gathers_the_layer_before_also_if_modules_are_wrapped_around_layers(ranks, wrapper: Any) -> None:
+    assert ranks(2).run(prefetched, wrapper, (4,)) == [[None, 0, 1, 2]] * 2
+    # the first layer of a range follows none of this stage
+    assert ranks(2).run(prefetched, wrapper, (2, 2)) == [[None, 0, None, 2]] * 2

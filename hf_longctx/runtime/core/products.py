@@ -1,0 +1,247 @@
+"""Products of linear modules as autograd nodes, alone or with low-rank adapters, whose outputs need not be computed.
+
+The gradients of y = x W' + b need x and W, not y. So the node of a product saves only these, and its backward is that of the
+whole product, however the output was made (`Maker`): computed, taken from a first run, or uninitialised if nothing reads it.
+
+A low-rank adapter adds scaling * (x A') B' to the product of a frozen matrix. Projections that read one input are one node
+(`adapted_products`): it reads x once for all A, writes each adapter's output first and adds the frozen product to it, inside that
+product. Backward makes the gradient of x in the same way, in one tensor for all projections. So outputs, their gradients and that
+of x pass through memory fewer times than with one node for each matrix, and no sum of gradients remains. In half precision
+sums are rounded in another order than PEFT's; the adapter's output is rounded before the larger one is added.
+
+Beside other modules (in four bits, with hooks, with trained weights) an adapter's output is added afterwards, by one accumulating
+product, which rounds once where PEFT rounds three times and saves nothing of the output's width (`add_low_rank`).
+
+Shapes: T tokens of this rank, C input features, N output features, r features of an adapter, R of all adapters of an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_longctx.runtime.core.binding import bound, bound_function, put
+
+# returns the output of a module [T, N], given its input [T, C], N, and a function that computes the output of the first tokens
+Maker = Callable[[Tensor, int, Callable[[int], Tensor]], Tensor]
+# attribute of a forward from `make_products`: returns its maker
+_MAKER = "_longctx_maker"
+
+
+def computed(x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) -> Tensor:
+    """Computes the output of all tokens."""
+    return first(len(x_TC))
+
+
+def make_products(linear: nn.Linear, current: Callable[[], Maker | None]) -> Callable[[], None]:
+    """Lets `linear`, alone or in an adapter, make its outputs by what `current` returns, until the returned function undoes this.
+
+    The module runs its own forward if `current` returns None.
+    """
+    run = linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        make = current()
+        return run(x) if make is None else product(linear, x, make)
+
+    vars(forward)[_MAKER] = current
+    return put(linear, "forward", bound(linear, forward))
+
+
+def maker_of(linear: nn.Linear) -> Maker | None:
+    """Returns how the running forward makes the output of a linear module; None if its forward is of another kind."""
+    if "forward" not in vars(linear):
+        return computed
+    current = getattr(bound_function(linear), _MAKER, None)
+    return None if current is None else current() or computed
+
+
+def product(linear: nn.Linear, x: Tensor, make: Maker) -> Tensor:
+    """Returns linear(x), [..., C] to [..., N], as made by `make`."""
+    x, weight_NC, bias_N = autocast_operands(linear, x)
+    y_TN: Tensor = _Product.apply(x.flatten(0, -2), weight_NC, bias_N, make)
+    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+def autocast_operands(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns input, weight and bias, cast if autocast is on; outside a node, so that autograd casts gradients back."""
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts as autocast does, which leaves fp64 alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _multiply(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
+    return F.linear(x_TC, weight_NC, bias_N)
+
+
+class _Product(torch.autograd.Function):
+    # saves the same tensors in first run and replay, because checkpointing compares their number, shapes and dtypes
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None, make: Maker) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x_TC if needs_weight else None, weight_NC if needs_x else None)
+        ctx.makers = (make,)
+        return make(x_TC, len(weight_NC), lambda count: _multiply(x_TC[:count], weight_NC, bias_N))
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x_TC, weight_NC = ctx.saved_tensors
+        dx_TC = None if weight_NC is None else gradient_TN @ weight_NC
+        dw_NC = None if x_TC is None else gradient_TN.T @ x_TC
+        return dx_TC, dw_NC, gradient_TN.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedProduct:
+    """A frozen matrix, its frozen bias, and the adapter whose output is added: x W' + b + scaling * (x A') B'."""
+
+    weight_NC: Tensor
+    bias_N: Tensor | None
+    first_rC: Tensor
+    second_Nr: Tensor
+    scaling: float
+    make: Maker = computed
+
+
+def adapted_products(x: Tensor, products: Sequence[AdaptedProduct]) -> list[Tensor]:
+    """Returns the outputs [..., N] of products of one input [..., C], all of one dtype, as one autograd node."""
+    matrices = [getattr(each, name) for name in ("weight_NC", "first_rC", "second_Nr") for each in products]
+    fixed = [(each.bias_N, each.scaling, each.make) for each in products]
+    outputs: tuple[Tensor, ...] = _AdaptedProducts.apply(x.flatten(0, -2), fixed, *matrices)
+    return [y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in outputs]
+
+
+class _AdaptedProducts(torch.autograd.Function):
+    # matrices: all W, all A, all B
+    @staticmethod
+    def forward(
+        ctx: Any, x_TC: Tensor, fixed: Sequence[tuple[Tensor | None, float, Maker]], *matrices: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, firsts, seconds = _thirds(matrices)
+        needs_x, _, needs_firsts, needs_seconds = _needs(ctx)
+        low_TR = F.linear(x_TC, _stacked(firsts))
+        ctx.set_materialize_grads(False)
+        ctx.scalings, ctx.makers = [scaling for _, scaling, _ in fixed], [make for _, _, make in fixed]
+        ctx.ranks = list(map(len, firsts))
+        ctx.save_for_backward(
+            x_TC if any(needs_firsts) else None,
+            low_TR if any(needs_seconds) else None,
+            *(each if needs_x else None for each in (*weights, *firsts)),
+            *(each if needs_x or any(needs_firsts) else None for each in seconds),
+        )
+        lows = low_TR.split(ctx.ranks, 1)
+        return tuple(
+            make(x_TC, len(weight_NC), partial(_first_outputs, x_TC, low_Tr, weight_NC, second_Nr, bias_N, scaling))
+            for low_Tr, weight_NC, second_Nr, (bias_N, scaling, make) in zip(lows, weights, seconds, fixed, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TC, low_TR, *matrices = ctx.saved_tensors
+        weights, firsts, seconds = _thirds(matrices)
+        needs_x, _, needs_firsts, needs_seconds = _needs(ctx)
+        places = [slice(start, stop) for start, stop in pairwise(accumulate(ctx.ranks, initial=0))]
+        given = [(place, each) for place, each in enumerate(gradients) if each is not None]
+        dfirsts: list[Tensor | None] = [None] * len(gradients)
+        dseconds: list[Tensor | None] = [None] * len(gradients)
+        dlow_TR: Tensor | None = None
+        if given and (needs_x or any(needs_firsts)):
+            dlow_TR = given[0][1].new_zeros(len(given[0][1]), sum(ctx.ranks))
+        for place, gradient_TN in given:
+            if dlow_TR is not None:
+                dlow_TR[:, places[place]].addmm_(gradient_TN, seconds[place], beta=0, alpha=ctx.scalings[place])
+            if needs_seconds[place]:
+                dseconds[place] = _scaled_product(ctx.scalings[place], gradient_TN.T, low_TR[:, places[place]])
+        if dlow_TR is not None and any(needs_firsts):
+            # copies, since gradients of several weights must not share memory
+            of_all = (dlow_TR.T @ x_TC).split(ctx.ranks)
+            dfirsts = [each.clone() if needs else None for each, needs in zip(of_all, needs_firsts, strict=True)]
+        dx_TC: Tensor | None = None
+        if dlow_TR is not None and needs_x:
+            dx_TC = dlow_TR @ _stacked(firsts)
+            for place, gradient_TN in given:
+                dx_TC.addmm_(gradient_TN, weights[place])
+        return dx_TC, None, *(None for _ in weights), *dfirsts, *dseconds
+
+
+def _first_outputs(
+    x_TC: Tensor, low_Tr: Tensor, weight_NC: Tensor, second_Nr: Tensor, bias_N: Tensor | None, scaling: float, count: int
+) -> Tensor:
+    """Returns x W' + b + scaling * low B' of the first `count` tokens."""
+    start = low_Tr.new_empty(len(second_Nr)) if bias_N is None else bias_N
+    y_TN = torch.addmm(start, low_Tr[:count], second_Nr.T, beta=0 if bias_N is None else 1, alpha=scaling)
+    return y_TN.addmm_(x_TC[:count], weight_NC.T)
+
+
+def _thirds(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    count = len(values) // 3
+    return (values[start : start + count] for start in range(0, 3 * count, count))
+
+
+def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool], Sequence[bool]]:
+    """Returns whether x, and each W, A and B, need a gradient."""
+    weights, firsts, seconds = _thirds(ctx.needs_input_grad[2:])
+    return ctx.needs_input_grad[0], weights, firsts, seconds
+
+
+def _stacked(firsts: Sequence[Tensor]) -> Tensor:
+    return firsts[0] if len(firsts) == 1 else torch.cat(tuple(firsts))
+
+
+def add_low_rank(y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
+    """Returns y + scaling * low second', [..., N], from y of that shape and low [..., r], all of one dtype.
+
+    in_place: overwrites y, which must be contiguous, no view, and not read elsewhere.
+    """
+    result: Tensor = _AddLowRank.apply(y, low, second_Nr, scaling, in_place)
+    return result
+
+
+class _AddLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, low: Tensor, second_Nr: Tensor, scaling: float, in_place: bool) -> Tensor:
+        low_Tr = low.flatten(0, -2)
+        ctx.scaling = scaling
+        ctx.save_for_backward(low_Tr, second_Nr)
+        if in_place:
+            ctx.mark_dirty(y)
+            y.flatten(0, -2).addmm_(low_Tr, second_Nr.T, alpha=scaling)
+            return y
+        return torch.addmm(y.flatten(0, -2), low_Tr, second_Nr.T, alpha=scaling).view(y.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        low_Tr, second_Nr = ctx.saved_tensors
+        _, needs_low, needs_second = ctx.needs_input_grad[:3]
+        gradient_TN = gradient.flatten(0, -2)
+        dlow = dsecond_Nr = None
+        if needs_low:
+            dlow = _scaled_product(ctx.scaling, gradient_TN, second_Nr).view(*gradient.shape[:-1], low_Tr.shape[1])
+        if needs_second:
+            dsecond_Nr = _scaled_product(ctx.scaling, gradient_TN.T, low_Tr)
+        return gradient, dlow, dsecond_Nr, None, None
+
+
+def _scaled_product(scaling: float, left: Tensor, right: Tensor) -> Tensor:
+    """Returns scaling * left @ right, rounded once."""
+    unread = left.new_empty(left.shape[0], right.shape[1])
+    return torch.addmm(unread, left, right, beta=0, alpha=scaling)
