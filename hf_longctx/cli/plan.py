@@ -212,7 +212,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) ->
     """Add the options of the machine; `plan`, which requires them, has more."""
     where = parser.add_argument_group("where to train")
     if is_required:
-        where.add_argument("--gpus", type=_RANKS, required=True, help="number of ranks, one device each")
+        where.add_argument("--gpus", type=_RANKS, default=1, help="number of ranks, one device each (default: 1)")
     where.add_argument("--ranks-per-node", type=_RANKS, default=0, help="devices per node (default: 8, or all if fewer)")
     where.add_argument(
         "--hardware", required=is_required, help="a hardware profile (h100, ...: --list hardware), or the path of one"

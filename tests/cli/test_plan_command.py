@@ -51,6 +51,10 @@ def test_json_is_all_that_is_printed_and_holds_what_a_script_needs(lengths: str,
     assert all(remedy["longest_tokens"] > data["planned_context_tokens"] for remedy in data["longer_context"])
 
 
+def test_without_a_number_of_gpus_one_is_meant(capsys) -> None:
+    assert "qwen3-4b on 1 x NVIDIA" in printed(["plan", "--model", "qwen3-4b", "--hardware", "rtx-4090", "--lora-rank", "16"], capsys)
+
+
 def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
     data = json.loads(printed(["plan", *MACHINE, "--json"], capsys))
     assert data["longest_context_tokens"] == data["planned_context_tokens"] > 0 and data["longest_context_s"] > 0
