@@ -52,7 +52,9 @@ def test_json_is_all_that_is_printed_and_holds_what_a_script_needs(lengths: str,
 
 
 def test_without_a_number_of_gpus_one_is_meant(capsys) -> None:
-    assert "qwen3-4b on 1 x NVIDIA" in printed(["plan", "--model", "qwen3-4b", "--hardware", "rtx-4090", "--lora-rank", "16"], capsys)
+    assert "qwen3-4b on 1 x NVIDIA" in printed(
+        ["plan", "--model", "qwen3-4b", "--hardware", "rtx-4090", "--lora-rank", "16"], capsys
+    )
 
 
 def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
