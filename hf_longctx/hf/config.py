@@ -280,7 +280,7 @@ class LongContextConfig:
             "help": "Number of pipeline stages: ranks are divided into this many stages, each of which holds a range of the "
             "layers, and long sequences pass them in slices. 1: no pipeline; `auto`: the number that is predicted to be "
             "fastest on a sample of the training set. Default: `auto` if ranks are on several nodes and nothing speaks against "
-            "it (docs/guides/pipelines.md#on-several-nodes), else 1; a line says which."
+            "it (docs/guides/pipelines.md), else 1; a line says which."
         },
     )
     interleave: int = field(
