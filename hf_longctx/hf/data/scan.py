@@ -454,7 +454,8 @@ def _is_whole(mask: Any) -> bool:
     if mask is None:
         return True
     found = as_array(mask)
-    return found is not None and bool((found == 1).all())
+    # numpy 2.0 compares texts with a number as a whole
+    return found is not None and bool(np.all(found == 1))
 
 
 def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: HeadTask = NEXT_TOKEN) -> pa.Table | str:
