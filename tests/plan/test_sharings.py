@@ -13,6 +13,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.setup import DeviceMemory, Lengths, Measured, Placement, Setup, Wishes, build_setup
 
 MODEL = replace(named_model("llama-3.2-1b"), bytes_per_element=2)
@@ -44,7 +45,9 @@ def setup_of(
 
 
 def counted_s(setup: Setup) -> float:
-    return plan_step(0, STEP, setup.costs, setup.planner).estimate.counted_s
+    """Seconds with gathers, sums and updates."""
+    plan = plan_step(0, STEP, setup.costs, setup.planner)
+    return plan.estimate.counted_s + weight_seconds(plan, setup.costs).left_s
 
 
 @pytest.mark.parametrize("device_gib", [12, 40])
