@@ -525,7 +525,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
-        traits=Traits(qk_norms=True, state="gated_delta", kernels=("gates",)),
+        traits=Traits(qk_norms=True, state="gated_delta", kernels=("gated_norms", "gates")),
         mixers=(_delta_net("OlmoHybridGatedDeltaNet"),),
     ),
     Family(
@@ -586,7 +586,7 @@ CAUSAL: tuple[Family, ...] = (
         "qwen3_5",
         "Qwen3_5ForCausalLM",
         types=("qwen3_5", "qwen3_5_text"),
-        traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gates",)),
+        traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms", "gates")),
         wrapper="Qwen3_5ForConditionalGeneration",
         text="Qwen3_5TextModel",
         mixers=(_delta_net("Qwen3_5GatedDeltaNet"),),
@@ -595,7 +595,7 @@ CAUSAL: tuple[Family, ...] = (
         "qwen3_5_moe",
         "Qwen3_5MoeForCausalLM",
         types=("qwen3_5_moe", "qwen3_5_moe_text"),
-        traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta"),
+        traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms",)),
         wrapper="Qwen3_5MoeForConditionalGeneration",
         text="Qwen3_5MoeTextModel",
         modules=Modules(experts=("Qwen3_5MoeExperts",)),
@@ -610,7 +610,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta"),
+        traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms",)),
         modules=Modules(experts=("Qwen3NextExperts",)),
         mixers=(_delta_net("Qwen3NextGatedDeltaNet"),),
     ),
@@ -619,7 +619,13 @@ CAUSAL: tuple[Family, ...] = (
         "Qwen4ExpForCausalLM",
         types=("qwen4_exp", "qwen4_exp_text"),
         traits=Traits(
-            qk_norms=True, wide_norms=True, gates_output=True, tiles_norms=False, state="gated_delta", streams_field="hc_count"
+            qk_norms=True,
+            wide_norms=True,
+            gates_output=True,
+            tiles_norms=False,
+            state="gated_delta",
+            streams_field="hc_count",
+            kernels=("gated_norms",),
         ),
         wrapper="Qwen4ExpForConditionalGeneration",
         text="Qwen4ExpTextModel",

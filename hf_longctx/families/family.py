@@ -74,7 +74,7 @@ class Traits:
     layers: Literal["", "of_types", "doubled"] = ""
     # row of `STATES` in `plan/model/layers.py` for layers with a state; empty: fields of the config decide
     state: str = ""
-    # functions of all layers that run as single kernels if layers are compiled: norms, gates, rotary
+    # functions of all layers that run as single kernels if layers are compiled: norms, gated_norms, gates, rotary
     kernels: tuple[str, ...] = ()
     # reason why runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles
     keeps_all: str = ""

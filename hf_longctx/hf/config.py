@@ -306,12 +306,12 @@ class LongContextConfig:
             # `--compile_layers` alone says yes
             "nargs": "?",
             "const": True,
-            "help": "`torch.compile` makes one kernel each of RMSNorm, the gated activation of MLPs and the rotary "
-            "embedding, in the classes that compute these as Llama or Gemma do (a line at start counts them); other modules, "
-            "hooked MLPs and mixed dtypes run their own code. Needs a C++ compiler on CPU and Triton on a GPU: without, a "
-            "warning says so and layers run their own code. Kernels are compared with the model's own code at start, which "
-            "takes some seconds; docs/performance.md says what they gain. Not for the callback without attach. Default: on "
-            "CUDA, unless Liger makes them.",
+            "help": "`torch.compile` makes one kernel each of RMSNorm, RMSNorm with a gate, the gated activation of MLPs and the "
+            "rotary embedding, in the classes that compute these as Llama, Gemma or Qwen3-Next do (a line at start counts "
+            "them); other modules, hooked MLPs and mixed dtypes run their own code. Needs a C++ compiler on CPU and Triton on "
+            "a GPU: without, a warning says so and layers run their own code. Kernels are compared with the model's own code "
+            "at start, which takes some seconds; docs/performance.md says what they gain. Not for the callback without attach. "
+            "Default: on CUDA, unless Liger makes them.",
         },
     )
     parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step", "auto"] = field(

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from hf_longctx.hf.models.kernel_places import FusableModule
 from hf_longctx.hf.models.kernels import FusedLayers
@@ -166,6 +167,25 @@ def test_replays_move_what_is_predicted(dtype: torch.dtype, kinds: tuple[str, ..
         for size in (224, 448)
     ]
     assert (more[1] - more[0]) / 224 == pytest.approx(inner / 224, rel=0.1)
+
+
+def test_a_gated_norm_as_a_kernel_moves_its_inputs_and_outputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts_ends_alone(monkeypatch)
+    moved = []
+    for kinds in ((), ("gated_norm",)):
+        holder = torch.nn.Module()
+        holder.norm = Qwen3_5RMSNormGated(128).bfloat16().requires_grad_(False)
+        Kernels(kinds).bind(holder)
+        x, gate = (torch.ones(TOKENS, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        with MovedBytes() as forward:
+            y = holder.norm(x, gate)
+        gradient = torch.ones_like(y)
+        with MovedBytes() as backward:
+            torch.autograd.grad(y, (x, gate), gradient)
+        moved.append(tuple(mode.total / x.numel() for mode in (forward, backward)))
+    # per value: read input and gate, write the result; read them and its gradient, write theirs
+    assert moved[0] == pytest.approx((66, 140), rel=0.05)
+    assert moved[1] == pytest.approx((6, 10), rel=0.02)
 
 
 def test_seconds_of_a_measured_device_count_them() -> None:

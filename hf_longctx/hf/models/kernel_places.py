@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.facts import ModelFacts
@@ -49,18 +50,18 @@ _ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", 
 class FusableModule:
     """A module that computes token by token: a norm (with its eps), a gated MLP (its activation) or a rotary embedding.
 
-    is_centred: a norm's weights count from 1, as Gemma's do.
+    is_centred: a norm's weights count from 1, as Gemma's do. A gated norm multiplies its result by the activation of a gate.
     """
 
     module: Any
-    kind: Literal["norm", "gated", "rotary"]
+    kind: Literal["norm", "gated_norm", "gated", "rotary"]
     eps: float = 0.0
     is_centred: bool = False
     activation: str = ""
 
 
 def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
-    """Every norm, gated MLP and attention with a rotary embedding in the text part of `model` that can run as single kernels."""
+    """Every norm, gated MLP and attention with a rotary embedding in the text part of `model` that can be single kernels."""
     for module in text_part(base_of(model)).modules():
         own: Any = without_renames(getattr(type(module), "forward", None))
         if own_forward(module) is not None or not _is_of_transformers(own):
@@ -70,6 +71,9 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
         elif _is_same(own, modeling_gemma.GemmaRMSNorm.forward):
             if _is_same(type(module)._norm, modeling_gemma.GemmaRMSNorm._norm):
                 yield FusableModule(module, "norm", float(module.eps), is_centred=True)
+        elif _is_same(own, modeling_qwen3_next.Qwen3NextRMSNormGated.forward):
+            if module.activation == "silu":
+                yield FusableModule(module, "gated_norm", float(module.variance_epsilon), activation="silu")
         elif _is_same(own, modeling_llama.LlamaMLP.forward):
             if (activation := _ACTIVATIONS.get(type(module.act_fn), "")) and runs_as_written(module.act_fn):
                 yield FusableModule(module, "gated", activation=activation)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype
 from hf_longctx.hf.models.forwards import without_renames
@@ -42,8 +43,10 @@ from hf_longctx.runtime.core.kernels import CompiledFunction, Function
 
 # origin of the kernels; "": none, the model runs its own code
 Maker = Literal["", "compile", "liger"]
-_NAMES = {"norm": "norms", "gated": "gated MLPs", "rotary": "rotary embeddings"}
+_NAMES = {"norm": "norms", "gated_norm": "gated norms", "gated": "gated MLPs", "rotary": "rotary embeddings"}
 _GATES: dict[str, Function] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+# inputs of a kernel with one row for each token
+_ROW_INPUTS = {"norm": 1, "gated_norm": 2, "gated": 2}
 # rows of the comparison at start, and the largest error of a norm that rounding explains
 _ROWS = 7
 _LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -95,11 +98,14 @@ class FusedLayers:
         gated = [found.module for found in taken if found.kind == "gated" and not self._is_seen(found.module)]
         layers = text_layers(model)
         norms = [each for layer in layers for each in layer.modules() if "norm" in type(each).__name__.lower()]
+        gated_norms = [each for each in norms if "gated" in type(each).__name__.lower()]
+        kernel_gated_norms = {id(found.module) for found in taken if found.kind == "gated_norm"}
         # other matrices belong to MLPs or experts with activations of their own
         in_gated = {id(weight) for module in gated for weight in module.parameters()}
         others = [weight for layer in layers for weight in other_matrices(layer) if id(weight) not in in_gated]
         return {
             "fuses_norms": bool(norms) and all(id(norm) in kernel_norms for norm in norms),
+            "fuses_gated_norms": bool(gated_norms) and all(id(norm) in kernel_gated_norms for norm in gated_norms),
             "fuses_gates": len(gated) == len(layers) > 0 and not others,
             "fuses_rotary": sum(found.kind == "rotary" for found in taken) == len(layers) > 0,
         }
@@ -113,10 +119,11 @@ class FusedLayers:
         for found in fusable_modules(model):
             if found.kind == "rotary" or not self._takes(found):
                 continue
-            is_norm = found.kind == "norm"
-            width = found.module.weight.numel() if is_norm else getattr(found.module.gate_proj, "out_features", 64)
-            dtype = found.module.weight.dtype if is_norm else inner_dtype
-            trains = (True, is_norm and found.module.weight.requires_grad)
+            is_mlp = found.kind == "gated"
+            width = getattr(found.module.gate_proj, "out_features", 64) if is_mlp else found.module.weight.numel()
+            dtype = inner_dtype if is_mlp else found.module.weight.dtype
+            # whether each input is trained
+            trains = (True, True) if is_mlp else ((True,) * _ROW_INPUTS[found.kind] + (found.module.weight.requires_grad,))
             key = (found.kind, found.eps, found.is_centred, found.activation, width, dtype, trains)
             if key in seen:
                 continue
@@ -150,6 +157,8 @@ class FusedLayers:
             return partial(liger.gated, found.activation)
         if found.kind == "norm":
             return CompiledFunction(_norm(found), (0, None), num_gradients=2, backend=self._backend)
+        if found.kind == "gated_norm":
+            return CompiledFunction(_gated_norm(found), (0, 0, None), num_gradients=3, backend=self._backend)
         if found.kind == "gated":
             return CompiledFunction(_gate(found), (0, 0), num_gradients=2, backend=self._backend)
         return CompiledFunction(_rotate, (0, 0, 0, 0), num_gradients=2, num_linear=2, backend=self._backend)
@@ -167,6 +176,8 @@ class FusedLayers:
             return partial(with_globals(without_renames(type(module).forward), {ROTARY: rotary}), module)
         if found.kind == "gated":
             return partial(self._mlp, module, own, function)
+        if found.kind == "gated_norm":
+            return partial(self._gated_norm, module, own, function)
 
         def norm(x: Tensor) -> Any:
             if not self._fits(x, module.weight):
@@ -185,6 +196,12 @@ class FusedLayers:
         # free them: only what is saved of them is needed
         del gate, up
         return module.down_proj(product)
+
+    def _gated_norm(self, module: Any, own: Function, function: Function, hidden_states: Tensor, gate: Tensor) -> Any:
+        if gate.shape != hidden_states.shape or not self._fits(hidden_states, gate, module.weight):
+            return own(hidden_states, gate)
+        rows = (each.reshape(-1, each.shape[-1]).contiguous() for each in (hidden_states, gate))
+        return function(*rows, module.weight).view(hidden_states.shape)
 
     def _is_seen(self, module: Any) -> bool:
         """Whether a user's hook sees the activation of an MLP, or tensors that a kernel overwrites."""
@@ -209,16 +226,16 @@ class FusedLayers:
         self, found: FusableModule, width: int, dtype: torch.dtype, device: torch.device, trains: tuple[bool, ...]
     ) -> float:
         """Largest error of outputs and gradients on random rows, as a share of a norm."""
-        own = _norm(found) if found.kind == "norm" else _gate(found)
+        own: Function = {"norm": _norm, "gated_norm": _own_gated_norm, "gated": _gate}[found.kind](found)
         generator = torch.Generator().manual_seed(0)
-        shapes = [(_ROWS, width), (width,) if found.kind == "norm" else (_ROWS, width), (_ROWS, width)]
+        rows, weights = [(_ROWS, width)], [] if found.kind == "gated" else [(width,)]
+        shapes = [*rows * _ROW_INPUTS[found.kind], *weights, *rows]
         inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-        needs = trains if found.kind == "norm" else (True, True)
         results = []
         for function in (own, self._function(found)):
             # kernels may overwrite their inputs
             *tensors, gradient = (tensor.clone() for tensor in inputs)
-            leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needs, strict=True)]
+            leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, trains, strict=True)]
             output = function(*(leaf * 1 if leaf.requires_grad else leaf for leaf in leaves))
             trained = [leaf for leaf in leaves if leaf.requires_grad]
             results.append([output.detach(), *torch.autograd.grad(output, trained, gradient)])
@@ -253,6 +270,37 @@ def _norm(found: FusableModule) -> Function:
         return result
 
     return norm
+
+
+class _OfQwen3Next:
+    """Stand-in of a norm whose result is multiplied by a gate."""
+
+    forward = Qwen3NextRMSNormGated.forward
+
+    def __init__(self, weight_C: Tensor, found: FusableModule) -> None:
+        self.weight, self.variance_epsilon, self.activation = weight_C, found.eps, found.activation
+
+
+def _own_gated_norm(found: FusableModule) -> Function:
+    def own(x_NC: Tensor, gate_NC: Tensor, weight_C: Tensor) -> Tensor:
+        kind: Any = _OfQwen3Next
+        result: Tensor = kind(weight_C, found).forward(x_NC, gate_NC)
+        return result
+
+    return own
+
+
+def _gated_norm(found: FusableModule) -> Function:
+    """The function of `_own_gated_norm`, without the look-up of its activation, which no compiler takes."""
+    eps, activation = found.eps, _GATES[found.activation]
+
+    def gated_norm(x_NC: Tensor, gate_NC: Tensor, weight_C: Tensor) -> Tensor:
+        wide_NC = x_NC.to(torch.float32)
+        normed_NC = wide_NC * torch.rsqrt(wide_NC.pow(2).mean(-1, keepdim=True) + eps)
+        gated: Tensor = weight_C * normed_NC.to(x_NC.dtype) * activation(gate_NC.to(torch.float32))
+        return gated.to(x_NC.dtype)
+
+    return gated_norm
 
 
 def _gate(found: FusableModule) -> Function:

@@ -22,7 +22,10 @@ from hf_longctx.plan.model.config import kernel_fields
 from hf_longctx.plan.model.model_spec import ModelSpec
 
 # field of `ModelSpec` -> name of the functions that then run as kernels
-_KERNELS = {"fuses_norms": "norms", "fuses_gates": "gates", "fuses_rotary": "rotary embeddings"}
+_KERNELS = {
+    **{"fuses_norms": "norms", "fuses_gated_norms": "gated norms", "fuses_gates": "gates"},
+    "fuses_rotary": "rotary embeddings",
+}
 # layers and hidden sizes
 _GPTS = {"gpt-7b": (32, 4096), "gpt-13b": (40, 5120), "gpt-30b": (60, 6656)}
 # words of a name on the Hub that do not concern the shape

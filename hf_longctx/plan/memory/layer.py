@@ -691,7 +691,7 @@ class StateLayerBytes(LayerBytes):
     def mixer(self) -> int:
         """Bytes that the mixer saves."""
         states, e = self.model.states, self.model.bytes_per_element
-        outside = states.outside_bytes(e) * self.tokens + self._added
+        outside = states.outside_bytes(e, self.model.fuses_gated_norms) * self.tokens + self._added
         if not self._is_cut:
             return outside + states.scan_bytes(e) * sum(self._scanned)
         num_between = sum(max(0, -(-document // states.block_tokens) - 1) for document in self.load.documents)
@@ -744,8 +744,8 @@ class StateLayerBytes(LayerBytes):
     def _mixing_forward(self) -> int:
         states, e = self.model.states, self.model.bytes_per_element
         # all tensors outside the scan, without the convolution's input, if the scan runs in blocks
-        outside = (states.outside_bytes(e) - states.input_bytes(e)) * self.tokens if self._is_cut else 0
-        return 2 * self._sizes[0] * self.tokens + max(outside, self._scan) + self._exchange
+        outside = states.outside_bytes(e, self.model.fuses_gated_norms) - states.input_bytes(e) if self._is_cut else 0
+        return 2 * self._sizes[0] * self.tokens + max(outside * self.tokens, self._scan) + self._exchange
 
     @property
     def _exchange(self) -> int:

@@ -373,7 +373,7 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 def kernel_fields(model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels."""
     kernels = family_of_type(model_type).traits.kernels
-    return {f"fuses_{name}": name in kernels for name in ("norms", "gates", "rotary")}
+    return {f"fuses_{name}": name in kernels for name in ("norms", "gated_norms", "gates", "rotary")}
 
 
 def kernels_of_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class StateSpec:
     # saved per token outside the scan, in the model's format and in fp32
     saved_elements: int = 0
     saved_wide: int = 0
+    # those in fp32 that a kernel of the mixer's gated norm does not save
+    norm_wide: int = 0
     # fp32 elements that a scan in one piece saves besides in a model of fp32
     copied_wide: int = 0
     # fp32 elements per token that are alive at once inside the forward of the scan
@@ -103,16 +105,21 @@ class StateSpec:
         """Most tokens of a chunk on a rank whose scan runs in one piece; a rank that runs a part of the heads has more tokens."""
         return ScanSize(self.scan_elements, self.tile_tokens).block_tokens(self.heads // self.scans)
 
-    def saved_bytes(self, bytes_per_element: int, num_tokens: int | None = None) -> int:
-        """Bytes per token that the mixer saves for backward in a chunk of `num_tokens` on a rank (None: a long one)."""
-        if num_tokens is not None and num_tokens <= self.block_tokens:
-            return self.outside_bytes(bytes_per_element) + self.scan_bytes(bytes_per_element)
-        between = -(-max(4, bytes_per_element) * self.heads * self.head_elements // self.block_tokens)
-        return self.outside_bytes(bytes_per_element) + self.input_bytes(bytes_per_element) + between
+    def saved_bytes(self, bytes_per_element: int, num_tokens: int | None = None, fuses_norm: bool = False) -> int:
+        """Bytes per token that the mixer saves for backward in a chunk of `num_tokens` on a rank (None: a long one).
 
-    def outside_bytes(self, bytes_per_element: int) -> int:
+        fuses_norm: its gated norm runs as a kernel.
+        """
+        outside = self.outside_bytes(bytes_per_element, fuses_norm)
+        if num_tokens is not None and num_tokens <= self.block_tokens:
+            return outside + self.scan_bytes(bytes_per_element)
+        between = -(-max(4, bytes_per_element) * self.heads * self.head_elements // self.block_tokens)
+        return outside + self.input_bytes(bytes_per_element) + between
+
+    def outside_bytes(self, bytes_per_element: int, fuses_norm: bool = False) -> int:
         """Bytes per token that the mixer saves outside its scan."""
-        return bytes_per_element * self.saved_elements + max(4, bytes_per_element) * self.saved_wide
+        wide = self.saved_wide - (self.norm_wide if fuses_norm else 0)
+        return bytes_per_element * self.saved_elements + max(4, bytes_per_element) * wide
 
     def scan_bytes(self, bytes_per_element: int) -> int:
         """Bytes per token that a scan in one piece saves."""
@@ -175,7 +182,8 @@ def gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
     """Sizes of a gated delta net; `test_state_layers.py` compares the sums with what torch allocates.
 
     Saved outside the scan, for values of v elements. In the model's format: input and output of the convolution; input, product
-    and output of the gated norm. In fp32: output, gate and its activation, 3 v; two numbers. Kernels of flash-linear-attention
+    and output of the gated norm. In fp32: output, gate and its activation, 3 v; two numbers. A kernel of the norm saves its input
+    and gate in the model's format, and none of these but a number. Kernels of flash-linear-attention
     save less: queries, keys, values and a tile's matrix. Plans count the torch code there too.
     """
     heads, read_heads = int(config["linear_num_value_heads"]), int(config["linear_num_key_heads"])
@@ -201,6 +209,7 @@ def gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
         carry_wide=heads * (5 * key + key * key // tile),
         saved_elements=2 * channels + 3 * values + heads,
         saved_wide=heads * (3 * value + 2),
+        norm_wide=heads * (3 * value + 1),
         copied_wide=4 * heads * key,
         work_wide=heads * (7 * key + 6 * value + 4 * tile),
         scan_elements=delta_scan(key, value).token_elements,

@@ -233,6 +233,8 @@ class ModelSpec:
     frozen_parameters: int = 0
     # all norms of layers run as single kernels, which save their inputs alone
     fuses_norms: bool = False
+    # so do the gated norms of all layers with a state
+    fuses_gated_norms: bool = False
     # so do the gated activations of all MLPs
     fuses_gates: bool = False
     # so do all rotary embeddings

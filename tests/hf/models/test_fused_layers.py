@@ -18,6 +18,7 @@ from helpers.plans.policies import replayed
 from helpers.trainers.trainer_runs import make_trainer, plain_training, train_on_rank
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from hf_longctx.hf.models import kernels as layer_kernels
 from hf_longctx.hf.models.facts import ModelFacts
@@ -35,6 +36,7 @@ CASES = {
     "norms": (ModelCase(), 1e-6, 6),
     "LoRA": (ModelCase(promoted=True, lora=LORA), 1e-12, 5),
 }
+HYBRID = ModelCase("qwen3_5", num_layers=4)
 POLICIES: dict[str, LayerPolicy] = {
     "kept": LayerPolicy(),
     "recomputed": replayed(1.0),
@@ -75,6 +77,55 @@ def test_kernels_are_found_by_the_code_of_the_class(family: str) -> None:
     assert all(found.is_centred == (family == "gemma") for found in fusable_modules(model) if found.kind == "norm")
 
 
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_a_gated_norm_is_that_of_its_class(dtype: torch.dtype, limit: float) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Qwen3_5RMSNormGated(24)).to(dtype)
+    nn.init.normal_(plain[0].weight)
+    fused_norm, fused = copy.deepcopy(plain), traced()
+    assert [found.kind for found in fusable_modules(fused_norm)] == ["gated_norm"]
+    assert fused.problem(fused_norm, CPU, dtype) == ""
+    fused.bind(fused_norm)
+    x, gate, gradient = (torch.randn(2, 7, 24, dtype=dtype) for _ in range(3))
+    results = []
+    for norm in (plain[0], fused_norm[0]):
+        leaves = [x.clone().requires_grad_(), gate.clone().requires_grad_(), norm.weight]
+        y = norm(*leaves[:2])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, gradient)])
+    assert sum(function.num_compiled for function in fused._functions.values()) > 0
+    assert max(relative_error(found, right) for right, found in zip(*results, strict=True)) <= limit
+    # another activation, and a gate of another dtype or shape, run the class's code
+    other = copy.deepcopy(plain)
+    other[0].activation = "sigmoid"
+    assert list(fusable_modules(other)) == []
+    assert torch.equal(fused_norm[0](x, gate.to(torch.float16)), plain[0](x, gate.to(torch.float16)))
+    assert torch.equal(fused_norm[0](x, gate[:, :1]), plain[0](x, gate[:, :1]))
+
+
+def test_hybrids_are_told_about_gated_norms() -> None:
+    model = build_model(HYBRID)
+    assert traced().covered(model)["fuses_gated_norms"]
+    assert not FusedLayers("liger").covered(model)["fuses_gated_norms"]
+    mixer = next(module for module in model.modules() if isinstance(getattr(module, "norm", None), Qwen3_5RMSNormGated))
+    mixer.norm.forward = lambda x, gate: x
+    assert not traced().covered(model)["fuses_gated_norms"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hybrids_train_with_gated_norms_as_kernels(policy: str) -> None:
+    gradients = []
+    for binds in (False, True):
+        model, fused = build_model(HYBRID), traced()
+        if binds:
+            fused.bind(model)
+        step = EngineStep(HostTier.on(CPU, 2**20), [5, 13, 8, 3], lambda model=model: model)
+        step.model.zero_grad()
+        step.forward((POLICIES[policy],) * HYBRID.num_layers)[0].backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+        assert any(key[0] == "gated_norm" for key in fused._functions) == binds
+    assert max(relative_error(found, gradients[0][name]) for name, found in gradients[1].items()) <= 1e-5
+
+
 def test_what_a_user_changed_runs_its_own_code() -> None:
     class Doubled(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -100,7 +151,7 @@ def test_what_a_user_changed_runs_its_own_code() -> None:
     assert len(seen) == 2
 
 
-ALL = {"fuses_norms": True, "fuses_gates": True, "fuses_rotary": True}
+ALL = {"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True}
 
 
 def test_plans_are_told_what_all_layers_have_kernels_for() -> None:
@@ -189,6 +240,9 @@ def test_a_run_counts_what_its_kernels_save(tmp_path, monkeypatch) -> None:
         trainer = make_trainer(ModelCase(), random_rows([9, 5]), str(tmp_path), settings, {"max_steps": 1})
         model = trainer.longctx_run.setup.costs.model
         assert model.fuses_norms == model.fuses_gates == model.fuses_rotary == is_counted
+        assert not model.fuses_gated_norms
+        trainer = make_trainer(HYBRID, random_rows([9, 5]), str(tmp_path), settings, {"max_steps": 1})
+        assert trainer.longctx_run.setup.costs.model.fuses_gated_norms == is_counted
 
 
 def test_without_a_compiler_layers_run_their_own_code(tmp_path, caplog, monkeypatch) -> None:

@@ -9,6 +9,9 @@ from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.run.run import _covered
 from hf_longctx.plan.model.config import kernels_of_config
 
+# kernels of a model like Llama
+ALL = {"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True}
+
 
 def test_the_table_says_of_every_class_what_its_models_say() -> None:
     wrong: dict[str, str] = {}
@@ -26,14 +29,10 @@ def test_the_table_says_of_every_class_what_its_models_say() -> None:
 
 
 def test_configs_without_the_type_of_their_decoder_have_its_kernels() -> None:
-    assert all(kernels_of_config({"model_type": "qwen2_vl"}).values())
-    assert all(kernels_of_config({"model_type": "llava", "text_config": {"model_type": "llama"}}).values())
+    assert kernels_of_config({"model_type": "qwen2_vl"}) == ALL
+    assert kernels_of_config({"model_type": "llava", "text_config": {"model_type": "llama"}}) == ALL
     assert not any(kernels_of_config({"model_type": "gpt2"}).values())
 
 
 def test_an_activation_without_a_kernel_is_the_models_own() -> None:
-    assert kernels_of_config({"model_type": "llama", "hidden_act": "relu2"}) == {
-        "fuses_norms": True,
-        "fuses_gates": False,
-        "fuses_rotary": True,
-    }
+    assert kernels_of_config({"model_type": "llama", "hidden_act": "relu2"}) == {**ALL, "fuses_gates": False}
