@@ -4,8 +4,8 @@ Under autocast PEFT casts hidden states to the adapter's fp32, and autocast cast
 each projection, forward and backward. Here a low-rank adapter reads them as they are, so that queries, keys and values share one
 saved input. Its output is added inside a matrix product.
 
-Which projections read one input is read from the code of the module that calls them: every call reaches `self.q_proj(x)`,
-`self.k_proj(x)` and `self.v_proj(x)` with one variable. The first of these calls makes the outputs of all, and the others fetch
+Which projections read one input is read from the code of the module that calls them: before its first `return`, every call reaches
+`self.q_proj(x)`, `self.k_proj(x)` and `self.v_proj(x)` with one variable. The first of these calls makes the outputs of all, and the others fetch
 theirs if they get the same tensor in the same mode before the module returns; otherwise they compute alone.
 
 Adapters with dropout, of several names or another kind, and those beside a module in four bits, with trained weights or with a
@@ -82,9 +82,11 @@ class SharedInput:
         return self.outputs.pop(id(layer), None)
 
     def make(self, layer: nn.Module, x: Tensor, product: AdaptedProduct) -> Tensor:
-        """Returns the output of a layer; makes those of the others too, if the module is running and they run as ever."""
+        """Returns the output of a layer; makes those of the others too, if the module is running and they can be in the node."""
         products = {id(layer): product}
-        for other in self.layers if self.outputs is not None else ():
+        # a change of an inference tensor between two calls would not be seen
+        is_shared = self.outputs is not None and not x.is_inference()
+        for other in self.layers if is_shared else ():
             if other is not layer and (found := _product_of_other(other, x)) is not None:
                 products[id(other)] = found
         outputs = dict(zip(products, adapted_products(x, list(products.values())), strict=True))
@@ -97,8 +99,7 @@ class SharedInput:
 def _mode(x: Tensor) -> tuple[Any, ...]:
     """Version of `x`, and modes on which a graph and its dtypes depend."""
     device = x.device.type
-    version = 0 if x.is_inference() else x._version
-    return version, torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return x._version, torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def adapted(layer: Any, own: Callable[..., Any], shared: SharedInput, *args: Any, **keywords: Any) -> Any:
@@ -167,6 +168,13 @@ def _named_by_input(module: nn.Module) -> list[list[nn.Module]]:
     return [[each for each in modules if isinstance(each, nn.Module)] for modules in found]
 
 
+# parts of code whose own parts may run never, or several times
+_PERHAPS = (
+    *(ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.BoolOp, ast.Lambda, ast.FunctionDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
 @cache
 def calls_by_input(forward: Any) -> tuple[tuple[str, ...], ...]:
     """Names of modules that every call of a forward calls once with one variable, by variable; empty if it cannot be read."""
@@ -178,6 +186,9 @@ def calls_by_input(forward: Any) -> tuple[tuple[str, ...], ...]:
     # how often each variable was assigned to so far
     assigned: dict[str, int] = {}
     for statement in function.body if isinstance(function, ast.FunctionDef) else ():
+        if not isinstance(statement, ast.Return) and any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+            # calls behind it are not always reached
+            break
         for node in _always_run(statement):
             match node:
                 case ast.Call(
@@ -196,6 +207,6 @@ def calls_by_input(forward: Any) -> tuple[tuple[str, ...], ...]:
 def _always_run(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the parts of a statement that run whenever it is reached."""
     yield node
-    if not isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.IfExp | ast.Lambda | ast.BoolOp | ast.comprehension):
+    if not isinstance(node, _PERHAPS):
         for child in ast.iter_child_nodes(node):
             yield from _always_run(child)

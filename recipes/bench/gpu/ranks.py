@@ -1,4 +1,4 @@
-"""Compares 2 and 4 ranks that share one GPU with one process, for every way to divide a training; about four minutes.
+"""Compares 2 and 4 ranks on one GPU with a single process, for every way to divide a training; takes about four minutes.
 
     python recipes/bench/gpu/ranks.py [--ranks 2 4] [--only WORD ...] [--budget-s 230] [--json FILE] [--toy]
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,8 @@ def rows_of(job: Job, deadline_s: float) -> Any:
                 time.sleep(0.02)
             elif line.startswith(ROW):
                 row = Row(**json.loads(line.removeprefix(ROW)))
+                if row.name == KILLED:
+                    row = replace(row, is_good=False, note="no rank was lost")
                 names.remove(row.name)
                 yield row
             else:
@@ -281,13 +284,19 @@ def compared(job: Job, name: str, case: Case, found: tuple[list[float], dict[str
         return Row(
             name, job.num_ranks, note=f"{len(changes)} weights and {len(losses)} losses for {len(expected)} and {NUM_STEPS}"
         )
-    loss_error = max(abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True))
+    loss_errors = [abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True)]
+    loss_error = max(loss_errors, key=_size)
     errors = {key: float((changes[key] - each).norm() / each.norm()) for key, each in expected.items() if each.norm() > 0}
-    unmoved = [key for key, each in expected.items() if each.norm() == 0 and changes[key].norm() > 0]
-    worst = max(errors, key=lambda key: errors[key])
+    unmoved = [key for key, each in expected.items() if each.norm() == 0 and not changes[key].norm() == 0]
+    worst = max(errors, key=lambda key: _size(errors[key]))
     most_loss, most_weight = TOLERANCES[job.device]
     is_good = loss_error <= most_loss and errors[worst] <= most_weight and not unmoved
     return Row(name, job.num_ranks, loss_error, errors[worst], is_good, note if is_good else f"{note}; worst: {worst}")
+
+
+def _size(error: float) -> tuple[bool, float]:
+    """Order of errors, in which NaN is the largest."""
+    return math.isnan(error), error
 
 
 class Watcher(TrainerCallback):

@@ -292,7 +292,8 @@ def test_changes_by_a_user_have_their_effect(change: str, is_late: bool) -> None
     assert_equal(decoded(made(True)), decoded(made(False)))
 
 
-def test_an_input_that_changes_between_two_projections_is_read_as_it_is() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_input_that_changes_between_two_projections_is_read_as_it_is(mode: Any) -> None:
     """Without gradients, since torch would refuse the change in backward."""
 
     class Changing(nn.Module):
@@ -308,7 +309,7 @@ def test_an_input_that_changes_between_two_projections_is_read_as_it_is() -> Non
     found = []
     for model in (decoder(), bind(decoder())):
         attention(model).k_proj = Changing(attention(model).k_proj)
-        with torch.no_grad():
+        with mode():
             found.append(model.get_base_model().model(input_ids=torch.arange(TOKENS)[None], use_cache=False).last_hidden_state)
     assert relative_error(*found) <= 1e-14
 
@@ -357,8 +358,14 @@ def test_nothing_is_shared_outside_of_the_module_that_calls_the_projections() ->
 
 
 def test_calls_with_one_variable_are_found_in_code() -> None:
-    found = {kind.__name__: calls_by_input(kind.forward) for kind in (Attention, Reassigned, Conditional)}
-    assert found == {"Attention": (("q", "k"), ("v", "w")), "Reassigned": (), "Conditional": (("q", "v"),)}
+    found = {kind.__name__: calls_by_input(kind.forward) for kind in (Attention, Reassigned, Conditional, Early, Listed)}
+    assert found == {
+        "Attention": (("q", "k"), ("v", "w")),
+        "Reassigned": (),
+        "Conditional": (("q", "v"),),
+        "Early": (("q", "k"),),
+        "Listed": (),
+    }
     assert calls_by_input(len) == ()
 
 
@@ -380,6 +387,20 @@ class Conditional(nn.Module):
         if k is None:
             k = self.other(x)
         return self.q(x) + k + self.v(x)
+
+
+class Early(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.q(x) + self.k(x)
+        if self.is_short:
+            return first
+        return first + self.v(x)
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first, *_ = [self.q(x) for _ in range(self.count)]
+        return first + self.k(x)
 
 
 @pytest.mark.parametrize("case", ["disabled", "merged", "DoRA", "bias", "scaled by a hook", "keyword"])
