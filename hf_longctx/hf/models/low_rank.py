@@ -4,9 +4,10 @@ Under autocast PEFT casts hidden states to the adapter's fp32, and autocast cast
 each projection, forward and backward. Here a low-rank adapter reads them as they are, so that queries, keys and values share one
 saved input. Its output is added inside a matrix product.
 
-Which projections read one input is read from the code of the module that calls them: before its first `return`, every call reaches
-`self.q_proj(x)`, `self.k_proj(x)` and `self.v_proj(x)` with one variable. The first of these calls makes the outputs of all, and the others fetch
-theirs if they get the same tensor in the same mode before the module returns; otherwise they compute alone.
+Which projections read one input is read from the code of the module that calls them: before its first `return`, every call
+reaches `self.q_proj(x)`, `self.k_proj(x)` and `self.v_proj(x)` with one variable. The first of these calls makes the outputs of
+all, and the others fetch theirs if they get the same tensor in the same mode before the module returns; otherwise they compute
+alone.
 
 Adapters with dropout, of several names or another kind, and those beside a module in four bits, with trained weights or with a
 hook, run as one node each, or PEFT's own code (`adapted`).

@@ -89,7 +89,7 @@ def _hooks(module: nn.Module) -> bool:
 
 
 class _Trial:
-    """Makes the output of one linear module: computes it, or returns values of `unread`, which nothing reads. Counts its calls."""
+    """Makes the output of one linear module: computes it, or returns what `unread` gives, which is not read. Counts its calls."""
 
     def __init__(self, unread: Callable[..., Tensor] | None = None) -> None:
         self.unread, self.num_calls = unread, 0

@@ -287,7 +287,7 @@ def compared(job: Job, name: str, case: Case, found: tuple[list[float], dict[str
     loss_errors = [abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True)]
     loss_error = max(loss_errors, key=_size)
     errors = {key: float((changes[key] - each).norm() / each.norm()) for key, each in expected.items() if each.norm() > 0}
-    unmoved = [key for key, each in expected.items() if each.norm() == 0 and not changes[key].norm() == 0]
+    unmoved = [key for key, each in expected.items() if each.norm() == 0 and changes[key].norm() != 0]
     worst = max(errors, key=lambda key: _size(errors[key]))
     most_loss, most_weight = TOLERANCES[job.device]
     is_good = loss_error <= most_loss and errors[worst] <= most_weight and not unmoved

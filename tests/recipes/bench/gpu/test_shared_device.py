@@ -38,7 +38,7 @@ def test_a_wrong_weight_fails_and_is_named(tmp_path: Path, error: float) -> None
     row = ranks.compared(job, "Ulysses", ranks.Case({}), ([2.0, 1.0], found, "<2>"))
     assert row.is_good == (error == 0) and row.weight_error == pytest.approx(error, abs=1e-6)
     assert row.note == ("<2>; worst: b" if error else "<2>")
-    # what is no number is never good, wherever it stands
+    # NaN is never good, in any place
     wrong = {"a": changes["a"], "b": changes["b"] * float("nan")}
     assert not ranks.compared(job, "Ulysses", ranks.Case({}), ([2.0, 1.0], wrong, "")).is_good
     assert not ranks.compared(job, "Ulysses", ranks.Case({}), ([2.0, float("nan")], changes, "")).is_good
