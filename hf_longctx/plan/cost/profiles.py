@@ -12,8 +12,9 @@ import importlib.resources
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,21 @@ SCHEMA_VERSION = 1
 
 _SHIPPED_PACKAGE = "hf_longctx.recipes"
 _SHIPPED_FOLDER = "hardware"
-# GPUs older than Ampere, as `normal_name` spells them
-_WITHOUT_BF16 = re.compile("t4$|v100|p100|p40$|gtx|^2080|rtx20[678]0|quadrortx|titan")
+# words in the names of GPUs older than Ampere
+_WITHOUT_BF16 = {
+    *("k40", "k80", "m4", "m40", "m60", "p4", "p40", "p100", "t4", "t4g", "v100", "v100s", "gtx", "quadro", "titan"),
+    *("2060", "2070", "2080"),
+}
+# words of a device's name that make it another device than one without them
+_CHANGING = {"d", "grid", "laptop", "max", "mig", "mobile", "nvl", "pcie", "q", "super", "ti"}
+# places in a name where a word begins without a blank: "h100sxm", "rtx4090", "4090ti"
+_GLUED = re.compile(r"(?<=\b(?:rtx|gtx))(?=\d)|(?<=\d)(?=(?:sxm\d*|pcie|nvl\d*)\b)|(?<=\d{4})(?=(?:d|ti|super|laptop)\b)")
+# largest relative difference of two memory sizes of one device: drivers report up to 7 % more than its name says
+_SIZE_TOLERANCE = 0.1
+# larger sizes in a name are those of host memory ("GH200 480GB")
+_MOST_DEVICE_GB = 400
+# names in an error message, and how much of a known name must be alike
+_NEAREST, _LIKE = 3, 0.6
 
 # allowed values of a profile's field, as described in error messages
 _Rule = Literal["text", "a number above 0", "a number of 0 or more", "an integer above 0", "an integer of 0 or more"]
@@ -157,56 +171,87 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
 def read_profile(name_or_path: str | Path) -> HardwareProfile:
     """Reads the shipped profile with this name, or the file at this path.
 
-    Case and separators do not matter, nor do further words: "H100 SXM" and "NVIDIA H100 80GB HBM3" are "h100".
+    Case and separators do not matter, nor do further words that do not change the device: "H100 SXM" and "NVIDIA H100 80GB HBM3"
+    are "h100", but "H200 NVL" and "H100 64GB" are no shipped profiles.
 
-    Raises ValueError with the names of the shipped profiles if there is neither, and for devices on which bf16 is slow.
+    Raises ValueError with the nearest names for an unknown one, with the path if there is no such file, and for devices on which
+    bf16 is slow.
     """
     shipped = _shipped_profiles()
     name = str(name_or_path)
     for known, text in shipped.items():
         if normal_name(known) == normal_name(name):
             return profile_from_json(text, f"{known}.json")
-    if not Path(name).is_file():
-        words = {word.rstrip("b") for word in _words(name)}
-        found = _of_device(name)
-        of_size = [known for known in found if words & set(_sizes(known))] or found
-        if len(of_size) == 1:
-            return read_profile(of_size[0])
-        if _WITHOUT_BF16.search(normal_name(name)):
-            raise ValueError(
-                f"hardware {name!r} has no tensor cores for bf16, in which runs multiply; use a GPU of Ampere (A100, A10G, RTX "
-                f"3090) or newer, or give the path of a profile that `hf-longctx calibrate` has measured"
-            )
+    if Path(name).is_file():
+        return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
+    if isinstance(name_or_path, Path) or name.lower().endswith(".json") or "/" in name or "\\" in name:
+        what = "is not a file" if Path(name).exists() else "does not exist"
         raise ValueError(
-            f"hardware {name!r} is neither a shipped profile ({', '.join(found or shipped)}) nor the path of a profile; give one "
-            f"of these"
+            f"hardware {name!r} {what}; give the path of a profile that `hf-longctx calibrate` has written, or the name of a "
+            f"shipped one ({', '.join(shipped)})"
         )
-    return profile_from_json(Path(name).read_text(encoding="utf-8"), name)
+    sizes = [int(number) * 10**9 for number in re.findall(r"\b(\d+)g(?:i?b)?\b", name.lower())]
+    found = _of_device(name, [size for size in sizes if size <= _MOST_DEVICE_GB * 10**9])
+    if len(found) == 1:
+        return found[0]
+    if _WITHOUT_BF16 & _words(name):
+        raise ValueError(
+            f"hardware {name!r} has no tensor cores for bf16, in which runs multiply; use a GPU of Ampere (A100, A10G, RTX "
+            f"3090) or newer, or give the path of a profile that `hf-longctx calibrate` has measured"
+        )
+    near = nearest_profiles(name)
+    nearest = f"the nearest are {', '.join(near)}" if near else f"known are {', '.join(shipped)}"
+    raise ValueError(
+        f"hardware {name!r} is neither a shipped profile ({nearest}) nor the path of a profile; give one of these, or measure the "
+        f"device with `hf-longctx calibrate`"
+    )
 
 
 def profile_of_device(name: str, device_bytes: int) -> HardwareProfile | None:
     """Returns the shipped profile for a device name from a driver ("NVIDIA H200"); None for other devices.
 
-    It has as many words of the name as possible ("h100-pcie" before "h100"), and the memory nearest to `device_bytes`.
+    It has as many words of the name as possible ("h100-pcie" before "h100"), and about `device_bytes` of memory.
     """
-    found = [read_profile(known) for known in _of_device(name)]
+    found = _of_device(name, [device_bytes])
     return min(found, key=lambda profile: abs(profile.spec.device_bytes - device_bytes), default=None)
 
 
-def _of_device(name: str) -> list[str]:
-    """Returns the shipped profiles whose words are all in `name`, memory sizes apart; of these the ones with the most words."""
-    own = {known: set(known.split("-")) - set(_sizes(known)) for known in profile_names()}
-    found = {known: len(words) for known, words in own.items() if words <= _words(name)}
-    return [known for known, count in found.items() if count == max(found.values())]
+def nearest_profiles(name: str) -> tuple[str, ...]:
+    """Returns the names of the shipped profiles that are most like `name`, the likest first; () if none is like it."""
+    likeness = {}
+    for known in profile_names():
+        ratios = [max(SequenceMatcher(None, own, word).ratio() for word in _words(name)) for own in _own_words(known)]
+        likeness[known] = sum(ratios) / len(ratios)
+    return tuple(sorted((known for known in likeness if likeness[known] >= _LIKE), key=lambda known: -likeness[known])[:_NEAREST])
+
+
+def _of_device(name: str, sizes: Sequence[int]) -> list[HardwareProfile]:
+    """Returns the shipped profiles for a device of this name with memory of all `sizes` in bytes.
+
+    All their words are in `name`, memory sizes apart, and so are in theirs all words of `name` that change the device. Of several
+    profiles those with the most words are taken. "cpu" says too little of a machine to stand for it in a longer name.
+    """
+    words = _words(name)
+    own = {known: _own_words(known) for known in profile_names() if known != "cpu"}
+    fitting = {known: own[known] for known in own if own[known] <= words and words & _CHANGING <= own[known]}
+    most = max(map(len, fitting.values()), default=0)
+    profiles = [read_profile(known) for known in fitting if len(fitting[known]) == most]
+    return [profile for profile in profiles if all(_is_size(size, profile.spec.device_bytes) for size in sizes)]
+
+
+def _is_size(found_bytes: int, named_bytes: int) -> bool:
+    return abs(found_bytes - named_bytes) <= _SIZE_TOLERANCE * named_bytes
 
 
 def _words(name: str) -> set[str]:
-    return set(re.split(r"[^a-z0-9]+", name.lower()))
+    """Returns the words of a device's name; "rtx" is one if only the number of a card is given."""
+    words = set(re.split(r"[^a-z0-9]+", _GLUED.sub(" ", name.lower())))
+    return words | {"rtx"} if any(re.fullmatch(r"\d{4}", word) for word in words) else words
 
 
-def _sizes(known: str) -> list[str]:
-    """Returns the memory size in the name of a profile, as "80g", which a driver's name may not have."""
-    return re.findall("(?<=-)[0-9]+g$", known)
+def _own_words(known: str) -> set[str]:
+    """Returns the words of a profile's name without its memory size ("80g"), which a driver's name may not have."""
+    return set(re.sub("-[0-9]+g$", "", known).split("-"))
 
 
 def profile_names() -> tuple[str, ...]:
