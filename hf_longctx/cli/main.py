@@ -55,6 +55,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            # also after a help or a list of names, which end in SystemExit
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader has closed the pipe, for example `| head`; Python would raise again when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str] | None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
     if empty := next((word for word in words if word.startswith("--") and word.endswith("=--")), None):
@@ -66,11 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         status: int = options.run(options)
-        sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has closed the pipe, for example `| head`; Python would raise again when it closes the stream
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        raise
     except KeyboardInterrupt:
         return 130
     except Exception as error:

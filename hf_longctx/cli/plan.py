@@ -173,7 +173,12 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
     )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
-    how.add_argument("--host-gib", type=_finite, help="host memory for each rank's saved tensors (default: the profile's)")
+    how.add_argument(
+        "--host-gib",
+        type=_finite,
+        help="host memory of each rank, for states and layers that lie there and for saved tensors beside them (default: the "
+        "profile's)",
+    )
     how.add_argument(
         "--activations", choices=("auto", "keep"), default="auto", help="auto: recompute and offload as needed; keep: never"
     )
@@ -213,7 +218,12 @@ def add_machine_arguments(parser: argparse.ArgumentParser, is_required: bool) ->
     where = parser.add_argument_group("where to train")
     if is_required:
         where.add_argument("--gpus", type=_RANKS, default=1, help="number of ranks, one device each (default: 1)")
-    where.add_argument("--ranks-per-node", type=_RANKS, default=0, help="devices per node (default: 8, or all if fewer)")
+    where.add_argument(
+        "--ranks-per-node",
+        type=_RANKS,
+        default=0,
+        help="devices per node (default: those of the hardware, mostly 8, or all if fewer)",
+    )
     where.add_argument(
         "--hardware", required=is_required, help="a hardware profile (h100, ...: --list hardware), or the path of one"
     )

@@ -5,6 +5,7 @@ Called by `sim/forecast.py` for planned steps and by `hf-longctx simulate` for s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.types import StepPlan
@@ -74,26 +75,32 @@ def _split(event: TimelineEvent, exchange_s: float) -> list[TimelineEvent]:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """US dollars per GPU hour, and the source of the number."""
+    """US dollars per GPU hour, who asks for them and when, and the address of the listing."""
 
     usd_per_hour: float
     source: str
+    address: str = ""
 
 
-# middle of the range in https://www.mercatus-ai.com/blog/cloud-gpu-pricing
-_SURVEY = "specialised clouds, on demand, May 2026"
-# https://deploybase.ai/articles/runpod-gpu-pricing; for h100-nvl https://gpu.blog/gpus/nvidia-h100-nvl
-_RUNPOD = "RunPod, March 2026"
-# middle of the range in https://awesomeagents.ai/hardware/amd-mi325x
-_AMD = "specialised clouds, 2026"
+def _prices(source: str, address: str, usd_per_hour: Mapping[str, float]) -> dict[str, Price]:
+    return {name: Price(usd, source, address) for name, usd in usd_per_hour.items()}
 
-# shipped hardware profile -> price; others have none unless given by the user
+
+# shipped hardware profile -> price, the middle of a range; others have none unless given by the user
 PRICES = {
-    **{name: Price(usd, _SURVEY) for name, usd in {"a100-80g": 1.30, "h100": 3.00, "h200": 4.00}.items()},
-    **{name: Price(usd, _RUNPOD) for name, usd in {"rtx-3090": 0.22, "rtx-4090": 0.34, "rtx-5090": 0.69, "l4": 0.44}.items()},
-    **{name: Price(usd, _RUNPOD) for name, usd in {"l40s": 0.79, "rtx-pro-6000": 0.89, "b200": 5.98}.items()},
-    **{name: Price(usd, _RUNPOD) for name, usd in {"h100-pcie": 1.99, "h100-nvl": 3.07}.items()},
-    "mi325x": Price(2.13, _AMD),
+    **_prices(
+        "specialised clouds, on demand, May 2026",
+        "https://www.mercatus-ai.com/blog/cloud-gpu-pricing",
+        {"a100-80g": 1.30, "h100": 3.00, "h200": 4.00},
+    ),
+    **_prices(
+        "RunPod, March 2026",
+        "https://deploybase.ai/articles/runpod-gpu-pricing",
+        {"rtx-3090": 0.22, "rtx-4090": 0.34, "rtx-5090": 0.69, "rtx-pro-6000": 0.89}
+        | {"l4": 0.44, "l40s": 0.79, "h100-pcie": 1.99, "b200": 5.98},
+    ),
+    **_prices("RunPod, 2026", "https://gpu.blog/gpus/nvidia-h100-nvl", {"h100-nvl": 3.07}),
+    **_prices("specialised clouds, 2026", "https://awesomeagents.ai/hardware/amd-mi325x", {"mi325x": 2.13}),
 }
 
 

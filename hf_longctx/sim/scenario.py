@@ -120,6 +120,8 @@ class Scenario:
     kept_because: str = ""
     # the setup without pipeline stages, in which other systems are predicted
     one_stage: Setup | None = None
+    # which rates of a shipped profile were measured; empty if none was
+    measured_rates: str = ""
     # tokens of the longest sequence over weights that are not quantized, if these hold a longer one; else 0
     unquantized_tokens: int = 0
 
@@ -202,7 +204,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         notes.append(
             "tokens travel to experts on other ranks: seconds and bytes are those of experts that are chosen equally often"
         )
-    cluster = _cluster(request, profile.spec.name, ClusterSpec(request.num_ranks, request.ranks_per_node, profile.spec))
+    cluster = _cluster(request, profile, notes)
     if request.network_gbit:
         cluster = _with_network(request.network_gbit, cluster, notes)
     if links := slow_links(cluster):
@@ -240,7 +242,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if setup.num_stages > 1 and must_fit:
         flat = replace(request, stages=1, parameters="", shard_ranks=0)
         one_stage = build_setup(measured, _wishes(flat, model, cluster, 1, is_measured), lengths, lambda *_: None)
-    scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage)
+    scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage, profile.measured)
     if must_fit:
         _check_fits(scenario)
     if must_fit and request.quantize:
@@ -474,18 +476,22 @@ def _spread(request: Request, model: ModelSpec) -> ModelSpec:
     return replace(model, experts=replace(experts, num_ranks=ranks))
 
 
-def _cluster(request: Request, hardware: str, cluster: ClusterSpec) -> ClusterSpec:
+def _cluster(request: Request, profile: HardwareProfile, notes: list[str]) -> ClusterSpec:
     if request.num_ranks < 1:
         raise ValueError(f"--gpus is {request.num_ranks}; at least one is needed")
     if request.tokens_per_rank < 0:
         raise ValueError(f"--tokens-per-rank is {request.tokens_per_rank}; give at least 1, or leave it out")
-    ranks_per_node = request.ranks_per_node or min(8, request.num_ranks)
+    hardware, ranks_per_node = profile.spec.name, request.ranks_per_node or min(profile.ranks_per_node, request.num_ranks)
+    if not request.ranks_per_node and ranks_per_node == 1 < request.num_ranks:
+        notes.append(
+            f"most servers have one {hardware}, so ranks exchange over the network; give --ranks-per-node for nodes of several"
+        )
     if not 1 <= ranks_per_node <= request.num_ranks or request.num_ranks % ranks_per_node:
         raise ValueError(
             f"{request.num_ranks} ranks of {hardware} cannot be divided into nodes of {ranks_per_node}; set --ranks-per-node to "
             f"a divisor of --gpus"
         )
-    return replace(cluster, ranks_per_node=ranks_per_node)
+    return ClusterSpec(request.num_ranks, ranks_per_node, profile.spec)
 
 
 def _with_network(gbit: float, cluster: ClusterSpec, notes: list[str]) -> ClusterSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,17 @@ def check_refused(path: Path, message: str, capsys) -> None:
     assert printed.out == ""
     assert printed.err.startswith(f"hf-longctx show: {path}: ") and message in printed.err
     assert printed.err.count(str(path)) == 1 and "Errno" not in printed.err
+
+
+@pytest.mark.parametrize("words", [("plan", "--list", "models"), ("plan", "--list", "hardware"), ("plan", "--help")])
+def test_a_reader_that_closes_the_pipe_gets_no_traceback(words: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hf_longctx.cli.main", *words]
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(write)
+    # argparse itself takes no notice of a help that nobody reads
+    assert (found.returncode, found.stderr) == (int("--list" in words), "")
 
 
 @pytest.mark.parametrize("name", BROKEN_TEXTS)

@@ -21,7 +21,7 @@ from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.setup import lora_adapters, remedies
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.models import read_model
-from hf_longctx.sim.output.summary import forecast_summary, run_settings
+from hf_longctx.sim.output.summary import forecast_summary, run_settings, summary_rows
 from hf_longctx.sim.output.text import forecast_text
 from hf_longctx.sim.scenario import MOMENT_BYTES, Request, build_scenario, slow_links
 from hf_longctx.sim.workloads import Workload
@@ -254,9 +254,27 @@ def test_links_over_pcie_are_said(hardware: str, num_ranks: int, rate: str) -> N
     assert "PCIe" in slow_links(cluster) and rate in slow_links(cluster)
 
 
-@pytest.mark.parametrize("hardware,num_ranks", [("h100", 8), ("gh200", 2), ("mi325x", 8), ("rtx-5090", 1), ("cpu", 2)])
+@pytest.mark.parametrize("hardware,num_ranks", [("h100", 8), ("mi325x", 8), ("rtx-5090", 1), ("cpu", 2)])
 def test_nothing_is_said_of_fast_links_of_one_gpu_and_of_cpus(hardware: str, num_ranks: int) -> None:
     assert not slow_links(build_scenario(Request("llama-3.2-1b", hardware, num_ranks, lora_rank=8), must_fit=False).costs.cluster)
+
+
+def test_the_answer_says_which_rates_of_a_device_were_measured() -> None:
+    lines = {}
+    for hardware in ("h200", "a100-40g", "h100"):
+        scenario = build_scenario(Request("llama-3.2-1b", hardware, 1, lora_rank=8))
+        lines[hardware] = dict(summary_rows(make_forecast(scenario, None, 1, 1, 0), None))["numbers"]
+    assert "one H200 were measured" in lines["h200"] and "exchanges of 2 to 64 ranks were measured" in lines["a100-40g"]
+    assert "not measured" in lines["h100"] and not any("not measured" in lines[name] for name in ("h200", "a100-40g"))
+
+
+def test_superchips_are_nodes_of_one_rank_unless_said_otherwise() -> None:
+    found = build_scenario(Request("llama-3.2-1b", "gh200", 2, lora_rank=8))
+    assert found.costs.cluster.ranks_per_node == 1 and any("one NVIDIA GH200" in note for note in found.notes)
+    linked = build_scenario(Request("llama-3.2-1b", "gh200", 2, lora_rank=8, ranks_per_node=2))
+    assert linked.costs.cluster.ranks_per_node == 2 and not any("one NVIDIA GH200" in note for note in linked.notes)
+    assert linked.setup.room_tokens == found.setup.room_tokens and not slow_links(linked.costs.cluster)
+    assert build_scenario(Request("llama-3.2-1b", "h100", 16, lora_rank=8)).costs.cluster.ranks_per_node == 8
 
 
 def test_plans_of_adapters_are_priced_and_counted_with_them() -> None:

@@ -118,6 +118,10 @@ class HardwareProfile:
     source: str = ""
     # numbers that its tensor cores multiply, for people
     formats: str = ""
+    # which of its rates were measured, for people; empty if none was
+    measured: str = ""
+    # devices of a usual node
+    ranks_per_node: int = 8
 
     def calibration(self, model: str) -> ModelCalibration | None:
         """Returns measurements of the model with this name (spelling as for `normal_name`), or None."""
@@ -133,6 +137,7 @@ def normal_name(name: str) -> str:
 def profile_to_json(profile: HardwareProfile) -> str:
     """Returns the profile as JSON for `profile_from_json`; raises ValueError if that would refuse it."""
     data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "formats": profile.formats}
+    data |= {"measured": profile.measured, "ranks_per_node": profile.ranks_per_node}
     data["hardware"] = dataclasses.asdict(profile.spec)
     data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
     data["models"] = [dataclasses.asdict(model) for model in profile.models]
@@ -155,7 +160,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
     found = data.get("schema") if isinstance(data, dict) else data
     if type(found) is not int or found != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema is {found!r}; this version reads hardware profiles of schema {SCHEMA_VERSION}")
-    _check_names(data, ("schema", "source", "hardware"), ("formats", "models", "residuals"), file)
+    _check_names(data, ("schema", "source", "hardware"), ("formats", "measured", "ranks_per_node", "models", "residuals"), file)
     models = data.get("models", [])
     if not isinstance(models, list):
         raise ValueError(f"{file}: models is {models!r}; a list of objects is needed")
@@ -165,6 +170,8 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
         residuals=_table(data.get("residuals", {}), "a number of 0 or more", f"{file}: residuals"),
         source=_value(data["source"], "text", f"{file}: source"),
         formats=_value(data.get("formats", ""), "text", f"{file}: formats"),
+        measured=_value(data.get("measured", ""), "text", f"{file}: measured"),
+        ranks_per_node=_value(data.get("ranks_per_node", 8), "an integer above 0", f"{file}: ranks_per_node"),
     )
 
 
@@ -202,8 +209,8 @@ def read_profile(name_or_path: str | Path) -> HardwareProfile:
     near = nearest_profiles(name)
     nearest = f"the nearest are {', '.join(near)}" if near else f"known are {', '.join(shipped)}"
     raise ValueError(
-        f"hardware {name!r} is neither a shipped profile ({nearest}) nor the path of a profile; give one of these, or measure the "
-        f"device with `hf-longctx calibrate`"
+        f"hardware {name!r} is neither a shipped profile ({nearest}) nor the path of a profile; give one of these, or measure "
+        f"the device with `hf-longctx calibrate`"
     )
 
 

@@ -229,8 +229,12 @@ def _positions(forecast: Forecast) -> Iterator[tuple[str, str]]:
 def _source(scenario: Scenario) -> str:
     if scenario.memory.is_measured:
         return f"measured: {scenario.costs.coefficients.source.split(';')[0]}"
-    name = scenario.costs.cluster.hardware.name
-    return f"predicted from the data sheet of {name}, not measured; `hf-longctx calibrate` measures a machine"
+    hardware = scenario.costs.cluster.hardware
+    if hardware.source:
+        return f"predicted from rates that were measured: {hardware.source.split(';')[0]}"
+    if rates := scenario.measured_rates:
+        return f"predicted from the rates of {hardware.name}: {rates} were measured, others come from its data sheet"
+    return f"predicted from the data sheet of {hardware.name}, not measured; `hf-longctx calibrate` measures a machine"
 
 
 def _next(forecast: Forecast) -> Iterator[tuple[str, str]]:

@@ -61,7 +61,9 @@ def profile() -> HardwareProfile:
         PassCoefficients(1e-9, 2e-6, 3e-2, 4e-5, 5e-10, 6e-10, 7e-5), PassCoefficients(2e-9, 3e-6, 4e-2), 0.5, "run 3"
     )
     models = (ModelCalibration("llama-3.1-8b", coefficients, 123, 456, 18),)
-    return HardwareProfile(spec, models, (("forward", 0.03), ("backward", 0.04)), "two runs of the bench", "bf16, fp8")
+    return HardwareProfile(
+        spec, models, (("forward", 0.03), ("backward", 0.04)), "two runs of the bench", "bf16, fp8", "copies", 4
+    )
 
 
 def edited(path: str, value: Any = None) -> str:
@@ -125,6 +127,8 @@ def test_fields_with_a_default_may_be_left_out() -> None:
         ("hardware.exchange_bytes_per_s.1", 1e9, ("exchange_bytes_per_s", "'1'", "2 or more")),
         ("hardware.exchange_bytes_per_s.two", 1e9, ("exchange_bytes_per_s", "'two'")),
         ("hardware.exchange_bytes_per_s.2", 0.0, ("exchange_bytes_per_s.2 is 0.0",)),
+        ("measured", 3, ("measured is 3", "text")),
+        ("ranks_per_node", 0, ("ranks_per_node is 0", "integer above 0")),
         ("models", {}, ("models is {}", "list")),
         ("models.0.model", None, ("models[0]", "'model' is missing")),
         ("models.0.saved_bytes_per_token", 0, ("models[0].saved_bytes_per_token is 0",)),
@@ -189,6 +193,7 @@ def test_shipped_profiles_are_found_by_any_spelling_of_their_name() -> None:
         *[("4090", "rtx-4090"), ("rtx4090", "rtx-4090"), ("RTX 5090 32GB", "rtx-5090"), ("6000 Ada", "rtx-6000-ada")],
         *[("h100sxm", "h100"), ("H100SXM5-80GB", "h100"), ("h100pcie", "h100-pcie"), ("a100-sxm-80gb", "a100-80g")],
         *[("NVIDIA GH200 480GB", "gh200"), ("GB200 NVL72", "gb200"), ("B200 192GB", "b200"), ("H200 141GB", "h200")],
+        *[("B300 288GB", "b300"), ("A100-SXM4-80GB", "a100-80g")],
         ("RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     ],
 )
@@ -206,7 +211,13 @@ def test_a_name_of_several_devices_is_not_guessed(name: str) -> None:
 OTHER_DEVICES = {
     **{"H200 NVL": "h200", "h200nvl": "h200", "NVIDIA A100-PCIE-40GB": "a100-40g", "A100 80GB PCIe": "a100-40g"},
     **{"RTX 5090 Laptop GPU": "rtx-5090", "GH200 144GB": "gh200", "NVIDIA GH200 144G HBM3e": "gh200", "H100 64GB": "h100"},
-    **{"RTX 4090 D": "rtx-4090", "rtx4090d": "rtx-4090", "RTX 3090 Ti": "rtx-3090", "3090ti": "rtx-3090", "4080 Super": "rtx-4090"},
+    **{
+        "RTX 4090 D": "rtx-4090",
+        "rtx4090d": "rtx-4090",
+        "RTX 3090 Ti": "rtx-3090",
+        "3090ti": "rtx-3090",
+        "4080 Super": "rtx-4090",
+    },
     **{"RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtx-pro-6000", "RTX 4090 48GB": "rtx-4090", "my cpu box": "cpu"},
     **{"mi455x": "mi325x", "H100 MIG 1g.10gb": "h100"},
 }
@@ -276,7 +287,7 @@ def test_a_device_has_the_profile_of_its_own_name(device: str, num_gb: int, prof
         *[("a10g", 24, 70, 0.6), ("rtx-4090", 24, 165, 1.008), ("rtx-5090", 32, 209.5, 1.792)],
         *[("rtx-6000-ada", 48, 364, 0.96), ("rtx-pro-6000", 96, 504, 1.792), ("mi300x", 192, 1307, 5.3)],
         *[("rtx-3090", 24, 71, 0.936), ("h100-pcie", 80, 756, 2), ("h100-nvl", 94, 835, 3.9), ("gh200", 96, 990, 4)],
-        *[("b300", 288, 2250, 8), ("mi325x", 256, 1307, 6)],
+        *[("b300", 270, 2250, 8), ("mi325x", 256, 1307, 6)],
     ],
 )
 def test_rates_are_what_a_data_sheet_allows(name: str, num_gb: int, peak: float, bandwidth: float) -> None:
@@ -308,6 +319,15 @@ def test_every_gpu_says_what_its_tensor_cores_multiply() -> None:
     formats = {name: read_profile(name).formats for name in SHIPPED}
     assert not formats.pop("cpu") and all(text.startswith("bf16") for text in formats.values())
     assert formats["a100-80g"] == "bf16" and formats["h100"] == "bf16, fp8" and formats["b300"] == "bf16, fp8, fp4"
+
+
+def test_profiles_say_which_rates_were_measured_and_how_many_devices_a_node_has() -> None:
+    profiles = {name: read_profile(name) for name in SHIPPED}
+    assert {name for name in SHIPPED if profiles[name].measured} == {"a100-40g", "h200", "mi300x"}
+    assert all(
+        ("measured" in each.source.replace("Nothing was measured", "")) == bool(each.measured) for each in profiles.values()
+    )
+    assert {name: each.ranks_per_node for name, each in profiles.items() if each.ranks_per_node != 8} == {"gh200": 1}
 
 
 def test_shipped_rates_are_guesses_until_a_run_measured_its_own() -> None:
