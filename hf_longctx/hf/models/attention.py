@@ -88,8 +88,9 @@ class AttentionSwitch:
 def _fallback_of(text: PreTrainedModel) -> str:
     """The implementation for forwards outside of plans: the model's own if it runs with any dtype on any device."""
     current: str = text.config._attn_implementation
-    # a class says so if transformers' sdpa would leave out its sinks or caps of scores
-    return current if current in NAMES else "sdpa" if text._supports_sdpa else "eager"
+    # transformers' sdpa leaves out sinks and caps of scores; classes say so, but some with caps only in later versions than 5.17
+    is_plain = text._supports_sdpa and not getattr(text.config, "attn_logit_softcapping", None)
+    return current if current in NAMES else "sdpa" if is_plain else "eager"
 
 
 def attention_problems(model: nn.Module) -> list[str]:
