@@ -202,14 +202,8 @@ def _tower_elements(model: PreTrainedModel) -> int:
 def _fields(config: PretrainedConfig) -> dict[str, Any]:
     """The fields of the config of a model's decoder, with those that its class renames or computes in a property."""
     text = config.get_text_config()
-    mapped = {name: getattr(text, _decoder_name(text, name), None) for name in (*text.attribute_map, "num_hidden_layers")}
+    mapped = {name: getattr(text, name, None) for name in (*text.attribute_map, "num_hidden_layers")}
     return {**text.to_dict(), **{name: value for name, value in mapped.items() if value is not None}}
-
-
-def _decoder_name(text: PretrainedConfig, name: str) -> str:
-    """Name of a config's field for a size of its decoder; classes of encoder-decoders take that of their encoder by default."""
-    own: str = text.attribute_map.get(name, name).replace("encoder_", "decoder_", 1)
-    return own if hasattr(text, own) else name
 
 
 def cluster_spec(device: torch.device, num_ranks: int, ranks_per_node: int) -> ClusterSpec:

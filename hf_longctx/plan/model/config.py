@@ -150,9 +150,10 @@ def config_fields(config: Mapping[str, Any]) -> Fields:
     parts = [text[name] for name in _NESTED if isinstance(text.get(name), Mapping)]
     fields: dict[str, Any] = {name: value for part in (*parts, text) for name, value in part.items()}
     for name, others in _NAMES.items():
-        if fields.get(name) is None:
-            found = next((fields[other] for other in others if fields.get(other) is not None), None)
-            fields.update({} if found is None else {name: found})
+        # beside sizes of a decoder, the plain name has those of an encoder
+        decoder = [other for other in others if other.startswith("decoder_")]
+        found = next((fields[each] for each in (*decoder, name, *others) if fields.get(each) is not None), None)
+        fields.update({} if found is None else {name: found})
     if isinstance(experts := fields.get("moe_intermediate_size"), list | tuple):
         # Ernie 4.5 VL has experts for text, and others for images
         fields["moe_intermediate_size"] = experts[0]

@@ -45,6 +45,16 @@ def test_the_file_of_every_class_gives_the_spec_of_a_run(tmp_path: Path) -> None
     assert not wrong
 
 
+def test_of_an_encoder_and_a_decoder_the_decoder_is_read(tmp_path: Path) -> None:
+    sizes = {"decoder_layers": 4, "decoder_attention_heads": 8, "decoder_ffn_dim": 96}
+    config = transformers.BartConfig(d_model=64, encoder_layers=32, encoder_attention_heads=4, encoder_ffn_dim=32, **sizes)
+    config.save_pretrained(tmp_path)
+    # an encoder's depth may stand under the name that decoders have elsewhere
+    stated = ModelSpec.from_config({**config.to_dict(), "num_hidden_layers": 32, "num_attention_heads": 4}, 2)
+    for found in (config_spec(config, 2), read_model(str(tmp_path), 2), stated):
+        assert (found.num_layers, found.num_heads, found.intermediate_size) == (4, 8, 96)
+
+
 def test_forecasts_know_the_classes_whose_positions_nothing_extends() -> None:
     """A run refuses a `max_length` above their positions, and there is no rotary embedding to scale."""
     fixed, tables = set(), set()
