@@ -831,6 +831,8 @@ class _Change:
     setting: str
     memory: DeviceMemory
     placement: Placement
+    # host memory of a rank that the change asks for; 0: what there is
+    host_gib: int = 0
 
     def after(self, memory: DeviceMemory, placement: Placement) -> _Change:
         """The change with the host memory that it frees, or takes. memory, placement: those before it."""
@@ -839,7 +841,9 @@ class _Change:
 
     def remedy(self) -> Remedy:
         tokens, longest = self.placement.tokens_per_rank(self.memory), self.placement.longest_tokens(self.memory)
-        return Remedy(self.name, tokens, longest, self.setting)
+        asked = f" --host-gib {self.host_gib}, if a rank has that many GiB" if self.host_gib else ""
+        # a run knows the memory of its hosts
+        return Remedy(self.name + asked, tokens, longest, "" if self.host_gib else self.setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -911,7 +915,7 @@ def _on_more_ranks(memory: DeviceMemory, placement: Placement, num_tokens: int, 
 
 def _without_bytes(name: str) -> str:
     """Returns the name of a change without host memory, which differs by ranks and by changes before it."""
-    return re.sub(r" \(\d+ GiB a rank\)| --host-gib .*", "", name)
+    return re.sub(r" \(\d+ GiB a rank\)", "", name)
 
 
 def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, may_recompute: bool) -> list[Remedy]:
@@ -925,8 +929,8 @@ def _fitting_pairs(memory: DeviceMemory, placement: Placement, num_tokens: int, 
                 continue
             setting = f"{first.setting} and {second.setting}" if first.setting and second.setting else ""
             # the later one counts the host memory of both
-            own = first.name.split(" --host-gib")[0] if "--host-gib" in second.name else first.name
-            tried = replace(second, name=f"{own} and {second.name}", setting=setting).remedy()
+            name, host_gib = f"{first.name}, and {second.name}", second.host_gib or first.host_gib
+            tried = replace(second, name=name, setting=setting, host_gib=host_gib).remedy()
             if tried.longest_tokens >= num_tokens:
                 pairs[names] = tried
     return sorted(pairs.values(), key=lambda one: -one.longest_tokens)
@@ -978,11 +982,11 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
         add("weights and activations in bf16: --dtype bfloat16", "weights loaded in bfloat16", halved)
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
         away = replace(model, updates_on_host=True)
-        changes.append(_on_host("optimizer states", "optimizer_states", memory, away, placement))
+        changes += _on_host("optimizer states", "optimizer_states", memory, away, placement)
     can_move = gathers_every_pass(placement.parameters) and can_leave(model) and not (model.layers_on_host or memory.is_measured)
     if can_move:
         away = replace(model, layers_on_host=True)
-        changes.append(_on_host("weights of layers", "layer_weights", memory, away, placement))
+        changes += _on_host("weights of layers", "layer_weights", memory, away, placement)
     if model.has_master_weights and model.bytes_per_element == 2 and not memory.is_measured:
         name = "weights updated in bf16, which loses small updates: --bf16-updates"
         setting = "fp32_master_weights=False, which loses small updates"
@@ -990,10 +994,10 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     return changes + [change.after(memory, placement) for change in _adapters(memory, placement)]
 
 
-def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> _Change:
+def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, placement: Placement) -> list[_Change]:
     """The change to `model`, which has more in host memory, and the bytes of that.
 
-    If a rank is not known to have so much, it asks for as much again as there is for activations.
+    If a rank is not known to have so much, it asks for as much again as there is for activations, or for the least needed.
     """
     away = replace(memory, model=model)
     # host memory of the states was left out before
@@ -1001,11 +1005,10 @@ def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, pl
     bytes_there = f" ({(more - before) / _GIB:.0f} GiB a rank)" if more - before >= _GIB else ""
     name = f"{what} in host memory{bytes_there}: --{setting.replace('_', '-')} host"
     left, in_run = memory.host_bytes + before - more, f"{setting}='host'"
-    if left < 0:
-        gib = -(-(more + memory.host_bytes) // _GIB)
-        # a run knows the memory of its hosts
-        name, in_run, left = f"{name} --host-gib {gib}, if a rank has that many GiB", "", gib * _GIB - more
-    return _Change(name, in_run, replace(away, host_bytes=left), placement)
+    if left >= 0:
+        return [_Change(name, in_run, replace(away, host_bytes=left), placement)]
+    asked = dict.fromkeys(int(-(-each // _GIB)) for each in (more + memory.host_bytes, more))
+    return [_Change(name, in_run, replace(away, host_bytes=gib * _GIB - more), placement, gib) for gib in asked]
 
 
 def can_leave(model: ModelSpec) -> bool:

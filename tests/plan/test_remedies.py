@@ -111,11 +111,16 @@ def test_settings_that_fit_come_before_larger_machines_and_pairs_where_none_does
 
 def test_host_memory_that_a_profile_does_not_have_is_named_with_its_gib() -> None:
     found = build_scenario(Request("llama-3.1-8b", "h200", 1), must_fit=False)
-    [option] = [one for one in fitting_remedies(found.memory, found.placement, 1) if "--optimizer-states" in one.change]
+    options = [one for one in fitting_remedies(found.memory, found.placement, 1) if "--optimizer-states" in one.change]
+    option, least = options
     # 8.03 billion parameters with fp32 copies and moments, and room for parts on their way, are 121.6 GiB; activations keep 116.4
     assert "(122 GiB a rank): --optimizer-states host --host-gib 239" in option.change
     wide = build_scenario(Request("llama-3.1-8b", "h200", 1, optimizer_states="host", host_bytes=239 * 2**30))
     assert wide.longest_tokens == option.longest_tokens > 900_000
+    # the least that holds the states leaves some tenths of a GiB for activations
+    assert "(122 GiB a rank): --optimizer-states host --host-gib 122, if" in least.change
+    small = build_scenario(Request("llama-3.1-8b", "h200", 1, optimizer_states="host", host_bytes=122 * 2**30))
+    assert 0 < small.longest_tokens == least.longest_tokens < option.longest_tokens
     with pytest.raises(ValueError, match=r"needs 121\.6 GiB.*--host-gib 122 or, with 116 GiB for activations, --host-gib 239"):
         build_scenario(Request("llama-3.1-8b", "h200", 1, optimizer_states="host"))
 
@@ -123,7 +128,10 @@ def test_host_memory_that_a_profile_does_not_have_is_named_with_its_gib() -> Non
 def test_a_way_to_train_all_weights_stands_beside_adapters() -> None:
     with pytest.raises(ValueError, match="--lora-rank 16 ") as refusal:
         build_scenario(Request("llama-3.1-70b", "h100", 8))
-    [pair] = re.findall(r"--optimizer-states host --host-gib (\d+)[^;]*--layer-weights host \(up to ([\d,]+)", str(refusal.value))
+    joined = (
+        r"--optimizer-states host, and weights of layers in host memory[^;:]*: --layer-weights host --host-gib (\d+), if a rank "
+    )
+    [pair] = re.findall(joined + r"has that many GiB \(up to ([\d,]+)", str(refusal.value))
     request = Request("llama-3.1-70b", "h100", 8, optimizer_states="host", layer_weights="host", host_bytes=int(pair[0]) * 2**30)
     # the refusal counts by formulas; the setup plans, to 1 %
     assert build_scenario(request).longest_tokens == pytest.approx(int(pair[1].replace(",", "")), rel=0.011)
