@@ -7,14 +7,18 @@ files of all ranks must be in one folder. With one stage all of that works, so o
 from __future__ import annotations
 
 import inspect
+import os
+import types
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import DVCLiveCallback, WandbCallback
 
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
@@ -22,12 +26,23 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import decoder_layers
-from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules.trl import is_scored
 
 # packages whose trainers and callbacks read nothing of the model but what its stages give them
-_KNOWN = ("hf_longctx.", "transformers.", "trl.", "builtins")
+_KNOWN_CALLBACKS = ("hf_longctx.", "transformers.")
+_KNOWN_TRAINERS = (*_KNOWN_CALLBACKS, "trl.", "builtins.")
+# the only callbacks of TRL for users that read nothing of the model
+_KNOWN_OF_TRL = ("RichProgressCallback",)
+# trackers that save the whole model when the training ends: name in `report_to` -> class, and variable with the values that ask
+# for it; other trackers copy files of checkpoints
+_SAVING_TRACKERS = {
+    "wandb": (WandbCallback, "WANDB_LOG_MODEL", ("checkpoint", "end")),
+    "dvclive": (DVCLiveCallback, "HF_DVCLIVE_LOG_MODEL", ("1", "on", "yes", "true")),
+}
+# entries of a class that only reserve a place in its instances
+_PLACES = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # strategies after which the last weights are in a checkpoint, whatever the script does with the model
 _SAVING = ("steps", "epoch")
 
@@ -47,20 +62,19 @@ def open_stages(
     """The config with stages "auto" if the user left them open on several nodes, and a line that says so.
 
     With a reason against them on any rank, the config is unchanged, which means one stage, and the line has the reason. The line
-    is empty on one node. given: the trainer's other arguments. problems_of: problems of the run under another config. Collective
-    over the ranks of `control`.
+    is empty on one node. given: the trainer's other arguments. problems_of: problems of the run under another config. Raises
+    ValueError on every rank if `stages` differs between ranks. Collective over the ranks of `control`.
     """
     if not _has_nodes() or control is None:
         return config, ""
-    # a rank with other settings, which are refused later, must not leave the others alone in the exchange
-    is_open, is_shared = config.stages is None, _share_folder(Path(args.output_dir or "."), control)
-    reasons = _reasons(config, trainer, facts, args, given, problems_of) if is_open else iter(())
-    reason = next(
-        reasons, "" if is_shared else f"its ranks do not see one folder {args.output_dir}, where stages join their files"
-    )
-    reason = next(filter(None, gather_objects(reason, control)), "")
-    if not is_open:
+    # later, a rank that left them open would look like one that asked for what was chosen
+    raise_together([], control, alike={"stages": config.stages})
+    if config.stages is not None:
         return config, ""
+    found = gather_objects(next(_reasons(config, trainer, facts, args, given, problems_of), ""), control)
+    reason = next(filter(None, found), "")
+    if not reason and not _share_folder(Path(args.output_dir or "."), control):
+        reason = f"its ranks do not see one folder {args.output_dir}, where stages join their files"
     if reason:
         return config, one_stage_line(config, reason)
     return replace(config, stages="auto"), (
@@ -98,6 +112,8 @@ def _reasons(
         yield "the model was not loaded whole"
     if code := _own_code(trainer, given):
         yield f"{code} may use trainer.model, of which each rank would hold a part"
+    if tracker := _saving_tracker(args.report_to, given.get("callbacks") or ()):
+        yield f"{tracker} saves trainer.model, of which each rank would hold a part"
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy not in _SAVING:
         yield f"save_strategy={strategy!r} leaves the trained weights in trainer.model alone"
@@ -114,13 +130,36 @@ def _reasons(
 def _own_code(trainer: type, given: Mapping[str, Any]) -> str:
     """Names a class of the user's own with code that runs during the training; empty if there is none."""
     for cls in trainer.__mro__:
-        if not _is_known(cls) and any(inspect.isroutine(value) for value in vars(cls).values()):
+        if not _is_of(cls, _KNOWN_TRAINERS) and any(map(_is_code, vars(cls).values())):
             return cls.__name__
-    return next((type(each).__name__ for each in given.get("callbacks") or () if not _is_known(type(each))), "")
+    kinds = [_class_of(each) for each in given.get("callbacks") or ()]
+    of_trl = [kind for kind in kinds if _is_of(kind, ("trl.",)) and kind.__name__ in _KNOWN_OF_TRL]
+    return next((kind.__name__ for kind in kinds if kind not in of_trl and not _is_of(kind, _KNOWN_CALLBACKS)), "")
 
 
-def _is_known(cls: type) -> bool:
-    return f"{cls.__module__}.".startswith(_KNOWN)
+def _is_of(cls: type, packages: tuple[str, ...]) -> bool:
+    return f"{cls.__module__}.".startswith(packages)
+
+
+def _is_code(value: object) -> bool:
+    """Whether an entry of a class runs: functions, properties and other descriptors, but no class that it names."""
+    runs = callable(value) or hasattr(type(value), "__get__")
+    return runs and not inspect.isclass(value) and not isinstance(value, _PLACES)
+
+
+def _class_of(callback: object) -> type:
+    """The class of a callback; a trainer also takes the class itself."""
+    return callback if isinstance(callback, type) else type(callback)
+
+
+def _saving_tracker(report_to: Sequence[str] | str | None, callbacks: Sequence[object]) -> str:
+    """Names a tracker that was asked to save the model itself; empty if there is none."""
+    for name, (cls, variable, values) in _SAVING_TRACKERS.items():
+        own = [each for each in callbacks if issubclass(_class_of(each), cls)]
+        is_asked = os.environ.get(variable, "").lower() in values and (own or name in (report_to or ()))
+        if is_asked or any(getattr(each, "_log_model", None) is True for each in own):
+            return f"{cls.__name__} (with {variable}, or log_model)"
+    return ""
 
 
 def _unnamed_states(args: TrainingArguments) -> str:
@@ -128,23 +167,29 @@ def _unnamed_states(args: TrainingArguments) -> str:
     named = args.resume_from_checkpoint
     folders = [Path(named)] if isinstance(named, str) else []
     folders += sorted(Path(args.output_dir or ".").glob("checkpoint-*"))
-    return next((str(folder) for folder in folders if (folder / OPTIMIZER_FILE).exists()), "")
+    return next((str(folder) for folder in folders if _is_seen(folder / OPTIMIZER_FILE)), "")
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether this rank sees a file; a folder that it may not read has none."""
+    with suppress(OSError):
+        return path.exists()
+    return False
 
 
 def _share_folder(folder: Path, control: dist.ProcessGroup) -> bool:
     """Whether all ranks see what the first one writes to `folder`. Collective."""
     name = gather_objects(f".longctx-{uuid.uuid4().hex}", control)[0]
     is_first = dist.get_rank() == 0
-    try:
+    # whoever writes there later says why it cannot
+    with suppress(OSError):
         if is_first:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
-    except OSError:
-        # whoever writes there says why it cannot
-        pass
     # after this exchange the file is there
     gather_objects(None, control)
-    found = all(gather_objects((folder / name).exists(), control))
+    found = all(gather_objects(_is_seen(folder / name), control))
     if is_first:
-        (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / name).unlink()
     return found

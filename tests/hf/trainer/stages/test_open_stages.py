@@ -19,9 +19,11 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trainer_runs import SKEWED, LossRecorder, make_trainer, plain_training, training_arguments
 from helpers.trainers.trl_runs import models_of, rows_of, trl_arguments
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
+from transformers import DataCollatorWithFlattening, PrinterCallback, Trainer, TrainerCallback
+from transformers.integrations.integration_utils import DVCLiveCallback, WandbCallback
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextMixin, LongContextTrainer
+from hf_longctx.hf.trainer.open_stages import _own_code, _saving_tracker, _share_folder
 from hf_longctx.plan.core.settings import HardwareSpec
 from hf_longctx.plan.cost.profiles import HardwareProfile, profile_to_json
 
@@ -44,8 +46,26 @@ class Own(LongContextTrainer):
         super().log(*args, **kwargs)
 
 
+class OwnProperty(LongContextTrainer):
+    """A class whose only code is a property."""
+
+    @property
+    def width(self) -> int:
+        return int(self.model.config.hidden_size)
+
+
+class OnlyValues(LongContextMixin, Trainer):
+    """A class that runs nothing of its own."""
+
+    args_class, limit = LongContextConfig, 3
+
+
 class Mine(TrainerCallback):
     """A callback of a user."""
+
+
+def of_trl(name: str) -> type:
+    return type(name, (TrainerCallback,), {"__module__": "trl.trainer.callbacks"})
 
 
 def profile(folder: Path) -> str:
@@ -113,6 +133,82 @@ def start(folder: str, hardware: str, name: str) -> tuple[int, tuple[str, ...]]:
     with on_two_nodes():
         made = trainer(model=model, args=args, train_dataset=rows, longctx_config=config, **given)
         return made.longctx_run.setup.num_stages, made._lines
+
+
+@pytest.mark.parametrize(
+    "trainer,callback,found",
+    [
+        (LongContextTrainer, PrinterCallback(), ""),
+        (LongContextTrainer, PrinterCallback, ""),
+        (LongContextTrainer, Mine(), "Mine"),
+        (LongContextTrainer, Mine, "Mine"),
+        (LongContextTrainer, of_trl("BEMACallback")(), "BEMACallback"),
+        (LongContextTrainer, of_trl("RichProgressCallback")(), ""),
+        (OwnProperty, PrinterCallback, "OwnProperty"),
+        (OnlyValues, PrinterCallback, ""),
+        (type("SFTTrainer", (Own,), {"__module__": "trl.sft"}), PrinterCallback, "Own"),
+    ],
+)
+def test_code_of_the_users_own_is_seen(trainer: type, callback: Any, found: str) -> None:
+    assert _own_code(trainer, {"callbacks": [callback]}) == found
+
+
+def test_a_tracker_that_saves_the_model_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = DVCLiveCallback.__new__(DVCLiveCallback)
+    live._log_model = True
+    assert "DVCLiveCallback" in _saving_tracker([], [live])
+    for name, cls, variable, value in (
+        ("wandb", WandbCallback, "WANDB_LOG_MODEL", "end"),
+        ("dvclive", DVCLiveCallback, "HF_DVCLIVE_LOG_MODEL", "True"),
+    ):
+        assert not _saving_tracker([name], [cls])
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, value)
+            assert variable in _saving_tracker([name], []) and variable in _saving_tracker("none", [cls])
+            assert not _saving_tracker(["tensorboard"], [Mine])
+            patched.setenv(variable, "false")
+            assert not _saving_tracker([name], [cls])
+
+
+def start_unlike(folder: str, hardware: str, first: Any, other: Any) -> str:
+    """The error of a rank at the start if the first one has another `stages`; empty if there is none."""
+    settings = {"stages": first if dist.get_rank() == 0 else other, "hardware": hardware, "tokens_per_rank": 32}
+    try:
+        with on_two_nodes():
+            make_trainer(CASE, ROWS, folder, settings, {"save_strategy": "steps"})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("first,other", [(None, "auto"), (None, 1), (2, None)])
+def test_stages_that_differ_between_ranks_are_refused_by_name(ranks, tmp_path: Path, first: Any, other: Any) -> None:
+    for error in ranks(4).run(start_unlike, str(tmp_path), profile(tmp_path), first, other):
+        assert f"stages differs between ranks (rank 0: {first!r}, rank 1: {other!r}" in error
+
+
+def touches_folder(folder: str, hardware: str, name: str) -> bool:
+    """Whether a start writes to the folder to see whether ranks share it."""
+    with patch("hf_longctx.hf.trainer.open_stages._share_folder", return_value=True) as shared:
+        start(folder, hardware, name)
+    return bool(shared.called)
+
+
+@pytest.mark.parametrize("name", ["one stage", "asked for", "no checkpoint", "chosen"])
+def test_a_folder_is_touched_only_if_stages_are_open(ranks, tmp_path: Path, name: str) -> None:
+    found = ranks(4).run(touches_folder, str(tmp_path / "run"), profile(tmp_path), name)
+    assert found == [name == "chosen"] * 4
+
+
+def folder_under(path: str) -> bool:
+    return _share_folder(Path(path), dist.group.WORLD)
+
+
+def test_a_folder_that_cannot_be_read_is_not_shared(ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert ranks(2).run(folder_under, str(tmp_path / "new")) == [True, True]
+    for bad in ("file/run", "x" * 300):
+        assert ranks(2).run(folder_under, str(tmp_path / bad)) == [False, False]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
