@@ -383,7 +383,7 @@ CONFIGS: Mapping[str, Config] = {
     **_family(
         "granitemoehybrid",
         {
-            "granite-4.0-350m": (28, 1024, 2048, 16, 4, _granite(["attention"] * 28, 2048)),
+            "granite-4.0-350m": (28, 1024, 2048, 16, 4, _granite(["attention"] * 28, 2048, max_position_embeddings=32768)),
             "granite-4.0-1b": (40, 2048, 4096, 16, 4, _granite(["attention"] * 40, 4096)),
             "granite-4.0-micro": (40, 2560, 8192, 40, 8, _granite(["attention"] * 40, 8192)),
             "granite-4.0-h-350m": (32, 768, 2048, 12, 4, _granite(_GRANITE_32, 2048, (48, 32), max_position_embeddings=32768)),
@@ -421,7 +421,9 @@ CONFIGS: Mapping[str, Config] = {
         "phi3",
         {
             "phi-3-mini": (32, 3072, 8192, 32, 32, _positions(_128K)),
+            "phi-3-mini-4k": (32, 3072, 8192, 32, 32, _positions(4096, sliding_window=2047)),
             "phi-3-medium": (40, 5120, 17920, 40, 10, _positions(_128K)),
+            "phi-3-medium-4k": (40, 5120, 17920, 40, 10, _positions(4096, sliding_window=2047)),
             "phi-4": (40, 5120, 17920, 40, 10, _positions(16384, vocab_size=100352)),
             "phi-4-mini": (32, 3072, 8192, 24, 8, _positions(_128K, vocab_size=200064, **_TIED)),
         },
@@ -523,6 +525,7 @@ ALIASES: Mapping[str, tuple[str, int]] = {
     "deepseek-v3-0324": ("deepseek-v3", 163840),
     "deepseek-v3.1": ("deepseek-v3", 163840),
     "kimi-k2-0905": ("kimi-k2", _256K),
+    "kimi-k2-thinking": ("kimi-k2", _256K),
     "kimi-k2.5": ("kimi-k2", _256K),
     "kimi-k2.6": ("kimi-k2", _256K),
     "minimax-m2.5": ("minimax-m2", 196608),
@@ -530,9 +533,7 @@ ALIASES: Mapping[str, tuple[str, int]] = {
     "nemotron-3.5-lightning-30b-a3b": ("nemotron-3-nano-30b-a3b", 1048576),
     "lfm2.5-350m": ("lfm2-350m", 128000),
     "lfm2.5-1.2b": ("lfm2-1.2b", 128000),
-    "phi-3-mini-4k": ("phi-3-mini", 4096),
     "phi-3-mini-128k": ("phi-3-mini", _128K),
-    "phi-3-medium-4k": ("phi-3-medium", 4096),
     "phi-3-medium-128k": ("phi-3-medium", _128K),
     "phi-3.5-mini": ("phi-3-mini", _128K),
     "phi-4-reasoning": ("phi-4", 32768),

@@ -84,7 +84,7 @@ PUBLISHED = {
     **{"granite-4.0-350m": 0.35, "granite-4.0-1b": 1.6, "granite-4.0-micro": 3.4, "granite-4.0-h-350m": 0.34},
     **{"granite-4.0-h-1b": 1.46, "granite-4.0-h-micro": 3.19, "granite-4.0-h-tiny": 6.94, "granite-4.0-h-small": 32.2},
     **{"lfm2-350m": 0.354, "lfm2-1.2b": 1.17, "lfm2.5-2.6b": 2.7, "lfm2-8b-a1b": 8.34, "lfm2.5-8b-a1b": 8.47},
-    **{"phi-3-mini": 3.82, "phi-3-medium": 14, "phi-4": 14.7, "phi-4-mini": 3.84},
+    **{"phi-3-mini": 3.82, "phi-3-medium": 14, "phi-3-mini-4k": 3.82, "phi-3-medium-4k": 14, "phi-4": 14.7, "phi-4-mini": 3.84},
     **{
         "mistral-7b-v0.1": 7.24,
         "mistral-7b-v0.2": 7.24,
@@ -100,9 +100,34 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", model_names())
 def test_parameters_are_the_published_ones(name: str) -> None:
-    found, (shape, positions) = named_model(name), ALIASES.get(name, (name, 0))
-    assert found.max_positions == (positions or found.max_positions)
+    found, (shape, _) = named_model(name), ALIASES.get(name, (name, 0))
     assert found.num_parameters == pytest.approx(PUBLISHED[shape] * 1e9, rel=0.02)
+
+
+# `max_position_embeddings` of config.json files on the hub
+POSITIONS = {
+    **{"llama-2-7b": 4096, "llama-3-8b": 8192, "llama-3.1-8b": 131072, "llama-3.2-1b": 131072, "llama-3.3-70b": 131072},
+    **{"llama-4-scout": 10485760, "llama-4-maverick": 1048576, "smollm2-1.7b": 8192, "smollm3-3b": 65536},
+    **{"qwen2.5-0.5b": 32768, "qwen2.5-7b": 131072, "qwq-32b": 40960, "qwen3-8b": 40960, "qwen3-30b-a3b-2507": 262144},
+    **{"qwen3-coder-480b-a35b": 262144, "qwen3-next-80b-a3b": 262144, "gemma-2-9b": 8192, "gemma-3-1b": 32768},
+    **{"gemma-3-27b": 131072, "gpt-oss-20b": 131072, "glm-4-9b-0414": 32768, "glm-4.5-air": 131072, "glm-4.6": 202752},
+    **{"deepseek-v3": 163840, "deepseek-r1": 163840, "kimi-k2": 131072, "kimi-k2-0905": 262144, "kimi-k2-thinking": 262144},
+    **{"granite-4.0-350m": 32768, "granite-4.0-h-350m": 32768, "granite-4.0-h-small": 131072, "phi-3-mini-4k": 4096},
+    **{"phi-3-medium-4k": 4096, "phi-3-mini-128k": 131072, "phi-4": 16384, "phi-4-mini": 131072, "mistral-7b-v0.1": 32768},
+    **{"mistral-7b-v0.3": 32768, "mixtral-8x22b": 65536, "olmo-2-7b": 4096, "olmo-3-7b": 65536},
+}
+
+
+@pytest.mark.parametrize("name,positions", POSITIONS.items())
+def test_positions_are_the_published_ones(name: str, positions: int) -> None:
+    assert named_model(name).max_positions == positions
+
+
+@pytest.mark.parametrize("size", ["mini", "medium"])
+def test_short_versions_of_phi_3_have_windows(size: str) -> None:
+    short, long = named_model(f"phi-3-{size}-4k"), named_model(f"phi-3-{size}-128k")
+    assert set(short.windows) == {2047} and not any(long.windows)
+    assert replace(short, windows=(), max_positions=0) == replace(long, windows=(), max_positions=0)
 
 
 # billions of parameters that a token passes, in names or on model cards, with its row of the embedding
