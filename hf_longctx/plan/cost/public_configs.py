@@ -121,6 +121,8 @@ _SMALL_GEMMA_3 = _positions(32768, vocab_size=262144, sliding_window=512)
 _GEMMA_4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _GRANITE_32, _GRANITE_40 = _kinds(32, (10, 13, 17, 27), "mamba"), _kinds(40, (5, 15, 25, 35), "mamba")
 _GLM_5_INDEXES = ["full" if layer < 2 or layer % 4 == 2 else "shared" for layer in range(78)]
+_V4_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_V4_TYPES = ["sliding_attention"] * 2 + [list(_V4_RATES)[layer % 2] for layer in range(41)]
 _LFM_KINDS = ("conv", "full_attention")
 _LFM_2 = {"layer_types": _kinds(16, (2, 5, 8, 10, 12, 14), *_LFM_KINDS), "block_auto_adjust_ff_dim": True}
 _LFM_2 |= {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
@@ -339,6 +341,23 @@ CONFIGS: Mapping[str, Config] = {
         positions=163840,
         vocab=129280,
         **_latent(1536, 512, (128, 64, 128), **_index(64)),
+    ),
+    **_family(
+        "deepseek_v4",
+        {"deepseek-v4-flash": (43, 4096, 0, 64, 1, {"layer_types": _V4_TYPES})},
+        positions=1048576,
+        vocab=129280,
+        head_dim=512,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=6,
+        moe_intermediate_size=2048,
+        q_lora_rank=1024,
+        o_groups=8,
+        o_lora_rank=1024,
+        sliding_window=128,
+        compress_rates=_V4_RATES,
+        hc_mult=4,
     ),
     **_family(
         "kimi_linear",

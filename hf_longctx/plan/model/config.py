@@ -79,6 +79,7 @@ _LAYERS = (
     "kda_layers",
     "full_attn_layers",
     "no_rope_layers",
+    "compress_ratios",
 )
 _OBJECTS = ("linear_attn_config", "per_layer_config", *_TEXTS, *_NESTED)
 # largest numbers: of layers, of positions, and of anything else
@@ -157,7 +158,7 @@ def config_fields(config: Mapping[str, Any]) -> Fields:
     if isinstance(experts := fields.get("moe_intermediate_size"), list | tuple):
         # Ernie 4.5 VL has experts for text, and others for images
         fields["moe_intermediate_size"] = experts[0]
-    return Fields(fields | _layers(fields) | _width(fields) | _positions(fields) | _most_kv(fields))
+    return Fields(fields | _layers(fields) | _compression(fields) | _width(fields) | _positions(fields) | _most_kv(fields))
 
 
 def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +170,20 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
     if derived == "doubled" and fields.get("num_layers"):
         return {"num_hidden_layers": 2 * int(fields["num_layers"])}
     return {}
+
+
+# tokens of an entry -> type of a layer with such entries
+_COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+
+
+def _compression(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Layer types of a DeepSeek V4, whose files list tokens of an entry, also for layers that predict further tokens."""
+    if not (rates := fields.get("compress_ratios")) or fields.get("layer_types"):
+        return {}
+    if unknown := sorted(set(rates) - set(_COMPRESSED)):
+        raise ValueError(f"compress_ratios has {unknown[0]}; known are {', '.join(map(str, _COMPRESSED))}")
+    kinds = [_COMPRESSED[rate] for rate in rates][: int(fields["num_hidden_layers"])]
+    return {"layer_types": kinds, "compress_rates": {kind: rate for rate, kind in _COMPRESSED.items() if rate}}
 
 
 def _width(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,6 +256,8 @@ class ExpertSpec:
 NO_EXPERTS = ExpertSpec()
 # type of layers with a dense MLP, by `Traits.mlp`
 _DENSE_NAMES = {"by_layer_name": "mlp", "with_attention": "hybrid"}
+# kinds of layers in `mlp_layer_types`
+_EXPERT_KINDS, _DENSE_KINDS = frozenset({"sparse", "moe", "hash_moe"}), frozenset({"dense"})
 # config fields for the number of experts in a layer
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -274,7 +291,12 @@ def expert_sizes(
     first = int(config.get("first_k_dense_replace") or 0)
     has_experts = [layer >= first and layer not in dense and not (layer + 1) % every for layer in range(num_layers)]
     if types := config.get("mlp_layer_types"):
-        has_experts = [kind == "sparse" for kind in types]
+        if unknown := sorted(set(types) - _EXPERT_KINDS - _DENSE_KINDS):
+            raise ValueError(
+                f"mlp_layer_types has {unknown[0]!r}; known are {', '.join(sorted(_EXPERT_KINDS | _DENSE_KINDS))}, of which "
+                f"{', '.join(sorted(_EXPERT_KINDS))} have experts"
+            )
+        has_experts = [kind in _EXPERT_KINDS for kind in types]
     if (layers := config.get("moe_layers")) is not None:
         has_experts = [layer in layers for layer in range(num_layers)]
     elif every := int(config.get("interleave_moe_layer_step") or 0):

@@ -159,6 +159,9 @@ class ModelSpec:
     query_rank: int = 0
     # size of the latent from which values, and keys except rope_head_dim of each, are projected; 0: from hidden states
     kv_rank: int = 0
+    # heads lie in groups, each of which is projected to a latent of this size before attention's last projection; 0: in none
+    output_rank: int = 0
+    output_groups: int = 0
     # elements of a key that all heads share and that carry the position
     rope_head_dim: int = 0
     # attention scores have a softcap
@@ -291,6 +294,10 @@ class ModelSpec:
                 "kv_rank": get("kv_lora_rank"),
                 "rope_head_dim": rope_head_dim,
             }
+        elif config.get("compress_rates"):
+            # keys are values, too
+            latent = {"query_rank": get("q_lora_rank"), "num_made": 1}
+            latent |= {"output_rank": get("o_lora_rank"), "output_groups": get("o_groups")}
         intermediate_size = get("intermediate_size") // traits.mlp_divisor
         if config.get("use_double_wide_mlp"):
             # layers that read keys and values of earlier ones have it; sizes are means over layers
@@ -502,11 +509,19 @@ class ModelSpec:
 
         The mean over layers with and without attention, and with and without an index.
         """
-        output = self._head_mean(lambda own: self.num_heads * own.head_dim) if self.heads else self.output_size
-        attention = self.qkv_parameters + self.hidden_size * (output + 3 * self.own_input_size) + self._index_parameters
+        own_input = 3 * self.hidden_size * self.own_input_size
+        attention = self.qkv_parameters + self.output_parameters + own_input + self._index_parameters
         without = 1 - self.num_attending / (self.num_layers or 1)
         mixer = attention + round(self.states.share * self.states.parameters - without * attention)
         return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+
+    @property
+    def output_parameters(self) -> int:
+        """Matrix parameters of one layer with attention that project its output."""
+        if self.output_rank:
+            return self.output_rank * (self.output_size + self.output_groups * self.hidden_size)
+        output = self._head_mean(lambda own: self.num_heads * own.head_dim) if self.heads else self.output_size
+        return self.hidden_size * output
 
     @property
     def _index_parameters(self) -> int:

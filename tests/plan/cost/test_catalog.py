@@ -77,7 +77,8 @@ PUBLISHED = {
     **{"gemma-4-e2b": 4.6286, "gemma-4-e4b": 7.463, "gemma-4-12b": 12, "gemma-4-26b-a4b": 25.2331, "gemma-4-31b": 30.6973},
     **{"gpt-oss-20b": 20.915, "gpt-oss-120b": 116.829, "minimax-m2": 230, "seed-oss-36b": 36},
     **{"glm-4-9b": 9.4, "glm-4-32b": 32.6, "glm-4.5-air": 106, "glm-4.5": 355, "glm-4.7-flash": 30, "glm-5": 744, "glm-5.2": 744},
-    **{"deepseek-v2-lite": 15.7, "deepseek-v3": 671, "deepseek-v3.2": 671, "kimi-k2": 1040, "kimi-linear-48b-a3b": 49.1},
+    **{"deepseek-v2-lite": 15.7, "deepseek-v3": 671, "deepseek-v3.2": 671, "deepseek-v4-flash": 284},
+    **{"kimi-k2": 1040, "kimi-linear-48b-a3b": 49.1},
     **{"nemotron-nano-9b-v2": 8.89, "nemotron-nano-12b-v2": 12.31, "nemotron-3-nano-4b": 3.97, "nemotron-3-nano-30b-a3b": 31.6},
     **{"nemotron-3-super-120b-a12b": 120.6, "nemotron-3-ultra-550b-a55b": 550},
     **{"granite-3.3-2b": 2.53, "granite-3.3-8b": 8.17, "granite-4.1-3b": 3.4, "granite-4.1-8b": 8.4, "granite-4.1-30b": 28.9},
@@ -138,7 +139,7 @@ def test_short_versions_of_phi_3_have_windows(size: str) -> None:
         *[("glm-4.5-air", 12), ("glm-4.5", 32), ("glm-5", 40), ("deepseek-v3", 37), ("kimi-k2", 32), ("minimax-m2", 10)],
         *[("nemotron-3-nano-30b-a3b", 3.5), ("nemotron-3-super-120b-a12b", 12), ("nemotron-3-ultra-550b-a55b", 55)],
         *[("kimi-linear-48b-a3b", 3), ("qwen3.5-122b-a10b", 10), ("qwen3.5-397b-a17b", 17), ("lfm2-8b-a1b", 1.5)],
-        *[("granite-4.0-h-small", 9), ("mistral-small-4-119b", 6.5)],
+        *[("granite-4.0-h-small", 9), ("mistral-small-4-119b", 6.5), ("deepseek-v4-flash", 13)],
     ],
 )
 def test_a_token_passes_as_many_parameters_as_published(name: str, active: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_longctx.families.registry import TESTED_MODELS, WRAPPED_MODELS
 from hf_longctx.hf.models.positions import has_limit, max_positions
-from hf_longctx.hf.models.spec import config_spec
+from hf_longctx.hf.models.spec import config_spec, model_spec
 from hf_longctx.plan.model.config import has_position_table
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.sim.models import read_model
@@ -84,6 +85,43 @@ def test_parameters_of_a_file_are_those_of_the_default_model(model_type: str) ->
         model = AutoModelForCausalLM.from_config(config)
     held = sum(parameter.numel() for parameter in model.parameters())
     assert ModelSpec.from_config(config.to_dict()).num_parameters == pytest.approx(held, rel=0.05)
+
+
+# classes without a default model, or with tables that take minutes to make
+_SIZES = {
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048},
+        **{"indexer_compress_ratio": 4, "ple_layer_ids": [2], "eos_token_id": 7},
+        **{"ngram_vocab_size_base": 200_000, "num_hidden_layers": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp_text"])
+def test_a_config_tells_all_that_a_run_reads_from_the_model(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type](**_SIZES.get(model_type, {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    # matrices that mix streams of hidden states are not counted
+    assert config_spec(config).num_parameters == pytest.approx(held, rel=1e-2)
+    # whether the norm before the head is found by its name no config says
+    assert asdict(replace(model_spec(model), tiles_final_norm=True)) == asdict(config_spec(config))
+
+
+def test_compression_is_read_from_the_file_on_the_hub() -> None:
+    ratios = [0, 0, *[4, 128] * 20, 4, 0]
+    loaded = CONFIG_MAPPING["deepseek_v4"](compress_ratios=ratios)
+    derived = ("layer_types", "compress_rates", "mlp_layer_types")
+    file = {name: value for name, value in loaded.to_dict().items() if name not in derived}
+    spec = ModelSpec.from_config({**file, "compress_ratios": ratios, "num_hash_layers": 3})
+    assert spec == config_spec(loaded) and spec.windows == (128, 128, *[None] * 41) and spec.index.is_empty
+
+
+def test_layers_of_an_unknown_kind_are_refused_by_name() -> None:
+    config = CONFIG_MAPPING["deepseek_v4"]().to_dict()
+    with pytest.raises(ValueError, match="mlp_layer_types has 'soft_moe'"):
+        ModelSpec.from_config({**config, "mlp_layer_types": ["soft_moe"] * 43})
 
 
 def test_names_of_other_files_are_read() -> None:
