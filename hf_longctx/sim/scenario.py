@@ -225,6 +225,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"{request.name or request.model} was not measured on {profile.spec.name}: seconds come from operation counts and "
             f"the rates of the hardware, memory from a formula"
         )
+        if model.compresses_keys:
+            notes.append("attention to compressed keys counts as attention to all keys, so long documents take less time")
     elif request.method == "auto" and coefficients.forward.tile_s == coefficients.backward.tile_s == 0.0:
         notes.append(
             "rings were not measured there, so the cost of their extra tiles is unknown and counted as zero; --method ulysses "

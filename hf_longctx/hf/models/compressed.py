@@ -9,8 +9,8 @@ before. The index runs without gradients, as its choice has none, so its weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,19 +22,11 @@ from hf_longctx.hf.models.forwards import carried, carrying, give, is_replaced, 
 from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS
-from hf_longctx.runtime.states.chosen_keys import document_lengths
-from hf_longctx.runtime.states.compressed_keys import (
-    Compression,
-    Entries,
-    all_entries,
-    attend_compressed,
-    chosen_entries,
-    close_entries,
-)
+from hf_longctx.runtime.states.compressed_keys import Compression, Entries, attend_compressed, choose_entries, close_entries
 
 # names of layers with compressed keys in `layer_types`
 COMPRESSED_LAYERS = ("compressed_sparse_attention", "heavily_compressed_attention")
-# attribute of a compressor: its entries in the forward that is running, and what its rows see of them
+# attribute of a compressor: its entries in the forward that is running
 _MADE = "_longctx_entries"
 
 
@@ -112,12 +104,6 @@ def _attention_forward(layer: Any, *args: Any, longctx: GroupContext | None = No
                 vars(layer.compressor).pop(_MADE, None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    entries: Entries
-    visible: Callable[[int, slice, Tensor], Tensor]
-
-
 def _compressor_forward(
     compressor: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -131,11 +117,8 @@ def _compressor_forward(
         raise ValueError(
             f"{type(compressor).__name__} got a cache under a plan, which has none; run it through the plan's executor"
         )
-    rate, layout = compressor.compress_rate, context.layout
     entries = _entries_of(compressor, hidden_states, "compressor", context)
-    if (indexer := getattr(compressor, "indexer", None)) is None:
-        visible = all_entries(entries.runs, rate)
-    else:
+    if (indexer := getattr(compressor, "indexer", None)) is not None:
         with torch.no_grad():
             keys = _entries_of(indexer, hidden_states, "indexer", context)
             # nothing has a gradient, so this only leaves the states
@@ -146,9 +129,8 @@ def _compressor_forward(
             chosen: Tensor = type(indexer).forward(indexer, *some, _Caches(_Known(keys_1ME)), 0)
             return chosen
 
-        lengths = document_lengths(context)
-        visible = chosen_entries(choose, keys.runs, [lengths[run.document] for run in layout.own], rate)
-    vars(compressor)[_MADE] = _Made(entries, visible)
+        entries = replace(entries, chosen=choose_entries(choose, keys, indexer.num_heads, context))
+    vars(compressor)[_MADE] = entries
     return hidden_states.new_zeros(1, 1, 0, compressor.head_dim), None
 
 
@@ -246,8 +228,8 @@ def compressed_attention(
 
     query: [1, H, T, D]. keys: [1, 1, T, D], values too.
     """
-    made: _Made | None = vars(getattr(module, "compressor", None) or nn.Identity()).get(_MADE)
-    if made is None:
+    entries: Entries | None = vars(getattr(module, "compressor", None) or nn.Identity()).get(_MADE)
+    if entries is None:
         return None
     assert sinks is not None
-    return attend_compressed(query, keys[:, 0], made.entries, made.visible, window, scale, sinks, module, context)
+    return attend_compressed(query, keys[:, 0], entries, window, scale, sinks, module, context)

@@ -158,10 +158,11 @@ class LayerBytes:
     @property
     def _has_plain_tiles(self) -> bool:
         """Whether attention makes matrices of scores, block by block."""
-        return self.model.caps_scores or self.model.drops_weights or not self.model.index.is_empty
+        model = self.model
+        return model.caps_scores or model.drops_weights or model.compresses_keys or not model.index.is_empty
 
     def _score_blocks(self, num_queries: int, num_keys: int) -> int:
-        """Returns bytes of score matrices for capped scores, chosen keys or dropout.
+        """Returns bytes of score matrices for capped scores, chosen or compressed keys, or dropout.
 
         They are three per block of queries, of at least one query, and a mask of bytes for dropout. The scores of an index take
         as much at another moment.

@@ -408,6 +408,11 @@ class ModelSpec:
         return self.num_kv_heads * self.kv_head_size
 
     @property
+    def compresses_keys(self) -> bool:
+        """Whether layers attend to compressed keys, which all models with grouped outputs do; times count all keys."""
+        return self.output_rank > 0
+
+    @property
     def pair_operations(self) -> int:
         """Operations per query-key pair in one layer's forward, over all heads: one product with the key, one with the value.
 

@@ -6,18 +6,21 @@ its window and to entries of whole blocks before it: to all of them, or to those
 Ranks exchange what tokens give to entries, so that each rank closes the entries of a document up to its own last token. A slice
 leaves all entries so far in the state book, and the tokens that blocks not yet closed read. The window is that of a convolution.
 
-Attention runs in blocks of rows, each recomputed in backward, since no operator of torch takes such keys.
+Attention runs in blocks of rows, each recomputed in backward with its mask, since no operator of torch takes such keys. A block
+reads the tokens of its windows and the entries before its last row.
 
 Shapes: H query heads, T tokens of this rank, N tokens of one run, R rows of a block, C numbers that a token gives to entries, M
-entries, D head size, W tokens of the window.
+entries, D head size, K chosen entries of a token.
 
 Source: DeepSeek-V4 (2026), section 2.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.states.book import check_not_lent, leave_state, slices_by_document, state_before
+from hf_longctx.runtime.states.chosen_keys import document_lengths
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.passing import fetch_tokens, with_backward_of
 
@@ -49,14 +53,16 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries of documents on this rank.
+    """Entries of documents on this rank."""
 
-    runs: for every run of this rank, entries [1, M, D] of all whole blocks up to its last token. leave: gives the state book what
-    later slices read, and returns the layer's output [1, ...] so that its backward reaches all that was read here.
-    """
-
+    # tokens of a block
+    rate: int
+    # for every run of this rank, entries [1, M, D] of all whole blocks up to its last token
     runs: tuple[Tensor, ...]
+    # gives the state book what later slices read; returns the layer's output [1, ...], whose backward reaches all that was read
     leave: Callable[[Tensor], Tensor]
+    # those that tokens see (`choose_entries`), for every run; (): all of whole blocks up to a token
+    chosen: tuple[Tensor, ...] = ()
 
 
 def close_entries(given_1TC: Tensor, how: Compression, function: str, layer: Hashable, context: GroupContext) -> Entries:
@@ -101,24 +107,20 @@ def close_entries(given_1TC: Tensor, how: Compression, function: str, layer: Has
         read = [state for pair in states.values() for state in pair if state is not None]
         return with_backward_of(output, *received, *read)
 
-    return Entries(tuple(runs), leave)
+    return Entries(how.rate, tuple(runs), leave)
 
 
 def attend_compressed(
     q_1HTD: Tensor,
     kv_1TD: Tensor,
     entries: Entries,
-    visible: Callable[[int, slice, Tensor], Tensor],
     window: int,
     scale: float,
     sinks_H: Tensor,
     layer: Hashable,
     context: GroupContext,
 ) -> Tensor:
-    """Returns attention of this rank's tokens to their windows and to visible entries, [1, T, H, D].
-
-    visible: number of a run, rows of this rank and their positions [R] -> which entries of the run they see, [R, M].
-    """
+    """Returns attention of this rank's tokens to their windows and to entries of whole blocks before them, [1, T, H, D]."""
     layout, slices = context.layout, slices_by_document(context)
     places = iter(enumerate(layout.own))
     num_heads = q_1HTD.shape[1]
@@ -126,21 +128,26 @@ def attend_compressed(
     def attend(joined_1DN: Tensor) -> Tensor:
         number, run = next(places)
         num_read = joined_1DN.shape[-1] - run.num_tokens
-        keys_ND = torch.cat([joined_1DN[0].transpose(0, 1), entries.runs[number][0].to(joined_1DN.dtype)])
+        keys_ND, entries_MD = joined_1DN[0].transpose(0, 1), entries.runs[number][0]
+        chosen_NK = entries.chosen[number] if entries.chosen else None
         first = run.start + (slices[run.document].start if run.document in slices else 0)
-        num_rows = max(1, BLOCK_SCORES // (num_heads * len(keys_ND)))
-        outputs = []
-        for start in range(0, run.num_tokens, num_rows):
-            stop = min(run.num_tokens, start + num_rows)
-            rows = slice(run.first + start, run.first + stop)
-            positions_R = torch.arange(first + start, first + stop, device=keys_ND.device)
-            # a slice shorter than the window leaves zeros for tokens before the document
-            read_N = torch.arange(first - num_read, first + run.num_tokens, device=keys_ND.device)
-            ages_RN = positions_R.unsqueeze(1) - read_N
-            in_window_RN = (ages_RN >= 0) & (ages_RN < window) & (read_N >= 0)
-            seen_RN = torch.cat([in_window_RN, visible(number, rows, positions_R)], dim=1)
-            block: Tensor = checkpoint(_attend_rows, q_1HTD[0, :, rows], keys_ND, seen_RN, scale, sinks_H, use_reentrant=False)
+        outputs, start = [], 0
+        while start < run.num_tokens:
+            stop = min(run.num_tokens, start + _num_rows(BLOCK_SCORES // num_heads, window + (first + start) // entries.rate))
+            # joined tokens of the rows and of their windows
+            tokens = slice(max(0, num_read + start - window + 1), num_read + stop)
+            block: Tensor = checkpoint(
+                _attend_rows,
+                q_1HTD[0, :, run.first + start : run.first + stop],
+                keys_ND[tokens],
+                entries_MD[: (first + stop) // entries.rate],
+                None if chosen_NK is None else chosen_NK[start:stop],
+                sinks_H,
+                _Rows(first + start, first - num_read + tokens.start, window, entries.rate, scale),
+                use_reentrant=False,
+            )
             outputs.append(block)
+            start = stop
         out_HND = torch.cat(outputs, dim=1)
         return F.pad(out_HND.transpose(1, 2).flatten(0, 1).unsqueeze(0), (num_read, 0))
 
@@ -149,9 +156,44 @@ def attend_compressed(
     return entries.leave(out_1CT.unflatten(1, (num_heads, -1)).permute(0, 3, 1, 2))
 
 
-def _attend_rows(q_HRD: Tensor, keys_ND: Tensor, seen_RN: Tensor, scale: float, sinks_H: Tensor) -> Tensor:
-    """Attention [H, R, D] of rows to keys that are values, too; a sink of each head takes a share of the weights."""
-    scores_HRN = (q_HRD.flatten(0, 1) @ keys_ND.T).view(*q_HRD.shape[:2], -1) * scale
+def _num_rows(most_scores: int, num_keys: int) -> int:
+    """Returns the rows of a block with at most so many scores of a head; each row sees up to two further keys for each row."""
+    return max(1, int((sqrt(num_keys**2 + 8 * most_scores) - num_keys) / 4))
+
+
+class _Rows(NamedTuple):
+    """Positions of the first row and of its first key in the document, and rules for all rows."""
+
+    first: int
+    first_key: int
+    window: int
+    rate: int
+    scale: float
+
+
+def _attend_rows(
+    q_HRD: Tensor, keys_ND: Tensor, entries_MD: Tensor, chosen_RK: Tensor | None, sinks_H: Tensor, rows: _Rows
+) -> Tensor:
+    """Attention [H, R, D] of rows to keys that are values, too; a sink of each head takes a share of the weights.
+
+    chosen_RK: entries that rows see, -1 for none; None: all of whole blocks up to them.
+    """
+    positions_R1 = torch.arange(rows.first, rows.first + q_HRD.shape[1], device=q_HRD.device).unsqueeze(1)
+    # a slice shorter than the window leaves zeros for tokens before the document
+    read_N = torch.arange(rows.first_key, rows.first_key + len(keys_ND), device=q_HRD.device)
+    ages_RN = positions_R1 - read_N
+    in_window_RN = (ages_RN >= 0) & (ages_RN < rows.window) & (read_N >= 0)
+    num_entries = len(entries_MD)
+    if chosen_RK is None:
+        visible_RM = torch.arange(num_entries, device=q_HRD.device) < (positions_R1 + 1) // rows.rate
+    else:
+        # one column more takes those that are none
+        marks_RM = torch.zeros(q_HRD.shape[1], num_entries + 1, dtype=torch.bool, device=q_HRD.device)
+        marks_RM.scatter_(1, chosen_RK.masked_fill(chosen_RK < 0, num_entries).long(), True)
+        visible_RM = marks_RM[:, :num_entries]
+    seen_RN = torch.cat([in_window_RN, visible_RM], dim=1)
+    keys_ND = torch.cat([keys_ND, entries_MD.to(keys_ND.dtype)])
+    scores_HRN = (q_HRD.flatten(0, 1) @ keys_ND.T).view(*q_HRD.shape[:2], -1) * rows.scale
     scores_HRN = scores_HRN.masked_fill(~seen_RN, float("-inf"))
     sinks_HR1 = sinks_H.view(-1, 1, 1).expand(-1, q_HRD.shape[1], -1)
     wide = torch.promote_types(torch.promote_types(scores_HRN.dtype, sinks_H.dtype), torch.float32)
@@ -160,31 +202,21 @@ def _attend_rows(q_HRD: Tensor, keys_ND: Tensor, seen_RN: Tensor, scale: float, 
     return out
 
 
-def chosen_entries(
-    choose: Callable[[slice, Tensor], Tensor], entries: Sequence[Tensor], lengths: Sequence[int], rate: int
-) -> Callable[[int, slice, Tensor], Tensor]:
-    """Returns `visible` of `attend_compressed` for entries that an index chooses; no gradient passes through the choice.
+@torch.no_grad()
+def choose_entries(
+    choose: Callable[[slice, Tensor], Tensor], keys: Entries, num_heads: int, context: GroupContext
+) -> tuple[Tensor, ...]:
+    """Returns numbers of the entries that an index chooses for the tokens of every run, [N, K] in int32; -1 for none.
 
     choose: rows of this rank and index entries [1, M, E] of the whole document, with zeros for those not yet closed -> chosen
-    entries [1, R, K], -1 for none. entries: index entries of every run. lengths: tokens of every run's document.
+    entries [1, R, K], none of which closes after its row. keys: index entries. num_heads: heads of the index.
     """
-
-    def visible(number: int, rows: slice, positions_R: Tensor) -> Tensor:
-        known_1ME, num_all = entries[number], lengths[number] // rate
-        with torch.no_grad():
-            chosen_RK = choose(rows, F.pad(known_1ME, (0, 0, 0, num_all - known_1ME.shape[1])))[0].long()
-            seen_RM = torch.zeros(len(positions_R), num_all + 1, dtype=torch.bool, device=known_1ME.device)
-            seen_RM.scatter_(1, chosen_RK.masked_fill(chosen_RK < 0, num_all), True)
-        return seen_RM[:, : known_1ME.shape[1]]
-
-    return visible
-
-
-def all_entries(entries: Sequence[Tensor], rate: int) -> Callable[[int, slice, Tensor], Tensor]:
-    """Returns `visible` of `attend_compressed` for entries of all whole blocks up to a token."""
-
-    def visible(number: int, rows: slice, positions_R: Tensor) -> Tensor:
-        numbers_M = torch.arange(entries[number].shape[1], device=positions_R.device)
-        return numbers_M < ((positions_R + 1) // rate).unsqueeze(1)
-
-    return visible
+    lengths, found = document_lengths(context), []
+    for run, known_1ME in zip(context.layout.own, keys.runs, strict=True):
+        num_all = lengths[run.document] // keys.rate
+        whole_1ME = F.pad(known_1ME, (0, 0, 0, num_all - known_1ME.shape[1]))
+        num_rows = max(1, BLOCK_SCORES // (num_heads * max(1, num_all)))
+        starts = range(run.first, run.first + run.num_tokens, num_rows)
+        blocks = [slice(start, min(start + num_rows, run.first + run.num_tokens)) for start in starts]
+        found.append(torch.cat([choose(rows, whole_1ME)[0].to(torch.int32) for rows in blocks]))
+    return tuple(found)

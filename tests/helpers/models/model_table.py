@@ -31,9 +31,10 @@ language models do: without a second sequence, and so without their cross attent
 those of the same token, as for every other class, and not shifted ones as the forward of these classes expects.
 """
 _COMPRESSED = """
-Attention to compressed keys (DeepSeek V4) runs in blocks of rows by plain matrices, each recomputed in backward, and masks
-entries that an index did not choose. Forecasts count it as full attention, which is more than it takes. The index of Qwen4-Exp
-is the code of its class, which goes through tokens one by one.
+Attention to compressed keys (DeepSeek V4) runs in blocks of rows by plain matrices over the tokens of their windows and all
+entries before them, and masks entries that an index did not choose. Backward makes each block and its mask again, so that what
+layers save grows with the tokens, and not with their square. Forecasts count the time of full attention, which has more scores:
+`hf-longctx plan` says so. The index of Qwen4-Exp is the code of its class, which goes through tokens one by one.
 """
 _CLASSIFIERS = """
 Models that classify documents or tokens (`...ForSequenceClassification`, `...ForTokenClassification`) run if their text model is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import TOLERANCE, reference_step
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_steps import group_pool, rank_inputs
+from predicted.test_saved_bytes import saved_bytes
 from torch import Tensor
 
 from hf_longctx import LongContextConfig
@@ -20,9 +22,12 @@ from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.self_test.reduced_copy import ChosenLayers, reduced_copy
+from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
+from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
-from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.executor import StepExecutor, no_mask
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.states import chosen_keys, compressed_keys
 
 NAME = "DeepseekV4ForCausalLM"
@@ -113,6 +118,24 @@ def test_a_model_without_a_plan_is_bit_equal() -> None:
     assert torch.equal(plain.eval().generate(input_ids, **options), ours.eval().generate(input_ids, **options))
     restore_attention(ours, "eager")
     assert not [module for module in ours.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("name", [NAME, "Qwen4ExpForCausalLM"])
+def test_nothing_quadratic_in_a_document_is_kept_until_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_keys, "BLOCK_SCORES", 2**14)
+    monkeypatch.setattr(chosen_keys, "BLOCK_SCORES", 2**14)
+    model = build_any(name)
+    patch_model(model)
+    kept = []
+    for num_tokens in (512, 1024, 2048):
+        chunk = Chunk(0, (Span(0, 0, num_tokens),))
+        context = GroupPool((1,), timeout_s=1.0).context(SequenceGroup((0,), "local", (chunk,), ()), chunk, KVBook())
+        ids = torch.arange(num_tokens).view(1, -1) % 16 + 1
+        keywords = {"position_ids": torch.arange(num_tokens).view(1, -1), "use_cache": False, "longctx": context}
+        forward = partial(model.model, ids, no_mask(torch.device("cpu")), **keywords)
+        kept.append(saved_bytes(model, forward)[0])
+    # twice the tokens add twice the bytes
+    assert kept[2] - kept[1] == pytest.approx(2 * (kept[1] - kept[0]), rel=0.002)
 
 
 def test_what_plans_would_leave_out_is_refused_by_name() -> None:
