@@ -47,8 +47,6 @@ _MOST_MORE = 4
 _ROOM_PRECISION = 100
 # ways to share parameters among the ranks of a stage by choice, from most gathers and most room for activations to least
 SHARINGS: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round", "replicated")
-# share of a step that the gathers of one way must take for the next to be tried, which can save no more
-_WORTH_FEWER_GATHERS = 0.01
 # parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
 # bytes of a communicator of NCCL: 544 to 688 MB were measured on four A100 (NVIDIA/nccl issue 964), and a single allocation of
@@ -570,9 +568,9 @@ class _Choices:
     ) -> tuple[Setup, StepPlan | None]:
         """The setup with parameters shared in the way that is fastest for a step, gathers, sums and updates counted; its plan.
 
-        In stages of several nodes, shards may also be those of one node, which gather inside it. A way gains at most the gathers
-        of the fastest so far. With `shares_fastest`, a way must also hold the longest sequence. Without any, the way with most
-        room is taken, and no plan.
+        In stages of several nodes, shards may also be those of one node, which gather inside it. All ways are planned, since
+        gathers that take no time still make groups wait for one another. With `shares_fastest`, a way must also hold the longest
+        sequence. Without any, the way with most room is taken, and no plan.
         """
         best: tuple[float, Setup, StepPlan] | None = None
         roomiest: Setup | None = None
@@ -600,8 +598,6 @@ class _Choices:
             counted_s = plan.estimate.counted_s + weight_seconds(plan, setup.costs).left_s
             if best is None or counted_s < best[0]:
                 best = counted_s, setup, plan
-            if best[2].estimate.gathers_s <= _WORTH_FEWER_GATHERS * best[0]:
-                break
         if best is None:
             # the way with most room says best why nothing fits
             setup = roomiest or setup_on(_sharded(placement, shard_ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.setup import DeviceMemory, Lengths, Measured, Placement, Setup, Wishes, build_setup
+from hf_longctx.sim.scenario import Request, build_scenario
 
 MODEL = replace(named_model("llama-3.2-1b"), bytes_per_element=2)
 STEP = lognormal_lengths(3, 24, 30_000, 6_000.0)
@@ -84,3 +86,18 @@ def test_stages_of_several_nodes_shard_inside_a_node_if_the_network_is_slow() ->
     assert whole.placement.shard_ranks == 8
     slow, fast = (plan_step(0, few, each.costs, each.planner).estimate.counted_s for each in (whole, found))
     assert fast < slow
+
+
+def test_waits_of_unequal_groups_count_even_if_gathers_take_no_time() -> None:
+    """Gathers of adapted weights take less than 1 % of the step, but each of them makes groups wait for one another."""
+    generator = random.Random(14)
+    lengths = tuple(min(131_072, int(generator.lognormvariate(9.5, 1.3)) + 64) for _ in range(40))
+    request = Request("llama-3.1-8b", "h100", 8, step_lengths=lengths, longest_tokens=max(lengths), lora_rank=16)
+    seconds, setups = dict[str, float](), dict[str, Setup]()
+    for way in ("replicated", "sharded", "auto"):
+        setups[way] = build_scenario(replace(request, parameters=way), must_fit=False).setup
+        plan = plan_step(0, lengths, setups[way].costs, setups[way].planner)
+        assert plan.estimate.gathers_s < 0.01 * plan.estimate.counted_s
+        seconds[way] = plan.estimate.counted_s + weight_seconds(plan, setups[way].costs).left_s
+    assert seconds["replicated"] < 0.99 * seconds["sharded"]
+    assert setups["auto"].placement.parameters == "replicated" and seconds["auto"] == seconds["replicated"]

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -290,6 +290,7 @@ def _lengths(
     """Lengths of the training set on all ranks; for a stream, or without a set, the limit."""
     dataset = rows.dataset
 
+    @cache
     def longest() -> int:
         found = max_length
         # ranks with and without a set differ, which is refused later; but scanning is collective

@@ -19,9 +19,10 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.trainers.trainer_runs import make_trainer, training_arguments
 
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.spec import model_spec
-from hf_longctx.hf.start.setup import TrainingRows, checked_degrees, choose_setup
+from hf_longctx.hf.start.setup import TrainingRows, _lengths, checked_degrees, choose_setup
 from hf_longctx.plan.core.settings import ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import PARAMETERS, Parameters
 from hf_longctx.plan.cost.catalog import spec_name
@@ -305,6 +306,15 @@ def test_auto_keeps_the_ranks_of_a_shard_and_weights_that_are_read_in_shards(tmp
             found = auto_setup(str(path), 1.0, parameters="auto", shard_ranks=2).placement
         assert found.parameters in allowed and found.shard_ranks == (1 if found.parameters == "replicated" else 2)
         assert (found.parameters == "replicated") == (deferred is None)
+
+
+def test_the_rows_are_read_once_for_all_choices() -> None:
+    arguments: Any = SimpleNamespace(disable_tqdm=True, per_device_train_batch_size=1, world_size=1)
+    rows = TrainingRows(datasets.Dataset.from_list(random_rows([20, 30])), must_fit=True)
+    with patch("hf_longctx.hf.start.setup.scan_on_every_rank", wraps=scan_on_every_rank) as scans:
+        lengths = _lengths(rows, arguments, 64, 64, (), None)
+        assert lengths.must_hold == lengths.longest() == 30
+    assert scans.call_count == 1
 
 
 def test_auto_is_refused_where_seconds_were_measured(tmp_path: Path) -> None:
