@@ -62,6 +62,8 @@ class Saver:
         # the checkpoint that is written behind training, and the group of the threads that do
         self._saving: BackgroundSave | None = None
         self._writers: dist.ProcessGroup | None = None
+        # the step at which the present training began, of which transformers 5.17 keeps no record
+        self.begun_at_step = 0
         # the checkpoint that the present training resumed from
         self._chosen: Chosen | None = None
         if run is not None:

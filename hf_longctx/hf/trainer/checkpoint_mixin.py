@@ -130,13 +130,12 @@ class CheckpointMixin(FlowMixin):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         begin = super()._init_training_state(*args, **kwargs)
-        # transformers 5.17 keeps no record of this step
-        self._begun_at_step = self.state.global_step
+        self._saver.begun_at_step = self.state.global_step
         return begin
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # `Trainer` counts steps only after one, so a training killed after its last save would do one too many when restarted
-        if self.state.max_steps <= self.state.global_step == self._begun_at_step:
+        if self.state.max_steps <= self.state.global_step == self._saver.begun_at_step:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
