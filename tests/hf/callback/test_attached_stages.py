@@ -190,7 +190,9 @@ def test_a_loaded_stage_keeps_its_plans_until_detach_and_then_refuses_by_name(ra
         found = ranks(2).run(live_as_loaded_stage, rows, str(tmp_path / "base"), str(folder), resume)
         for rank, (each, (losses, eval_losses)) in enumerate(zip(found, ours, strict=True)):
             assert each["losses"] == pytest.approx(losses[first:], rel=1e-12)
-            assert each["eval"] == pytest.approx(eval_losses, rel=1e-12) and each["again"] == each["eval"][-1]
+            assert each["eval"] == pytest.approx(eval_losses, rel=1e-12)
+            # measured seconds may change the plan
+            assert each["again"] == pytest.approx(each["eval"][-1], rel=1e-12)
             predicts = each["words"].pop(2)
             assert "predict() of a stock trainer returns whole logits" in predicts
             assert all(f"this rank holds only stage {rank} of 2 of LlamaForCausalLM" in text for text in each["words"])
