@@ -29,7 +29,10 @@ _KERNELS = {
 # layers and hidden sizes
 _GPTS = {"gpt-7b": (32, 4096), "gpt-13b": (40, 5120), "gpt-30b": (60, 6656)}
 # words of a name on the Hub that do not concern the shape
-_NEUTRAL = {"base", "bf16", "chat", "fp8", "hf", "instruct", "it", "meta", "nvidia", "nvfp4", "pt", "thinking"}
+_NEUTRAL = {
+    *("4bit", "awq", "base", "bf16", "bnb", "chat", "fp8", "gptq", "hf", "instruct", "it", "meta", "nvidia", "nvfp4", "pt"),
+    *("reasoning", "think", "thinking", "unsloth"),
+}
 # parts of a name: numbers of experts with their size, sizes of all and of active or effective weights, words, and versions
 _PARTS = re.compile(r"\d+x\d+b|[ae]?\d+(?:\.\d+)?[bm](?![a-z])|[a-z]+|\d+(?:\.\d+)*")
 _NEAREST = 3
@@ -86,8 +89,10 @@ def named_model(name: str, bytes_per_element: int = 2) -> ModelSpec:
 
 def nearest_names(name: str) -> tuple[str, ...]:
     """Returns the names of the catalogue that are nearest by meaning: of the same family first, then by version and size."""
-    found = {known: _likeness(_parts(name), _parts(known)) for known in model_names()}
-    return tuple(sorted((known for known in found if found[known]), key=lambda known: -found[known])[:_NEAREST])
+    asked = _parts(name)
+    found = {known: _likeness(asked, _parts(known)) for known in model_names()}
+    same = {known: asked[:1] == _parts(known)[:1] for known in found}
+    return tuple(sorted((known for known in found if found[known]), key=lambda known: (-same[known], -found[known]))[:_NEAREST])
 
 
 def _parts(name: str) -> list[str]:
@@ -120,7 +125,8 @@ def _sizes(parts: list[str]) -> dict[str, float]:
     for part in parts:
         if part[-1] in "bm" and any(letter.isdigit() for letter in part):
             numbers = [float(number) for number in part.strip("aebm").split("x")]
-            found[part[0] if part[0] in "ae" else ""] = math.prod(numbers) / (1000 if part.endswith("m") else 1)
+            # a later one may be a context of a million tokens
+            found.setdefault(part[0] if part[0] in "ae" else "", math.prod(numbers) / (1000 if part.endswith("m") else 1))
     return found
 
 

@@ -179,6 +179,26 @@ def test_names_of_the_hub_stand_for_their_shapes() -> None:
     assert named_type("DeepSeek-R1") == "deepseek_v3" and named_type("QwQ-32B") == "qwen2"
 
 
+@pytest.mark.parametrize(
+    "name,known",
+    [
+        ("Olmo-3-7B-Think", "olmo-3-7b"),
+        ("Olmo-3-32B-Think", "olmo-3-32b"),
+        ("Ministral-3-8B-Reasoning-2512", "ministral-3-8b"),
+        ("Codestral-22B-v0.1", "codestral-22b"),
+        ("DeepSeek-V3.2-Exp", "deepseek-v3.2"),
+        ("DeepSeek-V3.1-Terminus", "deepseek-v3.1"),
+        ("Devstral-Small-2505", "devstral-small"),
+        ("Mistral-Large-Instruct-2407", "mistral-large-2411"),
+        ("Qwen2.5-Coder-3B-Instruct", "qwen2.5-3b"),
+        ("Qwen3-8B-unsloth-bnb-4bit", "qwen3-8b"),
+        ("Qwen2.5-32B-Instruct-AWQ", "qwen2.5-32b"),
+    ],
+)
+def test_releases_and_packed_files_of_a_model_have_its_shape(name: str, known: str) -> None:
+    assert replace(named_model(name), max_positions=1) == replace(named_model(known), max_positions=1)
+
+
 def test_a_named_model_is_read_as_its_config_json() -> None:
     assert read_model("Qwen/Qwen3-8B", 2) == named_model("qwen3-8b")
     assert named_config("gpt-7b") is None and named_config("nonesuch") is None
@@ -200,6 +220,10 @@ def test_a_named_model_is_read_as_its_config_json() -> None:
         ("mistral-8b", "mistral-7b"),
         ("kimi-k3", "kimi-k2"),
         ("mixtral-8x8b", "mixtral-8x7b"),
+        # a million tokens is no size
+        ("Qwen2.5-7B-Instruct-1M", "qwen2.5-7b"),
+        # another brand is further away than another size
+        ("Devstral-Small-2-24B-Instruct-2512", "devstral-small"),
     ],
 )
 def test_the_nearest_name_is_of_the_same_family_then_of_the_nearest_version_and_size(name: str, nearest: str) -> None:
