@@ -1003,8 +1003,11 @@ def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, pl
     left, in_run = memory.host_bytes + before - more, f"{setting}='host'"
     if left >= 0:
         return [_Change(name, in_run, replace(away, host_bytes=left), placement)]
-    asked = dict.fromkeys(int(-(-each // _GIB)) for each in (more + memory.host_bytes, more))
-    return [_Change(name, in_run, replace(away, host_bytes=gib * _GIB - more), placement, gib) for gib in asked]
+    asked = dict.fromkeys(int(-(-each // _GIB)) for each in (more, more + memory.host_bytes))
+    changes = [_Change(name, in_run, replace(away, host_bytes=gib * _GIB - more), placement, gib) for gib in asked]
+    lengths = [change.remedy().longest_tokens for change in changes]
+    # more is not offered if it holds no longer sequences; without any, another change may have to come first
+    return changes[:1] if lengths[0] == lengths[-1] > 0 else changes
 
 
 def can_leave(model: ModelSpec) -> bool:

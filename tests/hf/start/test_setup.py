@@ -323,9 +323,8 @@ def test_auto_is_refused_where_seconds_were_measured(tmp_path: Path) -> None:
         auto_setup(path, 1.0, parameters="auto")
 
 
-def shared_on_rank(rates: tuple[float, ...]) -> tuple[Any, tuple[str, ...]]:
-    """How parameters are shared, and the notes, on a rank whose device has links of this rate, for weights read in shards."""
-    hardware = replace(SLOW_LINKS, link_bytes_per_s=rates[dist.get_rank()], message_s=0.0, memory_bytes_per_s=0.0)
+def shared_on_rank(deferred: tuple[bool | None, ...]) -> tuple[Any, tuple[str, ...]]:
+    """How parameters are shared, and the notes, on a rank whose weights are read in shards, or not."""
     arguments: Any = SimpleNamespace(
         bf16=False,
         optim="adamw_torch",
@@ -335,15 +334,15 @@ def shared_on_rank(rates: tuple[float, ...]) -> tuple[Any, tuple[str, ...]]:
         disable_tqdm=True,
     )
     rows = TrainingRows(datasets.Dataset.from_list(random_rows([20] * 8)))
-    config = LongContextConfig(parameters="auto", device_gib=1.0, max_length=64)
-    cluster = patch("hf_longctx.hf.start.setup.cluster_spec", lambda *_: ClusterSpec(2, 2, hardware))
-    with cluster, patch("hf_longctx.hf.start.setup.source_of", lambda _: True):
+    config = LongContextConfig(parameters="auto", device_gib=1.0, max_length=64, tokens_per_rank=30)
+    cluster = patch("hf_longctx.hf.start.setup.cluster_spec", lambda *_: ClusterSpec(2, 2, SLOW_LINKS))
+    with cluster, patch("hf_longctx.hf.start.setup.source_of", lambda _: deferred[dist.get_rank()]):
         setup = choose_setup(config, ModelFacts.of(build_model(ModelCase())), arguments, (1, 2), dist.group.WORLD, rows)
     return setup.costs.parameters, setup.notes
 
 
-def test_ranks_with_other_devices_share_parameters_as_the_first_one_chose(ranks) -> None:
-    alone = [ranks(2).run(shared_on_rank, (rate, rate))[0] for rate in (1e15, 1e5)]
-    assert alone[0][0] != alone[1][0], "the rates make no difference"
-    assert ranks(2).run(shared_on_rank, (1e15, 1e5)) == [alone[0]] * 2
-    assert ranks(2).run(shared_on_rank, (1e5, 1e15)) == [alone[1]] * 2
+def test_ranks_that_would_choose_otherwise_share_parameters_as_the_first_one_chose(ranks) -> None:
+    alone = [ranks(2).run(shared_on_rank, (each, each))[0] for each in (True, None)]
+    assert alone[0][0] != alone[1][0], "both choose alike"
+    assert ranks(2).run(shared_on_rank, (True, None)) == [alone[0]] * 2
+    assert ranks(2).run(shared_on_rank, (None, True)) == [alone[1]] * 2
