@@ -232,4 +232,4 @@ def compressed_attention(
     if entries is None:
         return None
     assert sinks is not None
-    return attend_compressed(query, keys[:, 0], entries, window, scale, sinks, module, context)
+    return attend_compressed(query, keys[:, 0], entries, context, window=window, scale=scale, sinks_H=sinks, layer=module)

@@ -114,11 +114,12 @@ def attend_compressed(
     q_1HTD: Tensor,
     kv_1TD: Tensor,
     entries: Entries,
+    context: GroupContext,
+    *,
     window: int,
     scale: float,
     sinks_H: Tensor,
     layer: Hashable,
-    context: GroupContext,
 ) -> Tensor:
     """Returns attention of this rank's tokens to their windows and to entries of whole blocks before them, [1, T, H, D]."""
     layout, slices = context.layout, slices_by_document(context)
