@@ -108,8 +108,10 @@ def plan_value(generator: random.Random, folder: Path) -> str:
 
 
 def refused(message: str, *names: str) -> str:
-    """Checks that an error is one line and has one of the names in it."""
-    assert message and len(message) < 2000 and "\n" not in message, message[:3000]
+    """Checks that an error is one line, with changes that would help below it, and has one of the names in it."""
+    # changes that would help stand below, one on each line
+    head, *changes = message.split("\n")
+    assert head and len(message) < 2000 and all(each.startswith("  ") for each in changes), message[:3000]
     assert any(name in message for name in names), f"none of {names} in {message!r}"
     return "refused"
 
