@@ -174,6 +174,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
         "_inner_training_loop": ("resume_from_checkpoint",),
         "_train_batch_size": (),
     },
+    "transformers.integrations.integration_utils:DVCLiveCallback": {"_log_model": ()},
     "transformers.models.gemma.modeling_gemma:GemmaRMSNorm": {"_norm": ("x",)},
     "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention": {"_attn": ("query", "key", "value", "attention_mask")},
     "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer": {"_short_conv": ("hidden_states", "cache")},

@@ -121,7 +121,7 @@ def _likeness(asked: list[str], known: list[str]) -> float:
 
 def _sizes(parts: list[str]) -> dict[str, float]:
     """Returns billions of all weights by "", of active ones by "a" and of effective ones by "e"; "8x7b" counts as 56."""
-    found = {}
+    found: dict[str, float] = {}
     for part in parts:
         if part[-1] in "bm" and any(letter.isdigit() for letter in part):
             numbers = [float(number) for number in part.strip("aebm").split("x")]
