@@ -37,6 +37,7 @@ from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_files, is_adapte
 from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.models.refusing import refuses
 from hf_longctx.hf.ranks.agreement import gather_objects
+from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import first_row
 
@@ -373,7 +374,7 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
 
 def save_configs(model: Any, folder: Path) -> None:
     """Writes the configs of a model as `save_pretrained` does; the class of a sharded one is named FSDP plus its plain name."""
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.architectures = [class_name(model)]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.save_pretrained(str(folder))
     if model.can_generate():

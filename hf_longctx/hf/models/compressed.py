@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.forwards import carried, carrying, give, is_replaced, take
-from hf_longctx.hf.models.towers import text_part
+from hf_longctx.hf.models.forwards import carried, carrying, is_replaced
+from hf_longctx.hf.models.towers import ForwardsPatch
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.core.binding import HOOKS
+from hf_longctx.runtime.core.binding import HOOKS, class_name
 from hf_longctx.runtime.states.compressed_keys import Compression, Entries, attend_compressed, choose_entries, close_entries
 
 # names of layers with compressed keys in `layer_types`
@@ -32,28 +32,19 @@ _MADE = "_longctx_entries"
 
 def compressing_attention(model: nn.Module) -> list[Any]:
     """Attention layers of `model` whose class may compress keys."""
-    # sharding puts a class of torch in front of the module's own
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in MODULES.compressing]
+    return [module for module in model.modules() if class_name(module) in MODULES.compressing]
 
 
-class CompressedPatch:
-    """Gives attention layers and their compressors forwards that run plans."""
+class CompressedPatch(ForwardsPatch):
+    """Gives attention layers and their compressors forwards that run plans; refuses as `compressed_problems` says."""
 
-    def needed(self, model: nn.Module) -> bool:
-        """Whether the text model has such layers."""
-        return bool(compressing_attention(text_part(model)))
+    def forwards(self, text: nn.Module) -> list[tuple[Any, Any]]:
+        """Attention layers and compressors, with their forwards."""
+        return _forwards(text)
 
-    def apply(self, model: nn.Module) -> None:
-        """Raises ValueError as `compressed_problems` says."""
-        if problems := compressed_problems(text_part(model)):
-            raise ValueError(problems[0])
-        for module, forward in _forwards(text_part(model)):
-            give(module, forward)
-
-    def undo(self, model: nn.Module) -> None:
-        """Leaves a forward that accelerate has wrapped in the meantime."""
-        for module, forward in _forwards(text_part(model)):
-            take(module, forward)
+    def problems(self, text: nn.Module) -> list[str]:
+        """Returns what `compressed_problems` finds."""
+        return compressed_problems(text)
 
 
 def compressed_problems(model: nn.Module, rope_types: Iterable[str] = ()) -> list[str]:

@@ -10,56 +10,42 @@ The indexer runs without gradients in all these classes, so its weights get none
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.forwards import cache_parameter, give, has, is_replaced, take
-from hf_longctx.hf.models.towers import text_part
+from hf_longctx.hf.models.forwards import cache_parameter, carried, carrying, has, is_replaced
+from hf_longctx.hf.models.towers import ForwardsPatch
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.core.binding import HOOKS
+from hf_longctx.runtime.core.binding import HOOKS, class_name
 from hf_longctx.runtime.states.chosen_keys import choose_keys
 
 # name of layers with an index in `layer_types`
 INDEXED_LAYERS = "indexed_attention"
-# attribute of an indexer: the plan's context that its attention layer got
-_LENT = "_longctx_lent_context"
 # attribute of an indexer of pooled keys: what it has chosen, until attention takes it
 _POOLED = "_longctx_chosen_keys"
 
 
 def indexed_attention(model: nn.Module) -> list[tuple[Any, Any]]:
     """Attention layers of `model` with chosen keys, each with its indexer, or None if it uses the choice of another layer."""
-    layers: list[Any] = [module for module in model.modules() if _class_name(module) in MODULES.indexed]
+    layers: list[Any] = [module for module in model.modules() if class_name(module) in MODULES.indexed]
     # some layers of these classes may have windows instead
     return [(layer, layer.indexer) for layer in layers if layer.indexer is not None or getattr(layer, "skip_topk", False)]
 
 
-def _class_name(module: nn.Module) -> str:
-    # sharding puts a class of torch in front of the module's own
-    return type(module).__name__.removeprefix("FSDP")
+class IndexPatch(ForwardsPatch):
+    """Gives indexers, and attention layers that have one, forwards that run plans; refuses as `index_problems` says."""
 
+    def forwards(self, text: nn.Module) -> list[tuple[Any, Any]]:
+        """Indexers and attention layers, with their forwards."""
+        return _forwards(text)
 
-class IndexPatch:
-    """Gives indexers, and attention layers that have one, forwards that run plans."""
-
-    def needed(self, model: nn.Module) -> bool:
-        """Whether the text model has such layers."""
-        return bool(indexed_attention(text_part(model)))
-
-    def apply(self, model: nn.Module) -> None:
-        """Raises ValueError as `index_problems` says."""
-        if problems := index_problems(text_part(model)):
-            raise ValueError(problems[0])
-        for module, forward in _forwards(text_part(model)):
-            give(module, forward)
-
-    def undo(self, model: nn.Module) -> None:
-        """Leaves a forward that accelerate has wrapped in the meantime."""
-        for module, forward in _forwards(text_part(model)):
-            take(module, forward)
+    def problems(self, text: nn.Module) -> list[str]:
+        """Returns what `index_problems` finds."""
+        return index_problems(text)
 
 
 def index_problems(model: nn.Module) -> list[str]:
@@ -89,7 +75,7 @@ def _forwards(model: nn.Module) -> list[tuple[Any, Any]]:
     """Every module that gets a forward of its own, with the function."""
     found = []
     for layer, indexer in indexed_attention(model):
-        forward = _pooling_forward if _class_name(indexer) in MODULES.pooling else _indexer_forward
+        forward = _pooling_forward if class_name(indexer) in MODULES.pooling else _indexer_forward
         found += [(layer, _attention_forward), *([(indexer, forward)] if indexer is not None else [])]
     return found
 
@@ -98,13 +84,8 @@ def _attention_forward(layer: Any, *args: Any, longctx: GroupContext | None = No
     """The forward of an attention class, whose indexer finds the plan's context."""
     if longctx is None:
         return type(layer).forward(layer, *args, **keywords)
-    if layer.indexer is not None:
-        vars(layer.indexer)[_LENT] = longctx
-    try:
+    with carrying([] if layer.indexer is None else [layer.indexer], longctx):
         return type(layer).forward(layer, *args, longctx=longctx, **keywords)
-    finally:
-        if layer.indexer is not None:
-            del vars(layer.indexer)[_LENT]
 
 
 def _indexer_forward(
@@ -117,7 +98,7 @@ def _indexer_forward(
     **caches: Any,
 ) -> Tensor:
     """Positions in its document of the keys that each token sees, [1, T, K]; see `choose_keys`."""
-    context: GroupContext | None = vars(indexer).get(_LENT)
+    context = carried(indexer)
     if context is None:
         whole: Tensor = type(indexer).forward(
             indexer, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, **caches
@@ -135,20 +116,26 @@ def _indexer_forward(
         return chosen
 
     every = slice(0, hidden_states.shape[1])
-    try:
-        scored(every, own := _IndexCache(None), attention_mask)
-    except _KeysMade:
-        assert own.keys is not None
-    else:
-        raise RuntimeError(
-            f"{type(indexer).__name__} chose keys without asking the cache for those of earlier tokens; use the newest "
-            f"version of transformers that docs/models.md names"
-        )
+    made = _made_keys(indexer, lambda cache: scored(every, cache, attention_mask))
 
     def choose(rows: slice, keys_1ND: Tensor, seen_1RN: Tensor) -> Tensor:
         return scored(rows, _IndexCache(keys_1ND), seen_1RN)
 
-    return choose_keys(own.keys, indexer.index_topk, indexer.n_heads, choose, indexer, context)
+    return choose_keys(made, indexer.index_topk, indexer.n_heads, choose, indexer, context)
+
+
+def _made_keys(indexer: Any, run: Callable[[_IndexCache], Any]) -> Tensor:
+    """Returns the index keys that a run of the class's forward makes of this rank's tokens. run: calls it with a cache."""
+    own = _IndexCache(None)
+    try:
+        run(own)
+    except _KeysMade:
+        assert own.keys is not None
+        return own.keys
+    raise RuntimeError(
+        f"{type(indexer).__name__} chose keys without asking the cache for those of earlier tokens; use the newest version of "
+        f"transformers that docs/models.md names"
+    )
 
 
 def _pooling_forward(
@@ -159,24 +146,17 @@ def _pooling_forward(
     Under a plan it hides nothing, and attention gets the tokens by `pooled_choice`; see `choose_keys`. The class turns pooled
     keys by the rotary embeddings of their first tokens, which travel with the index keys.
     """
-    context: GroupContext | None = vars(indexer).get(_LENT)
+    context = carried(indexer)
     own_class = type(indexer)
     if context is None:
         whole: Tensor = own_class.forward(indexer, hidden_states, position_embeddings, attention_mask, cache)
         return whole
     if cache is not None:
         raise ValueError(f"{own_class.__name__} got a cache under a plan, which has none; run it through the plan's executor")
-    own = _IndexCache(None)
-    try:
-        own_class.forward(indexer, hidden_states, position_embeddings, attention_mask, own)
-    except _KeysMade:
-        assert own.keys is not None
-    else:
-        raise RuntimeError(
-            f"{own_class.__name__} chose keys without asking the cache for those of earlier tokens; use the newest version of "
-            f"transformers that docs/models.md names"
-        )
-    made = (own.keys, *position_embeddings)
+    keys = _made_keys(
+        indexer, lambda cache: own_class.forward(indexer, hidden_states, position_embeddings, attention_mask, cache)
+    )
+    made = (keys, *position_embeddings)
     most = indexer.token_budget + indexer.compress_ratio - 1
 
     def choose(rows: slice, given_1NX: Tensor, seen_1RN: Tensor) -> Tensor:

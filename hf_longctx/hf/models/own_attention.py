@@ -35,7 +35,7 @@ from hf_longctx.hf.models.positions import row_positions
 from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
-from hf_longctx.runtime.core.binding import is_ours, is_written_by, with_globals
+from hf_longctx.runtime.core.binding import class_name, is_ours, is_written_by, with_globals
 from hf_longctx.runtime.core.dropout import SITE, DropoutSite
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 
@@ -345,21 +345,16 @@ def own_attention(model: nn.Module) -> OwnAttention | None:
 
     Newer versions of transformers have moved some of these classes to its common interface.
     """
-    own = OWN_ATTENTION.get(_class_name(model))
+    own = OWN_ATTENTION.get(class_name(model))
     if own is None:
         return None
-    attention = next((module for module in model.modules() if _class_name(module) == own.attention), None)
+    attention = next((module for module in model.modules() if class_name(module) == own.attention), None)
     return None if attention is not None and _uses_interface(attention) else own
 
 
 def _uses_interface(attention: nn.Module) -> bool:
     """Whether an attention class calls the function that is registered under the name in the model's config."""
     return _INTERFACE in without_renames(type(attention).forward).__code__.co_names
-
-
-def _class_name(module: nn.Module) -> str:
-    # sharding puts a class of torch in front of the module's own
-    return type(module).__name__.removeprefix("FSDP")
 
 
 def is_served(model: Any) -> bool:
@@ -423,7 +418,7 @@ def _methods(model: Any) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         if hasattr(type(decoder), name):
             yield decoder, name, function
     for module in decoder.modules():
-        kind = _class_name(module)
+        kind = class_name(module)
         if kind in _LAYERS:
             yield module, "forward", _layer_forward
         elif kind in _ATTENTIONS:
@@ -443,7 +438,7 @@ def _decoder_forward(decoder: Any, *args: Any, longctx: GroupContext | None = No
     context = carried(decoder) or longctx
     if context is None:
         return type(decoder).forward(decoder, *args, **keywords)
-    carriers = [module for module in decoder.modules() if _class_name(module) in _LAYERS]
+    carriers = [module for module in decoder.modules() if class_name(module) in _LAYERS]
     forward = type(decoder).forward
     if _BIASES_OF_MASK in (names := inspect.unwrap(forward).__globals__) and not hasattr(type(decoder), _BIASES_OF_MASK):
         biases = partial(_biases, context, names[_BIASES_OF_MASK])
@@ -464,7 +459,7 @@ def _layer_forward(layer: Any, *args: Any, **keywords: Any) -> Any:
 
 
 def _class_forward(layer: nn.Module, *args: Any, longctx: GroupContext, **keywords: Any) -> Any:
-    with carrying((module for module in layer.modules() if _class_name(module) in _ATTENTIONS), longctx):
+    with carrying((module for module in layer.modules() if class_name(module) in _ATTENTIONS), longctx):
         # skip the wrapper of transformers that checkpoints a forward: it has already run
         return inspect.unwrap(type(layer).forward)(layer, *args, **keywords)
 
@@ -474,7 +469,7 @@ def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
     context = carried(attention)
     if context is None:
         return type(attention).forward(attention, *args, **keywords)
-    own, call = _ATTENTIONS[_class_name(attention)], OwnCall(attention, context)
+    own, call = _ATTENTIONS[class_name(attention)], OwnCall(attention, context)
     parameter = cache_parameter(type(attention).forward)
     given = keywords | {parameter: GroupCache(call)} | ({} if own.keeps_mask else {"attention_mask": None})
     output = type(attention).forward(attention, *args, **given)
@@ -488,7 +483,7 @@ def _attn(attention: Any, query: Tensor, key: Tensor, value: Tensor, attention_m
     context = carried(attention)
     if context is None:
         return type(attention)._attn(attention, query, key, value, attention_mask)
-    own = _ATTENTIONS[_class_name(attention)]
+    own = _ATTENTIONS[class_name(attention)]
     is_local = getattr(attention, "attention_type", "") == "local"
     pattern = AttentionPattern(window=attention.config.window_size) if is_local else CAUSAL
     scale = 1 / getattr(attention, own.divisor) if own.divisor else 1.0

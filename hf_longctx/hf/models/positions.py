@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_longctx.families.registry import MODULES, family_of_type
-from hf_longctx.hf.models.forwards import carried, carrying, give, take
-from hf_longctx.hf.models.towers import placeholder_ids, text_part
+from hf_longctx.hf.models.forwards import carried, carrying
+from hf_longctx.hf.models.towers import ForwardsPatch, placeholder_ids, text_part
 from hf_longctx.plan.model.config import NO_POSITIONS
+from hf_longctx.runtime.core.binding import class_name
 
 # fields with the number of positions
 _LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -91,29 +92,17 @@ def row_positions(model: nn.Module) -> list[nn.Module]:
 
 def _row_positions(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Each module that numbers the positions of a row, with its embeddings of positions."""
-    # sharding puts a class of torch in front of the module's own
-    named = ((module, MODULES.row_positions.get(type(module).__name__.removeprefix("FSDP"))) for module in model.modules())
+    named = ((module, MODULES.row_positions.get(class_name(module))) for module in model.modules())
     return [(module, getattr(module, name)) for module, name in named if name is not None]
 
 
-class RowPositionsPatch:
+class RowPositionsPatch(ForwardsPatch):
     """Gives embeddings of positions those of a plan in place of those in the row."""
 
-    def needed(self, model: Any) -> bool:
-        """Whether the text model's decoder numbers the tokens of a row."""
-        return bool(_row_positions(text_part(model)))
-
-    def apply(self, model: Any) -> None:
-        """Raises ValueError for a forward of others on the decoder or its embeddings."""
-        for decoder, embedding in _row_positions(text_part(model)):
-            give(decoder, _decoder_forward)
-            give(embedding, _embedding_forward)
-
-    def undo(self, model: Any) -> None:
-        """Leaves a forward that has been wrapped since."""
-        for decoder, embedding in _row_positions(text_part(model)):
-            take(decoder, _decoder_forward)
-            take(embedding, _embedding_forward)
+    def forwards(self, text: nn.Module) -> list[tuple[Any, Any]]:
+        """Decoders and their embeddings, with their forwards."""
+        pairs = _row_positions(text)
+        return [each for module, own in pairs for each in ((module, _decoder_forward), (own, _embedding_forward))]
 
 
 def _decoder_forward(decoder: Any, *args: Any, **keywords: Any) -> Any:

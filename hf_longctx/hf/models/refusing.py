@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.runtime.core.binding import HIDDEN
+from hf_longctx.runtime.core.binding import HIDDEN, class_name
 
 # attribute of a module: its refusing functions, also those that other code has wrapped
 _REFUSALS = "_longctx_refusals"
@@ -26,7 +26,7 @@ def refuse_saving(model: nn.Module, why: str, takes_weights: bool = False) -> No
     def save(this: Any, save_directory: Any, *args: Any, **keywords: Any) -> Any:
         if takes_weights and keywords.get("state_dict") is not None:
             return type(this).save_pretrained(this, save_directory, *args, **keywords)
-        name = type(this).__name__.removeprefix("FSDP")
+        name = class_name(this)
         raise RuntimeError(
             f"save_pretrained({str(save_directory)!r}) of {name} would write a part of the weights, since {why}; call "
             f"trainer.save_model(folder) on every rank, which writes all of them"

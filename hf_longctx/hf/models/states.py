@@ -49,7 +49,7 @@ from hf_longctx.plan.model.mixers import (
     mlstm_scan,
 )
 from hf_longctx.runtime.attention.context import GroupContext
-from hf_longctx.runtime.core.binding import HOOKS, is_ours, is_written_by, own_forward, with_globals
+from hf_longctx.runtime.core.binding import HOOKS, class_name, is_ours, is_written_by, own_forward, with_globals
 from hf_longctx.runtime.states.book import LayerScan, scan_name
 from hf_longctx.runtime.states.convolution import convolve_documents
 from hf_longctx.runtime.states.kernels import (
@@ -502,18 +502,13 @@ _LENT = "_longctx_lent_context"
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The mixers of a model that run under plans, by name."""
-    return {name: module for name, module in model.named_modules() if _class_name(module) in MIXERS}
+    return {name: module for name, module in model.named_modules() if class_name(module) in MIXERS}
 
 
 def num_scans(mixer: nn.Module) -> int:
     """Number of calls of the last function in a forward of `mixer`."""
-    scans = MIXERS[_class_name(mixer)].scans
+    scans = MIXERS[class_name(mixer)].scans
     return int(getattr(mixer, scans)) if scans else 1
-
-
-def _class_name(module: nn.Module) -> str:
-    """Name of a module's class, without the class that sharding puts in front of it."""
-    return type(module).__name__.removeprefix("FSDP")
 
 
 def num_calls(module: nn.Module) -> int:
@@ -621,7 +616,7 @@ def _problem(name: str, mixer: nn.Module) -> str:
     where = f"{name} ({type(mixer).__name__})"
     if is_replaced(mixer, _forward):
         return f"{where} has a forward that is not its class's, so its states cannot be passed on; remove it from the module"
-    known = MIXERS[_class_name(mixer)]
+    known = MIXERS[class_name(mixer)]
     modules = [path.partition(".")[0] for path in known.methods]
     missing = [each for each in (*known.functions, *modules) if each not in _names_in(type(mixer), function)]
     if missing:
@@ -656,7 +651,7 @@ def _names_in(kind: type[nn.Module], function: Any) -> set[str]:
 
 def _hook_problem(where: str, mixer: nn.Module) -> str:
     """Problem with hooks on modules whose forward plans replace; our own hooks, which only read, are allowed."""
-    for path in dict.fromkeys(MIXERS[_class_name(mixer)].methods):
+    for path in dict.fromkeys(MIXERS[class_name(mixer)].methods):
         owner, _, method = path.rpartition(".")
         if method != "forward":
             continue
@@ -675,7 +670,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     longctx = longctx or vars(mixer).get(_LENT)
     if longctx is None and _NO_KERNELS not in vars(mixer):
         return type(mixer).forward(mixer, *args, **keywords)
-    own, name = inspect.unwrap(type(mixer).forward), _class_name(mixer)
+    own, name = inspect.unwrap(type(mixer).forward), class_name(mixer)
     known = MIXERS[name]
     functions = {each: inspect.unwrap(own.__globals__[_TORCH_CODE.get(each, each)]) for each in known.functions}
     left_out = {known.fused: _nothing} if known.fused else {}

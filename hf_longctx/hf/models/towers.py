@@ -224,3 +224,32 @@ class _TextOutput:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._own, name, None)
+
+
+class ForwardsPatch:
+    """Patch that gives modules of the text model forwards that run plans."""
+
+    def forwards(self, text: nn.Module) -> list[tuple[Any, Any]]:
+        """Every module that gets a forward of its own, with the function."""
+        raise NotImplementedError
+
+    def problems(self, text: nn.Module) -> list[str]:
+        """Returns why plans cannot run these modules; empty if they can."""
+        return []
+
+    def needed(self, model: nn.Module) -> bool:
+        """Whether the text model has such modules."""
+        return bool(self.forwards(text_part(model)))
+
+    def apply(self, model: nn.Module) -> None:
+        """Raises ValueError for the first of `problems`, and for a forward of others on such a module."""
+        text = text_part(model)
+        if problems := self.problems(text):
+            raise ValueError(problems[0])
+        for module, forward in self.forwards(text):
+            give(module, forward)
+
+    def undo(self, model: nn.Module) -> None:
+        """Leaves a forward that accelerate has wrapped in the meantime."""
+        for module, forward in self.forwards(text_part(model)):
+            take(module, forward)

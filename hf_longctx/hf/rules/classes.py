@@ -21,6 +21,7 @@ from hf_longctx.families.registry import TESTED_MODELS, family_of
 from hf_longctx.hf.models.forwards import is_of_transformers
 from hf_longctx.hf.models.heads import head_kind, is_generic
 from hf_longctx.hf.models.towers import text_class, text_part
+from hf_longctx.runtime.core.binding import class_name
 
 _REMEDY = "use a class that docs/models.md calls exact, such as LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM"
 
@@ -74,7 +75,7 @@ def _decoder_problem(model: nn.Module) -> str:
 
 def _text_problem(model: nn.Module) -> str:
     """Returns why a multimodal model cannot train rows of text: its text model is untested. Empty if that is tested."""
-    name, text = code_of(type(model)).__name__, type(text_part(model)).__name__.removeprefix("FSDP")
+    name, text = code_of(type(model)).__name__, class_name(text_part(model))
     if text == family_of(name).text or text_class(model) in TESTED_MODELS:
         return ""
     problem = f"model class {name} has the text model {text} inside, but is tested only with {family_of(name).text}"

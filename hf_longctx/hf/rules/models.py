@@ -29,6 +29,7 @@ from hf_longctx.hf.models.states import state_problems
 from hf_longctx.hf.models.towers import tower_parameters
 from hf_longctx.hf.rules.classes import class_problem, code_of
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
+from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.core.loss import OwnLogit
 
 TESTED_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
@@ -151,7 +152,9 @@ def _pattern_problems(facts: ModelFacts) -> list[str]:
     if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
-    never = {getattr(each, name) for each in text.modules() if (name := facts.family.modules.second_attention.get(_kind(each)))}
+    never = {
+        getattr(each, name) for each in text.modules() if (name := facts.family.modules.second_attention.get(class_name(each)))
+    }
     problems = [
         f"{name} lets tokens see later ones (is_causal=False), but only causal attention is supported; build the model with "
         f"is_decoder=True in its config"
@@ -180,11 +183,6 @@ def _pattern_problems(facts: ModelFacts) -> list[str]:
                 f"make sliding_window, use_sliding_window and layer_types agree"
             )
     return problems
-
-
-def _kind(module: Any) -> str:
-    # sharding puts a class of torch in front of the module's own
-    return type(module).__name__.removeprefix("FSDP")
 
 
 def _two_sided_problems(config: PretrainedConfig) -> list[str]:

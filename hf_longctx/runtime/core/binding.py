@@ -26,6 +26,11 @@ PUT = "_longctx_put"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+def class_name(module: nn.Module) -> str:
+    """Returns the name of a module's class, without the class of torch that sharding puts in front of it."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def global_hooks() -> list[tuple[str, Any]]:
     """Returns the global hooks for all modules of the process, with the kind of each."""
     # read anew each time, since torch replaces some of the dictionaries

@@ -26,10 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from queue import Empty, Queue
+from threading import Thread
+from typing import IO, Any
 
 import datasets
 import torch
@@ -183,38 +185,43 @@ def backend(device: str) -> str:
     return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
-def rows_of(job: Job, deadline_s: float) -> Any:
+def rows_of(job: Job, deadline_s: float) -> Iterator[Row]:
     """Starts the ranks of a job and yields its rows as they come; ranks that end early get a row that failed."""
-    ranks = [start_rank(job, rank) for rank in range(job.num_ranks)]
-    names = list(job.names)
-    timer = subprocess.Popen(["sleep", str(max(1.0, deadline_s - time.monotonic()))])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start_rank(job, rank, port) for rank in range(job.num_ranks)]
+    # None: rank 0 has ended
+    lines: Queue[str | None] = Queue()
+    Thread(target=_read, args=(ranks[0].stdout, lines), daemon=True).start()
+    names, told = list(job.names), list[str]()
     try:
-        out = ranks[0].stdout
-        assert out is not None
-        told: list[str] = []
-        os.set_blocking(out.fileno(), False)
-        while names and timer.poll() is None:
-            line = out.readline()
-            if not line:
-                if ranks[0].poll() is not None:
-                    break
-                time.sleep(0.02)
-            elif line.startswith(ROW):
-                row = Row(**json.loads(line.removeprefix(ROW)))
-                if row.name == KILLED:
-                    row = replace(row, is_good=False, note="no rank was lost")
-                names.remove(row.name)
-                yield row
-            else:
+        while names:
+            line = lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            if line is None:
+                yield end_row(job, names[0], "".join(told))
+                return
+            if not line.startswith(ROW):
                 told.append(line)
-        if names and timer.poll() is None:
-            yield end_row(job, names[0], "".join(told))
+                continue
+            row = Row(**json.loads(line.removeprefix(ROW)))
+            if row.name == KILLED:
+                row = replace(row, is_good=False, note="no rank was lost")
+            names.remove(row.name)
+            yield row
+    except Empty:
+        # the time is up
+        return
     finally:
-        timer.kill()
-        timer.wait()
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
+def _read(out: IO[str], lines: Queue[str | None]) -> None:
+    for line in out:
+        lines.put(line)
+    lines.put(None)
 
 
 def end_row(job: Job, name: str, told: str) -> Row:
@@ -225,8 +232,8 @@ def end_row(job: Job, name: str, told: str) -> Row:
     return Row(name, job.num_ranks, note=(told.strip().splitlines() or ["rank 0 ended without a word"])[-1][:120])
 
 
-def start_rank(job: Job, rank: int) -> subprocess.Popen[str]:
-    """Starts one rank of a job; rank 0 says what it finds, and errors."""
+def start_rank(job: Job, rank: int, port: int) -> subprocess.Popen[str]:
+    """Starts one rank of a job; rank 0 says what it finds, and errors. port: where ranks meet."""
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -234,15 +241,11 @@ def start_rank(job: Job, rank: int) -> subprocess.Popen[str]:
         "WORLD_SIZE": str(job.num_ranks),
         "LOCAL_WORLD_SIZE": str(job.num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": os.environ.get("MASTER_PORT", ""),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **shared_device(job, rank),
     }
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = environment["MASTER_PORT"] = str(free.getsockname()[1])
     command = [sys.executable, str(Path(__file__).resolve()), "--job", json.dumps({**asdict(job), "folder": str(job.folder)})]
     out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
     err = subprocess.STDOUT if rank == 0 else subprocess.DEVNULL

@@ -259,16 +259,21 @@ SLOW_LINKS = replace(RATES, link_bytes_per_s=2e7, network_bytes_per_s=2e7, memor
 AUTO_LENGTHS = [20, 60, 20, 12] * 128
 
 
-def auto_setup(hardware: str, gib: float, **settings: Any) -> Setup:
-    """The setup of a run on four ranks."""
-    arguments: Any = SimpleNamespace(
+def cpu_arguments(num_ranks: int, num_rows: int) -> Any:
+    """Arguments of a trainer, as far as a setup reads them. num_rows: of a rank in a step."""
+    return SimpleNamespace(
         bf16=False,
         optim="adamw_torch",
         device=torch.device("cpu"),
-        world_size=4,
-        per_device_train_batch_size=2,
+        world_size=num_ranks,
+        per_device_train_batch_size=num_rows,
         disable_tqdm=True,
     )
+
+
+def auto_setup(hardware: str, gib: float, **settings: Any) -> Setup:
+    """The setup of a run on four ranks."""
+    arguments = cpu_arguments(4, 2)
     rows = TrainingRows(datasets.Dataset.from_list(random_rows(AUTO_LENGTHS)))
     config = LongContextConfig(**{"hardware": hardware, "device_gib": gib, "max_length": 64, **settings})
     facts = ModelFacts.of(build_model(ModelCase(num_layers=4, dtype=torch.float32)))
@@ -325,14 +330,7 @@ def test_auto_is_refused_where_seconds_were_measured(tmp_path: Path) -> None:
 
 def shared_on_rank(deferred: tuple[bool | None, ...]) -> tuple[Any, tuple[str, ...]]:
     """How parameters are shared, and the notes, on a rank whose weights are read in shards, or not."""
-    arguments: Any = SimpleNamespace(
-        bf16=False,
-        optim="adamw_torch",
-        device=torch.device("cpu"),
-        world_size=2,
-        per_device_train_batch_size=4,
-        disable_tqdm=True,
-    )
+    arguments = cpu_arguments(2, 4)
     rows = TrainingRows(datasets.Dataset.from_list(random_rows([20] * 8)))
     config = LongContextConfig(parameters="auto", device_gib=1.0, max_length=64, tokens_per_rank=30)
     cluster = patch("hf_longctx.hf.start.setup.cluster_spec", lambda *_: ClusterSpec(2, 2, SLOW_LINKS))
