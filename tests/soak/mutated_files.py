@@ -102,7 +102,7 @@ def profiles(folder: Path, generator: random.Random) -> Callable[[], list[str]]:
 
     def made() -> list[str]:
         name.write_text(mutated(generator.choice(known), generator), errors="surrogatepass")
-        return ["plan", "--model", "gpt-7b", "--hardware", str(name), *PLAN]
+        return ["plan", "--model", "qwen3-0.6b", "--hardware", str(name), *PLAN]
 
     return made
 
