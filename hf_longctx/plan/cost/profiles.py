@@ -39,6 +39,8 @@ _GLUED = re.compile(r"(?<=\b(?:rtx|gtx))(?=\d)|(?<=\d)(?=(?:sxm\d*|pcie|nvl\d*)\
 _SIZE_TOLERANCE = 0.1
 # larger sizes in a name are those of host memory ("GH200 480GB")
 _MOST_DEVICE_GB = 400
+# largest number of bytes, ranks or keys: larger ones overflow 64 bits in sums
+_LARGEST_INTEGER = 10**17
 # names in an error message, and how much of a known name must be alike
 _NEAREST, _LIKE = 3, 0.6
 
@@ -341,4 +343,6 @@ def _value(value: Any, rule: _Rule, path: str) -> Any:
         is_allowed = math.isfinite(number) and (number > 0 or (number == 0 and rule.endswith("0 or more")))
     if not is_allowed:
         raise ValueError(f"{path} is {value!r}; {rule} is needed")
+    if isinstance(value, int) and rule.startswith("an integer") and value > _LARGEST_INTEGER:
+        raise ValueError(f"{path} is {value:.2g}; at most {_LARGEST_INTEGER:.2g} is possible")
     return float(value) if rule.startswith("a number") else value

@@ -121,6 +121,7 @@ def test_fields_with_a_default_may_be_left_out() -> None:
         ("hardware.message_s", -1e-9, ("message_s is -1e-09", "0 or more")),
         ("hardware.kernel_s", "1e-5", ("kernel_s is '1e-5'", "number")),
         ("hardware.device_bytes", 1.5, ("device_bytes is 1.5", "integer above 0")),
+        ("hardware.device_bytes", 10**30, ("device_bytes is 1e+30", "at most 1e+17")),
         ("hardware.host_bytes", -1, ("host_bytes is -1", "integer of 0 or more")),
         ("hardware.name", 5, ("hardware.name is 5", "text")),
         ("hardware.exchange_bytes_per_s", [[2, 1e9]], ("exchange_bytes_per_s is [[2",)),
