@@ -64,9 +64,9 @@ VERSIONS = {
 # versions for runs that use a trainer of TRL
 _TRL_VERSION = {
     "other-trl": Rule(
-        f"trl {{versions[trl]}} is installed, but its trainers are tested with {_TRL}",
-        f"pip install 'trl=={_TRL}.*'",
-        lambda run: Version(run.versions["trl"]).release[:2] != Version(_TRL).release,
+        "trl {versions[trl]} is installed, but its trainers are tested with {tested}",
+        "pip install 'trl=={tested}.*'",
+        lambda run: ({"tested": _TRL} for _ in [0] if Version(run.versions["trl"]).release[:2] != Version(_TRL).release),
         "versions = {'trl': '1.15.2'}",
     ),
 }

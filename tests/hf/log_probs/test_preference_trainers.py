@@ -80,7 +80,8 @@ def test_evaluation_on_two_ranks_is_that_of_trl_on_one_process(
     expected = evaluate(kind, case, str(tmp_path), None, plain, 12)
     found = ranks(2).run(evaluate, kind, case, str(tmp_path), config, planned, 12)
     for metrics in found:
-        assert metrics == pytest.approx(expected, rel=2e-5, abs=2e-6)
+        # log-probabilities of answers are about 50, so those in fp32 round by some 5e-6
+        assert metrics == pytest.approx(expected, rel=2e-5, abs=2e-5 if kind == "unpaired" else 2e-6)
 
 
 def train(
