@@ -47,7 +47,7 @@ from hf_longctx.plan.groups.placement import (
 )
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
 from hf_longctx.plan.pipeline.lending import lent_plans
-from hf_longctx.plan.pipeline.search import PipelineSearch
+from hf_longctx.plan.pipeline.search import NotFaster, PipelineSearch
 from hf_longctx.plan.predict.bounds import MemoryLimitedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.planning import Planning
@@ -82,12 +82,13 @@ def _collector_paused() -> Iterator[None]:
 
 
 @_collector_paused()
-def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> StepPlan:
+def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig, most_s: float = math.inf) -> StepPlan:
     """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 
-    Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit. Raises
-    ValueError for a sequence that fits no allowed group and for settings that do not go together, and PlanError if a pass broke
-    an invariant.
+    most_s: seconds of a plan with other stages or shards, which a plan of several stages must beat; the search ends as soon as
+    it cannot. Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit.
+    Raises ValueError for a sequence that fits no allowed group and for settings that do not go together, NotFaster if no plan of
+    several stages takes less than `most_s`, and PlanError if a pass broke an invariant.
     """
     if config.lend_stages and not costs.model.keeps_all_stages:
         raise ValueError(
@@ -97,7 +98,7 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
     started_s = time.perf_counter()
     planning = Planning(costs, config)
     if len(config.stages) > 1:
-        search = PipelineSearch(step, lengths, planning)
+        search = PipelineSearch(step, lengths, planning, most_s)
         plan = search.plan()
         fitting = [(plan, "pipelines"), *((lent, "pipelines, lent") for lent in lent_plans(search, plan))]
         lower_bound_s = search.staged.lower_bound_s()
@@ -106,7 +107,10 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         problem = GroupingProblem.build(lengths, costs, config)
         fitting = group_plans(step, problem, planning)
     plan, run, solver = choose(fitting, planning)
-    gathers_s, counted_s = planning.gathers_s(plan), planning.counted_s(plan)
+    counted_s = planning.counted_s(plan)
+    if counted_s >= most_s:
+        raise NotFaster(counted_s)
+    gathers_s = planning.gathers_s(plan)
     if plan.num_stages == 1:
         chunks_s = counted_s - run.once_s
         lower_bound_s = run.once_s + least_step_s(problem, costs, config, chunks_s)
@@ -121,6 +125,13 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
         cost_source=costs.coefficients.source,
     )
     return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan), planning.host_limit_bytes)
+
+
+def step_bound_s(lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> float:
+    """Lower bound on the counted seconds of any plan of `lengths`, without planning; raises ValueError as `plan_step` does."""
+    if len(config.stages) > 1:
+        return PipelineSearch(0, lengths, Planning(costs, config)).bound_s()
+    return costs.coefficients.step_s + GroupingProblem.build(lengths, costs, config).lower_bound_s()
 
 
 def least_step_s(problem: GroupingProblem, costs: CostModel, config: PlannerConfig, most_s: float) -> float:

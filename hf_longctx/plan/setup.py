@@ -8,6 +8,7 @@ one. With NCCL every communicator takes device memory; with gloo, on CPU devices
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +33,9 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.pipeline.search import NotFaster
 from hf_longctx.plan.pipeline.stages import balanced_ranges
-from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.planner import plan_step, step_bound_s
 from hf_longctx.plan.policies.fit import longest_alone
 from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.stage_count import StageOption, StageOptions, StageSetup, stage_counts, stage_options
@@ -464,30 +466,34 @@ class _Choices:
             counts = [wishes.stages]
         numbers = dict.fromkeys((1, wishes.interleave))
         num_nodes = costs.cluster.num_ranks // costs.cluster.ranks_per_node
-        ways: list[tuple[int, ...]] = [(count, each) for count in counts for each in numbers if count * each <= num_layers]
+        ways: list[tuple[int, int]] = [(count, each) for count in counts for each in numbers if count * each <= num_layers]
         # ranks may have different devices and so different costs, so rank 0's ranges hold for all
         ranges = self.gather({way: balanced_ranges(costs, way[0], lengths, way[1]) for way in ways})[0]
-        setups: dict[tuple[int, ...], Setup] = {}
+        setups: dict[tuple[int, int], Setup] = {}
 
-        def setup_of(*way: int) -> StageSetup:
+        def setup_of(count: int, num_ranges: int, most_s: float = math.inf) -> StageSetup:
+            way = count, num_ranges
             # with too few layers, this says so
-            own = ranges.get(way) or balanced_ranges(costs, way[0], lengths, way[1])
-            setups[way], plan = self._on_stages(own, step)
+            own = ranges.get(way) or balanced_ranges(costs, count, lengths, num_ranges)
+            setups[way], plan = self._on_stages(own, step, most_s)
             return StageSetup(setups[way].costs, setups[way].planner, plan=plan)
 
-        def cutting_setup_of(*way: int) -> StageSetup:
-            return replace(setup_of(*way), longest_tokens=_with_planned_room(setups[way]).room_tokens, plan=None)
+        def cutting_setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
+            found = setup_of(count, num_ranges)
+            return replace(found, longest_tokens=_with_planned_room(setups[count, num_ranges]).room_tokens, plan=None)
 
         if wishes.stages != "auto" and wishes.interleave == 1:
             setup_of(wishes.stages, 1)
             return _with_planned_room(self._agreed(setups[wishes.stages, 1]))
-        options = StageOptions()
+        options, how = StageOptions(), (_MOST_SLOWER, wishes.interleave, num_nodes)
+        # a number that does not hold the longest sequence must not drop another one
+        prunes = wishes.may_shard or self.lengths.must_hold <= max(step, default=0)
         with suppress(ValueError):
-            options = stage_options(step, counts, setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
+            options = stage_options(step, counts, setup_of, *how, prunes)
         if not all(self.gather(bool(options.fitting))):
             # no number of stages holds the longest sequences, so these count as long as each may have them
             try:
-                options = stage_options(step, counts, cutting_setup_of, _MOST_SLOWER, wishes.interleave, num_nodes)
+                options = stage_options(step, counts, cutting_setup_of, *how, prunes=False)
             except ValueError:
                 fewest = next(iter(setups.values()), None)
                 if fewest is None or fewest.placement.tokens_per_rank(fewest.memory):
@@ -512,7 +518,7 @@ class _Choices:
         decided = self._with(placement=placement, may_shard=False)
         return replace(decided._on_stages(setup.ranges, ())[0], notes=notes)
 
-    def _holding(self, options: StageOptions, setups: Mapping[tuple[int, ...], Setup]) -> tuple[StageOptions, StageOption]:
+    def _holding(self, options: StageOptions, setups: Mapping[tuple[int, int], Setup]) -> tuple[StageOptions, StageOption]:
         """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
 
         If none does, nothing is dropped, and the option with most room is returned.
@@ -526,12 +532,15 @@ class _Choices:
                 why = "holds {:,} tokens of a sequence, and the longest one has {:,}"
                 dropped = zip(options.fitting, rooms, strict=False)
                 unfit = [(faster.num_stages, why.format(room, needed)) for faster, room in dropped]
-                return StageOptions(options.fitting[number:], (*options.unfit, *unfit)), option
+                return replace(options, fitting=options.fitting[number:], unfit=(*options.unfit, *unfit)), option
             rooms.append(setup.room_tokens)
         return options, options.fitting[rooms.index(max(rooms))]
 
-    def _on_stages(self, ranges: Ranges, step: Sequence[int]) -> tuple[Setup, StepPlan | None]:
-        """The setup with these layer ranges on the stages, and the plan of a step of these lengths if it was made on the way."""
+    def _on_stages(self, ranges: Ranges, step: Sequence[int], most_s: float = math.inf) -> tuple[Setup, StepPlan | None]:
+        """The setup with these layer ranges on the stages, and the plan of a step of these lengths if it was made on the way.
+
+        most_s: see `plan_step`.
+        """
         wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
         num_ranks, lends = wishes.placement.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
         model, index = measured.costs.model, measured.costs.model.index
@@ -556,7 +565,7 @@ class _Choices:
             return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
 
         if wishes.may_shard and num_ranks > 1 and step and (num_stages > 1 or wishes.shares_fastest):
-            return self._fastest_sharing(placement, setup_on, step)
+            return self._fastest_sharing(placement, setup_on, step, most_s)
         setup = setup_on(placement)
         if wishes.may_shard and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
             setup = replace(setup_on(_sharded(placement, num_ranks)), notes=(why,))
@@ -564,43 +573,50 @@ class _Choices:
         return setup, None
 
     def _fastest_sharing(
-        self, placement: Placement, setup_on: Callable[[Placement], Setup], step: Sequence[int]
+        self, placement: Placement, setup_on: Callable[[Placement], Setup], step: Sequence[int], most_s: float
     ) -> tuple[Setup, StepPlan | None]:
         """The setup with parameters shared in the way that is fastest for a step, gathers, sums and updates counted; its plan.
 
-        In stages of several nodes, shards may also be those of one node, which gather inside it. All ways are planned, since
-        gathers that take no time still make groups wait for one another. With `shares_fastest`, a way must also hold the longest
-        sequence. Without any, the way with most room is taken, and no plan.
+        In stages of several nodes, shards may also be those of one node, which gather inside it. Ways are planned in the order of
+        their lower bounds, and each has to beat the fastest so far: gathers that take no time still make groups wait for one
+        another, so that bounds alone do not decide. A way must also hold a sequence of `lengths.must_hold` tokens. Without any,
+        the way with most room is taken, and no plan. Raises NotFaster if ways fit, and none takes less than `most_s`.
         """
         best: tuple[float, Setup, StepPlan] | None = None
         roomiest: Setup | None = None
-        per_stage, per_node = placement.ranks_per_stage, placement.ranks_per_node
-        shard_ranks = self.wishes.placement.shard_ranks or per_stage
-        is_open = placement.is_pipeline and not self.wishes.placement.shard_ranks and self.wishes.expert_ranks <= 1
-        has_node_shards = is_open and per_stage > per_node and per_stage % per_node == 0
-        shards = (shard_ranks, per_node) if has_node_shards else (shard_ranks,)
-        longest = min(self.lengths.longest(), placement.max_length or sys.maxsize) if self.wishes.shares_fastest else 0
-        ways = [(each, own) for each in self.wishes.sharings for own in ((1,) if each == "replicated" else shards)]
-        for parameters, shared in ways:
-            if frees_every_round(parameters) and len(placement.ranges[0]) > 1:
-                # a run refuses these with several layer ranges
-                continue
+        slower: NotFaster | None = None
+        per_stage = placement.ranks_per_stage
+        longest = min(self.lengths.must_hold, placement.max_length or sys.maxsize)
+        ways: list[tuple[float, Setup]] = []
+        for parameters, shared in self._sharing_ways(placement):
             setup = setup_on(replace(placement, parameters=parameters, shard_ranks=shared))
-            try:
+            with suppress(ValueError):
                 self.check(setup, self.measured)
                 if roomiest is None or setup.room_tokens > roomiest.room_tokens:
                     roomiest = setup
+                if setup.memory.left_bytes(*setup.placement.sharing):
+                    ways.append((step_bound_s(step, setup.costs, setup.planner), setup))
+        for bound_s, setup in sorted(ways, key=lambda way: way[0]):
+            limit_s = min(most_s, best[0] if best else math.inf)
+            try:
+                if bound_s >= limit_s:
+                    raise NotFaster(bound_s)
+                plan = plan_step(0, step, setup.costs, setup.planner, limit_s)
                 if longest > max(step):
                     plan_step(0, [longest], setup.costs, setup.planner)
-                plan = plan_step(0, step, setup.costs, setup.planner)
+            except NotFaster as bound:
+                slower = bound if slower is None or bound.least_s < slower.least_s else slower
+                continue
             except ValueError:
                 continue
             counted_s = plan.estimate.counted_s + weight_seconds(plan, setup.costs).left_s
             if best is None or counted_s < best[0]:
                 best = counted_s, setup, plan
+        if best is None and slower is not None:
+            raise slower
         if best is None:
             # the way with most room says best why nothing fits
-            setup = roomiest or setup_on(_sharded(placement, shard_ranks))
+            setup = roomiest or setup_on(_sharded(placement, self.wishes.placement.shard_ranks or per_stage))
             self.check(setup, self.measured)
             return setup, None
         _, setup, plan = best
@@ -609,6 +625,17 @@ class _Choices:
         among = f"stages of {per_stage} ranks" if placement.is_pipeline else f"{per_stage} ranks"
         note = f"parameters of {among} are {name}, which is fastest for a step among those that fit"
         return replace(setup, notes=(note,)), plan
+
+    def _sharing_ways(self, placement: Placement) -> Iterator[tuple[Parameters, int]]:
+        """Ways to share the parameters of a stage, each with the ranks that share one copy."""
+        per_stage, per_node, shard_ranks = placement.ranks_per_stage, placement.ranks_per_node, self.wishes.placement.shard_ranks
+        is_open = placement.is_pipeline and not shard_ranks and self.wishes.expert_ranks <= 1
+        has_node_shards = is_open and per_stage > per_node and per_stage % per_node == 0
+        shards = (shard_ranks or per_stage, per_node) if has_node_shards else (shard_ranks or per_stage,)
+        for parameters in self.wishes.sharings:
+            # a run refuses these with several layer ranges
+            if not (frees_every_round(parameters) and len(placement.ranges[0]) > 1):
+                yield from ((parameters, own) for own in ((1,) if parameters == "replicated" else shards))
 
 
 def _sharded(placement: Placement, shard_ranks: int) -> Placement:

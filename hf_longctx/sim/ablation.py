@@ -169,7 +169,7 @@ def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
     """
 
     def planned(parameters: Parameters) -> AblationRow:
-        def setup_of(count: int, num_ranges: int) -> StageSetup:
+        def setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
             if count == 1:
                 return StageSetup(machine.costs, machine.config)
             costs = machine.staged_costs(count, parameters)
@@ -194,7 +194,7 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
     model = replace(machine.costs.model, keeps_all_stages=True)
     costs = replace(machine.costs, model=model, method="ulysses", parameters="replicated", shard_ranks=1)
 
-    def setup_of(count: int, num_ranges: int) -> StageSetup:
+    def setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
         if num_ranges > 1:
             raise ValueError("stages of several layer ranges lend no ranks")
         setup = _staged_setup(machine, costs, balanced_ranges(costs, count, lengths))
@@ -215,7 +215,7 @@ def _staged_setup(machine: Machine, costs: CostModel, ranges: Ranges) -> StageSe
 
 
 def _chosen(
-    name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int], StageSetup], num_nodes: int
+    name: str, lengths: Sequence[int], counts: Sequence[int], setup_of: Callable[[int, int, float], StageSetup], num_nodes: int
 ) -> AblationRow:
     """Returns the planner's plan at the best of these numbers of stages."""
     try:

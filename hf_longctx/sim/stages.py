@@ -45,6 +45,8 @@ def stage_rows(options: StageOptions, num_ranks: int) -> tuple[StageRow, ...]:
     """Returns a row for each number of stages that was tried, by number."""
     rows = [_row(option) for option in options.fitting]
     rows += [StageRow(count, num_ranks // count, detail=reason) for count, reason in options.unfit]
+    slower = "slower than other stages: at least {:.4g} s"
+    rows += [StageRow(count, num_ranks // count, detail=slower.format(least_s)) for count, least_s in options.slower]
     return tuple(sorted(rows, key=lambda row: row.num_stages))
 
 

@@ -53,14 +53,23 @@ def test_several_nodes_choose_the_number_of_stages_that_counts_the_fewest_second
 
 
 def test_stages_that_do_not_hold_the_longest_sequence_are_not_chosen() -> None:
-    fastest = scenario(model="llama-3.1-8b", network_gbit=5.0)
+    given: dict[str, Any] = {"model": "llama-3.1-8b", "network_gbit": 5.0, "parameters": "gathered_per_step"}
+    fastest = scenario(**given)
     room = fastest.longest_tokens
     assert fastest.setup.num_stages > 1
-    found = scenario(model="llama-3.1-8b", network_gbit=5.0, longest_tokens=room + room // 50)
+    found = scenario(**given, longest_tokens=room + room // 50)
     assert found.setup.num_stages != fastest.setup.num_stages and found.longest_tokens > room
     assert f"holds {room:,} tokens" in dict(found.setup.stage_options.unfit)[fastest.setup.num_stages]
     # if none holds it, the roomiest says how much would fit
-    assert scenario(model="llama-3.1-8b", network_gbit=5.0, longest_tokens=10**8).longest_tokens >= found.longest_tokens
+    assert scenario(**given, longest_tokens=10**8).longest_tokens >= found.longest_tokens
+
+
+def test_stages_share_parameters_in_a_way_that_holds_the_longest_sequence() -> None:
+    given: dict[str, Any] = {"model": "llama-3.1-8b", "network_gbit": 5.0}
+    fastest = scenario(**given)
+    room = fastest.longest_tokens
+    found = scenario(**given, longest_tokens=room + room // 50)
+    assert found.longest_tokens > room and found.placement.sharing != fastest.placement.sharing
 
 
 def test_a_model_that_fits_nowhere_says_how_many_bytes_it_takes() -> None:
@@ -71,7 +80,10 @@ def test_a_model_that_fits_nowhere_says_how_many_bytes_it_takes() -> None:
 def test_shards_divide_the_stages_that_are_chosen() -> None:
     for shard_ranks, counts in ((2, {1, 2}), (4, {1})):
         options = scenario("auto", parameters="sharded", shard_ranks=shard_ranks).setup.stage_options
-        assert {*(option.num_stages for option in options.fitting), *(number for number, _ in options.unfit)} == counts
+        assert {
+            *(option.num_stages for option in options.fitting),
+            *(number for number, _ in (*options.unfit, *options.slower)),
+        } == counts
 
 
 def test_layers_come_back_from_the_host_to_their_own_stage() -> None:

@@ -262,25 +262,23 @@ class StagedPlacement:
         return True
 
     def load_optimizer(self, model: Any, optimizer: Optimizer, folder: str) -> bool:
-        """Reads the states of a run with any number of stages, or with sharded parameters.
+        """Reads the states of a run with any number of stages, or with sharded parameters; raises ValueError for others."""
+        if problem := unstaged_states(folder):
+            raise ValueError(f"{folder} holds {problem}; resume with stages=1, or start from its weights with a fresh optimizer")
+        if (saved := _states_in(folder)) is None:
+            return False
+        self.prepare(model)
+        load_states(model, optimizer, saved, self.pool.control, stage_names(self.stage, is_saved=False))
+        return True
 
-        Raises ValueError for the states of a run with replicated parameters, since they carry no names.
-        """
-        if (saved := _states_in(folder)) is not None and saved.kind == "whole":
-            raise ValueError(
-                f"{folder} holds the states of an optimizer that updates whole weights of a run without stages; resume with "
-                f"stages=1, or start from its weights with a fresh optimizer"
-            )
-        if saved is not None:
-            self.prepare(model)
-            load_states(model, optimizer, saved, self.pool.control, stage_names(self.stage, is_saved=False))
-            return True
-        if (Path(folder) / OPTIMIZER_FILE).exists():
-            raise ValueError(
-                f"{folder} holds the optimizer of a run without stages and with replicated parameters, whose states have no "
-                f"names; resume with stages=1, or start from its weights with a fresh optimizer"
-            )
-        return False
+
+def unstaged_states(folder: str) -> str:
+    """Describes the optimizer states in a checkpoint that stages cannot read; empty if they can, or if there are none."""
+    if (saved := _states_in(folder)) is not None:
+        of_whole = "the states of an optimizer that updates whole weights of a run without stages"
+        return of_whole if saved.kind == "whole" else ""
+    has_file = (Path(folder) / OPTIMIZER_FILE).exists()
+    return "the optimizer of a run without stages and with replicated parameters, whose states have no names" if has_file else ""
 
 
 def _states_in(folder: str) -> SavedStates | None:

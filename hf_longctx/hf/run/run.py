@@ -340,7 +340,8 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     fused, kernels_line = fused_layers(model, args, compiles, control)
     reference = request.reference.parameters() if request.reference is not None else ()
     beside = OtherResidents(sum(weight.nbytes for weight in reference), _covered(fused, model))
-    must_fit = request.has_open_stages and config.long_sequences == "error"
+    has_choice = request.has_open_stages or config.parameters == "auto"
+    must_fit = has_choice and config.long_sequences == "error"
     rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task, must_fit)
     setup = choose_setup(config, checked.facts, args, checked.degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)

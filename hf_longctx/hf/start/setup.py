@@ -75,7 +75,7 @@ class TrainingRows:
 
     dataset: Any = None
     task: HeadTask = NEXT_TOKEN
-    # a number of stages that is chosen must hold the longest row
+    # stages and shards that are chosen must hold the longest row
     must_fit: bool = False
 
 

@@ -21,7 +21,6 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import DVCLiveCallback, WandbCallback
 
 from hf_longctx.hf.checkpoints.deferred import source_of
-from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.facts import ModelFacts
@@ -29,6 +28,7 @@ from hf_longctx.hf.models.spec import decoder_layers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules.trl import is_scored
+from hf_longctx.hf.run.placement import unstaged_states
 
 # packages whose trainers and callbacks read nothing of the model but what its stages give them
 _KNOWN_CALLBACKS = ("hf_longctx.", "transformers.")
@@ -117,8 +117,7 @@ def _reasons(
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy not in _SAVING:
         yield f"save_strategy={strategy!r} leaves the trained weights in trainer.model alone"
-    if folder := _unnamed_states(args):
-        yield f"the optimizer in {folder} is one of a run without stages and shards, whose states have no names"
+    yield from _unstaged_checkpoints(args)
     with_one = set(problems_of(replace(config, stages=1)))
     yield from (problem for problem in problems_of(replace(config, stages="auto")) if problem not in with_one)
     _, layers = decoder_layers(facts.model)
@@ -162,12 +161,15 @@ def _saving_tracker(report_to: Sequence[str] | str | None, callbacks: Sequence[o
     return ""
 
 
-def _unnamed_states(args: TrainingArguments) -> str:
-    """The checkpoint from which a training may go on and whose optimizer stages cannot read; empty if there is none."""
+def _unstaged_checkpoints(args: TrainingArguments) -> Iterator[str]:
+    """Yields checkpoints from which a training may go on and whose optimizer stages cannot read."""
     named = args.resume_from_checkpoint
     folders = [Path(named)] if isinstance(named, str) else []
-    folders += sorted(Path(args.output_dir or ".").glob("checkpoint-*"))
-    return next((str(folder) for folder in folders if _is_seen(folder / OPTIMIZER_FILE)), "")
+    for folder in [*folders, *sorted(Path(args.output_dir or ".").glob("checkpoint-*"))]:
+        # a damaged checkpoint, or one that this rank may not read, is found when it is chosen
+        with suppress(OSError, ValueError):
+            if problem := unstaged_states(str(folder)):
+                yield f"{folder} holds {problem}"
 
 
 def _is_seen(path: Path) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from hf_longctx.plan.core.orders import in_turns
 from hf_longctx.plan.core.types import MicroBatch, StepPlan, frees_every_round
 from hf_longctx.plan.groups.placement import PlacedGroup
@@ -66,19 +68,47 @@ class _Row:
     run: Evaluation
 
 
-class PipelineSearch:
-    """Finds micro-batches that fit: tries candidates in the order of their seconds and makes room where they need it."""
+class NotFaster(Exception):
+    """No plan takes less than the seconds that it must beat. least_s: seconds that every plan takes at least."""
 
-    def __init__(self, step: int, lengths: Sequence[int], planning: Planning) -> None:
-        self.step, self.planning = step, planning
+    def __init__(self, least_s: float) -> None:
+        super().__init__(f"every plan takes at least {least_s:.4g} s")
+        self.least_s = least_s
+
+
+class PipelineSearch:
+    """Finds micro-batches that fit: tries candidates in the order of their seconds and makes room where they need it.
+
+    most_s: seconds that the plan must beat; the search raises NotFaster when it finds that it cannot.
+    """
+
+    def __init__(self, step: int, lengths: Sequence[int], planning: Planning, most_s: float = math.inf) -> None:
+        self.step, self.planning, self.most_s = step, planning, most_s
         self.costs, self.config = planning.costs, planning.config
         self.staged = StagedStep(lengths, self.costs, self.config)
         self.candidates = Candidates(self.staged)
         self._least_of: dict[tuple[int, ...], LeastMemory] = {}
 
     def plan(self) -> StepPlan:
-        """Plans all sequences; raises ValueError for a sequence for which nothing fits."""
+        """Plans all sequences; raises ValueError for a sequence for which nothing fits, and NotFaster."""
+        if self.most_s < math.inf and (least_s := self.bound_s()) >= self.most_s:
+            raise NotFaster(least_s)
         return self._in_turns(self._plan_of(self.micro_batches(tuple(range(len(self.staged.lengths))))))
+
+    def bound_s(self) -> float:
+        """Lower bound on the seconds of any plan, gathers counted: the stage that works longest is always busy.
+
+        If gradients that wait whole leave no room, groups run one chunk each, for which stages take turns. Stages that lend their
+        ranks have only the bound of all ranks together.
+        """
+        staged = self.staged
+        if self.config.lend_stages or not len(staged.lengths):
+            return staged.lower_bound_s()
+        stages_s = staged.stages_s(range(len(staged.lengths)))
+        once_s = [sum(each.once_s for each in own) for own in staged.gathers]
+        # the stage with the most states has no more room than the budget says
+        takes_turns = self._room is not None and min(staged.room.waiting) >= max(1, self._room.budget.device_bytes)
+        return float(np.sum(stages_s) if takes_turns else np.max(stages_s + once_s)) + self.costs.coefficients.step_s
 
     def _in_turns(self, plan: StepPlan) -> StepPlan:
         """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""
@@ -103,6 +133,11 @@ class PipelineSearch:
         # with one backward no gradients wait; a search for pipelines of these sequences would find none
         apart = self._single_only(members)
         others = tuple(i for i in members if i not in set(apart))
+        if apart and self._are_all(members):
+            # stages take turns at single chunks
+            least_s = float(np.sum(self.staged.stages_s(apart)) + np.max(self.staged.stages_s(others)))
+            if least_s >= self.most_s:
+                raise NotFaster(least_s)
         try:
             may_leave = self._waiting_bytes > 0 and bool(members)
             found, left = self._in_pipelines(others, may_leave) if others or not members else ([], ())
@@ -126,7 +161,7 @@ class PipelineSearch:
         Raises ValueError for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
-        waiting = [members]
+        waiting, work_s = [members], np.zeros(self.staged.num_stages)
         while waiting:
             together = waiting.pop()
             most_s = _CHOICE.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
@@ -144,8 +179,17 @@ class PipelineSearch:
                     _ = self._fastest(longest) or self._least_memory(longest)
                 waiting += self._apart(together)
             else:
-                found = [*self._or_apart(together, row).micro_batches, *found]
+                made = self._or_apart(together, row)
+                found = [*made.micro_batches, *found]
+                work_s += np.reshape(self.planning.predict(made).busy_s, (self.staged.num_stages, -1)).mean(axis=1)
+                left = [i for part in waiting for i in part]
+                if self._are_all(members) and (least_s := float(np.max(work_s + self.staged.stages_s(left)))) >= self.most_s:
+                    raise NotFaster(least_s)
         return found, ()
+
+    def _are_all(self, members: tuple[int, ...]) -> bool:
+        """Whether these are all sequences of the step, whose plan must beat `most_s`."""
+        return self.most_s < math.inf and len(members) == len(self.staged.lengths)
 
     def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
         """The plan of these sequences in one micro-batch, or a faster one in several if stages idle for lack of chunks."""
@@ -238,7 +282,7 @@ class PipelineSearch:
 
     def _fastest(self, members: tuple[int, ...]) -> _Row | None:
         """Finds the fastest single micro-batch of these sequences that fits; None if none does."""
-        candidates = self.candidates.fastest(members)
+        candidates = self._faster(self.candidates.fastest(members), members)
         equal = [each for each in candidates if each.seconds <= _CHOICE.equal * candidates[0].seconds]
         # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
         row = next(filter(None, map(self._as_it_is, equal)), None)
@@ -258,6 +302,23 @@ class PipelineSearch:
             finer = (each for each in self._least(members) if _most_tokens(each.micro_batch) < most_tokens)
             best = self._made_fastest(finer, best)
         return best
+
+    def _faster(self, candidates: list[Candidate], members: tuple[int, ...]) -> list[Candidate]:
+        """The candidates that may beat `most_s`, which room only makes slower; raises NotFaster if none does.
+
+        Candidates of few chunks stay if none does, since two parts may be faster (`_or_apart`).
+        """
+        if not candidates or not self._are_all(members):
+            return candidates
+        chunks_s = self.most_s - self.costs.coefficients.step_s
+        slow = self._takes if self._room is not None else lambda each, seconds: each.seconds >= seconds
+        found = [each for each in candidates if not slow(each, chunks_s)]
+        if found:
+            return found
+        num_chunks = max(len(group.chunks) for group in candidates[0].micro_batch.groups)
+        if num_chunks > _CHOICE.few_chunks * self.staged.num_stages:
+            raise NotFaster(self.most_s)
+        return candidates
 
     def _loses_much(self, row: _Row) -> bool:
         """Whether a plan of one micro-batch takes much longer than with everything kept, so that others may recompute less."""

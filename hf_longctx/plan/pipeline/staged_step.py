@@ -199,6 +199,33 @@ class StagedStep:
         """Lower bound on the seconds of any plan."""
         return self.least_s(range(len(self.lengths))) + self.costs.coefficients.step_s
 
+    def stages_s(self, members: Sequence[int]) -> FloatArray:
+        """Lower bounds on the seconds in which every stage runs these sequences, with everything kept and gathers counted.
+
+        Each sequence counts at the degree of fewest rank-seconds, and chunks are as few as `tokens_per_rank` allows.
+        """
+        tokens = self.lengths[list(members)].astype(np.float64)
+        fewest = math.ceil(float(tokens.sum()) / (self.ranks_per_stage * self.config.tokens_per_rank))
+        found = []
+        for place, own in enumerate(self.ranges):
+            share = sum(each.num_layers for each in own) / self.costs.model.num_layers
+            rates = {each: _rates(self.costs, shape, own, place == self.num_stages - 1) for each, shape in self.shapes.items()}
+            work = [
+                degree * (each.sequences_s(tokens) - share * self._hidden_s(tokens, degree)) for degree, each in rates.items()
+            ]
+            fixed_s = fewest * min(each.chunk_s for each in rates.values())
+            fixed_s += sum(each.least_s(fewest) for each in self.gathers[place]) if fewest else 0.0
+            found.append(float(np.min(work, axis=0).sum()) / self.ranks_per_stage + fixed_s)
+        return np.array(found)
+
+    def _hidden_s(self, tokens: FloatArray, degree: int) -> FloatArray:
+        """Seconds in which rings of a degree compute while they send, in all layers, for each of these sequences."""
+        shape = self.shapes[degree]
+        if shape.num_blocks == 1:
+            return np.zeros_like(tokens)
+        found: FloatArray = np.sum([self.costs.hidden_s(tokens, shape, is_back) for is_back in (False, True)], axis=0)
+        return found
+
     def least_s(self, members: Sequence[int]) -> float:
         """Seconds of these sequences, each at the degree of fewest rank-seconds, spread over all ranks."""
         tokens, num_ranks = self.lengths[list(members)].tolist(), self.num_stages * self.ranks_per_stage

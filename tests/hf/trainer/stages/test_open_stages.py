@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 from pathlib import Path
@@ -101,6 +102,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a frozen layer": ({}, {}, "layer 1 has no weight that is trained"),
     "a weight outside of the layers": ({}, {}, "cannot be cut into pipeline stages"),
     "an earlier checkpoint": ({}, {}, "whose states have no names"),
+    "an earlier checkpoint of whole weights": ({}, {}, "the states of an optimizer that updates whole weights"),
+    "a damaged checkpoint": ({}, {}, CHOSEN),
     "folders of their own": ({}, {}, "do not see one folder"),
     "class without code": ({}, {}, CHOSEN),
 }
@@ -216,6 +219,11 @@ def test_one_reason_keeps_one_stage_and_is_said_in_one_line(ranks, tmp_path: Pat
     if name == "an earlier checkpoint":
         (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
         (tmp_path / "run" / "checkpoint-2" / "optimizer.pt").touch()
+    if name in ("an earlier checkpoint of whole weights", "a damaged checkpoint"):
+        folder = tmp_path / "run" / "checkpoint-2" / "optimizer"
+        folder.mkdir(parents=True)
+        index = {"kind": "whole", "optimizer": "Adafactor", "weights": {}, "groups": []}
+        (folder / "index.json").write_text(json.dumps(index) if "whole" in name else "")
     for num_stages, lines in ranks(4).run(start, str(tmp_path / "run"), profile(tmp_path), name):
         said = [line for line in lines if "stages" in line or "stage," in line]
         wanted = SETTINGS[name][2]
