@@ -343,7 +343,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "hy_v4",
         "HYV4ForCausalLM",
-        traits=Traits(streams_field="hc_mult"),
+        traits=Traits(streams_field="hc_mult", fp32_head=True),
         modules=Modules(
             tuples={"HYV4DecoderLayer": 2}, passed_on={"HYV4DecoderLayer": "prev_topk_indices"}, indexed=("HYV4Attention",)
         ),

@@ -66,6 +66,8 @@ class Traits:
     layer_inputs: bool = False
     # residuals and their addends are multiplied by weights
     scales_residuals: bool = False
+    # the head is in fp32, although other weights are in half precision
+    fp32_head: bool = False
     # field with the number of elements that layers pass on beside hidden states
     passed_field: str = ""
     # field with the number of streams of hidden states between layers

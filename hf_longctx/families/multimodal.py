@@ -74,7 +74,7 @@ MULTIMODAL: tuple[Family, ...] = (
     ),
     Family(
         "hy_v4_vl",
-        traits=Traits(streams_field="hc_mult"),
+        traits=Traits(streams_field="hc_mult", fp32_head=True),
         wrapper="HYV4VLForConditionalGeneration",
         text="HYV4VLTextModel",
         modules=Modules(

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_files, is_adapted, saved_parameters
+from hf_longctx.hf.models.adapters import ADAPTER_FILE, adapter_files, hidden_dtype, is_adapted, saved_parameters
 from hf_longctx.hf.models.cutting import find_pieces
 from hf_longctx.hf.models.refusing import refuses
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -125,7 +125,7 @@ def _copy_converted(model: Any, folder: str) -> None:
     def load() -> dict[str, Tensor]:
         checkpoint_files(folder)
         loaded, report = model_class.from_pretrained(
-            folder, dtype=model.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder, dtype=hidden_dtype(model), local_files_only=True, use_safetensors=True, output_loading_info=True
         )
         found: dict[str, Tensor] = loaded.state_dict()
         if missing := sorted({*report["missing_keys"], *(targets.keys() - found.keys())}):
@@ -375,7 +375,7 @@ def _save_own(model: Any, partial: Path, weights: dict[str, Tensor], max_shard_s
 def save_configs(model: Any, folder: Path) -> None:
     """Writes the configs of a model as `save_pretrained` does; the class of a sharded one is named FSDP plus its plain name."""
     model.config.architectures = [class_name(model)]
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.dtype = str(hidden_dtype(model)).removeprefix("torch.")
     model.config.save_pretrained(str(folder))
     if model.can_generate():
         model.generation_config.save_pretrained(str(folder))

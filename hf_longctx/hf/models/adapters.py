@@ -5,7 +5,8 @@ Start-up checks, the planner's `ModelSpec` and adapter checkpoints use these fun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_longctx.runtime.activations.adapted_projection import (
     dropout_problem,
     plain_projection,
 )
+from hf_longctx.runtime.core.torch_versions import trains_several_dtypes
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -186,17 +188,19 @@ def tied_token_problem(model: Any) -> str:
 
 
 def shard_problems(model: Any) -> list[str]:
-    """Returns why trained weights cannot be sharded: FSDP2 sums all gradients of a unit in one dtype. Empty if they can be."""
+    """Returns why trained weights cannot be sharded: FSDP2 may sum all gradients of a unit in one dtype. Empty if they can be."""
     base = base_of(model)
-    if not is_adapted(model) or not isinstance(base, PreTrainedModel):
+    if trains_several_dtypes() or not isinstance(base, PreTrainedModel):
         return []
-    ends = [end for end in (base.get_input_embeddings(), head_of(base)) if isinstance(end, nn.Module)]
-    if len(dtypes := {parameter.dtype for end in ends for parameter in end.parameters() if parameter.requires_grad}) < 2:
-        return []
-    return [
-        f"embedding and head are trained in {' and '.join(sorted(map(str, dtypes)))}, but a sharded unit can have only one "
-        f"dtype; call get_peft_model(..., autocast_adapter_dtype=False), or use parameters='replicated'"
-    ]
+    layers = [list(layer.parameters()) for layer in text_layers(base)]
+    inside = {id(parameter) for layer in layers for parameter in layer}
+    for unit in (*layers, [parameter for parameter in model.parameters() if id(parameter) not in inside]):
+        if len(dtypes := {parameter.dtype for parameter in unit if parameter.requires_grad}) > 1:
+            return [
+                f"weights of one layer, or embedding and head, are trained in {' and '.join(sorted(map(str, dtypes)))}, but shards "
+                f"of torch {torch.__version__} sum their gradients in one dtype; install torch 2.12 or newer, or use parameters='replicated'"
+            ]
+    return []
 
 
 def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
@@ -217,17 +221,44 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
 
 
 def hidden_dtype(model: Any) -> torch.dtype:
-    """Dtype of hidden states, which is that of the model's own weights; start-up refuses a model that mixes dtypes.
+    """Dtype of hidden states, which is that of the model's own weights, except those that its class keeps in fp32.
 
     `model` may be one pipeline stage.
     """
     own, _ = own_dtypes(model)
-    if len(own) == 1:
-        return next(iter(own))
+    if own:
+        # start-up refuses a model that mixes others (`mixed_problems`)
+        return min(own, key=lambda dtype: dtype.itemsize)
     # a stage may have only norms without weights and four-bit layers
     asked = getattr(base_of(model).config, "dtype", None)
-    dtype: torch.dtype = asked if not own and isinstance(asked, torch.dtype) else base_of(model).dtype
+    dtype: torch.dtype = asked if isinstance(asked, torch.dtype) else base_of(model).dtype
     return dtype
+
+
+def kept_in_fp32(model: Any) -> Callable[[str], bool]:
+    """Returns whether transformers loads a weight of a name in fp32 into `model`, whose other weights are in half precision."""
+    # its pattern for names, as `from_pretrained` makes it (core_model_loading.py)
+    kept = [each.replace("*", ".*") for each in base_of(model)._get_dtype_plan(hidden_dtype(model))]
+    pattern = re.compile("|".join(kept))
+    return lambda name: bool(kept) and pattern.search(name.replace("base_layer.", "")) is not None
+
+
+def mixed_problems(model: Any) -> list[str]:
+    """Returns why a model's own weights have several dtypes, if its class does not keep some in fp32; empty if they may have."""
+    dtypes, _ = own_dtypes(model)
+    if len(dtypes) < 2:
+        return []
+    hidden, is_kept = hidden_dtype(model), kept_in_fp32(model)
+    packed = {id(parameter) for layer in four_bit_layers(model).values() for parameter in layer.parameters()}
+    for name, parameter in base_of(model).named_parameters():
+        if parameter.dtype == hidden or id(parameter) in packed or "lora_" in name:
+            continue
+        if parameter.dtype != torch.float32 or not is_kept(name):
+            return [
+                f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))} (first {name}, which "
+                f"{type(base_of(model)).__name__} does not keep in fp32); load it in one dtype"
+            ]
+    return []
 
 
 def trained_sizes(model: Any) -> AdapterSpec:

@@ -453,7 +453,7 @@ def _check_passes(pieces: Pieces) -> None:
     """Raises ValueError unless the decoder without layers and norm returns hidden states exactly as it got them."""
     weight = next(parameter for parameter in pieces.model.parameters() if parameter.is_floating_point())
     shape = (1, _PROBE_TOKENS, pieces.decoder.config.hidden_size)
-    probe_1TC = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    probe_1TC = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, hidden_dtype(pieces.model))
     positions = torch.arange(1, _PROBE_TOKENS + 1, device=weight.device).unsqueeze(0)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
     calls: list[str] = []

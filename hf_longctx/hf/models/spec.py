@@ -113,9 +113,25 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         capped_bytes=_capped_bytes(model, spec),
         windows=with_states(layer_windows(model), spec.states),
         frozen_parameters=frozen_parameters(model),
+        **_fp32_sizes(model),
         **_rounded_sizes(model, spec),
         tower_parameters=_tower_elements(model),
     )
+
+
+def _fp32_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """Fields of a spec for weights that the class keeps in fp32; means over the loaded layers if this rank loaded one stage."""
+    if hidden_dtype(model).itemsize >= 4:
+        return {}
+    layers = [layer for layer in text_layers(model) if any(True for _ in layer.parameters())]
+    weights = [(name, weight) for layer in layers for name, weight in layer.named_parameters() if weight.dtype == torch.float32]
+    count = sum(weight.numel() for name, weight in weights if not any(word in name for word in _ADDED))
+    head = base_of(model).get_output_embeddings()
+    own_head = getattr(head, "weight", None)
+    return {
+        "fp32_parameters": count // max(1, len(layers)),
+        "fp32_head": own_head is not None and own_head.dtype == torch.float32,
+    }
 
 
 def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:

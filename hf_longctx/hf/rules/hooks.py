@@ -148,10 +148,10 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "torchao.optim.adam:_AdamBase": {"_new_buffer": ()},
     "transformers.configuration_utils:PreTrainedConfig": {"_attn_implementation": (), "_experts_implementation": ()},
     "transformers.modeling_utils:PreTrainedModel": {
+        "_get_dtype_plan": ("dtype",),
         "_gradient_checkpointing_func": (),
         "_hf_peft_config_loaded": (),
         "_init_weights": ("module",),
-        "_keep_in_fp32_modules_strict": (),
         "_keys_to_ignore_on_load_unexpected": (),
         "_keys_to_ignore_on_save": (),
         "_loss_function": (),

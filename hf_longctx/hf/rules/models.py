@@ -12,7 +12,14 @@ from transformers.trainer_utils import align_special_tokens
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.data.labels import Problem
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.adapters import adapter_problems, hidden_dtype, is_adapted, kind_problems, own_dtypes
+from hf_longctx.hf.models.adapters import (
+    adapter_problems,
+    hidden_dtype,
+    is_adapted,
+    kind_problems,
+    mixed_problems,
+    own_dtypes,
+)
 from hf_longctx.hf.models.attention import attention_problems
 from hf_longctx.hf.models.compressed import COMPRESSED_LAYERS, compressed_problems, compressing_attention
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
@@ -113,10 +120,8 @@ def model_problems(facts: ModelFacts) -> list[str]:
     if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in towers):
         problems.append(_frozen_problem(facts))
     dtypes, added = own_dtypes(model)
-    if len(dtypes) > 1:
-        kept = sorted(getattr(base, "_keep_in_fp32_modules_strict", None) or ())
-        remedy = f"load it with dtype='float32', since {name} keeps {', '.join(kept)} in fp32" if kept else "load it in one dtype"
-        problems.append(f"the model mixes weights of {', '.join(sorted(map(str, dtypes)))}; {remedy}")
+    if mixed := mixed_problems(model):
+        problems += mixed
     elif len(added) > 1 or not added <= dtypes | {torch.float32}:
         problems.append(
             f"the adapters have weights of {', '.join(sorted(map(str, added)))} on a model of {hidden_dtype(model)}; make all of "

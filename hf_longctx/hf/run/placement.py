@@ -40,7 +40,7 @@ from hf_longctx.hf.checkpoints.weights import (
     save_stages,
     stage_names,
 )
-from hf_longctx.hf.models.adapters import is_adapted, saved_parameters
+from hf_longctx.hf.models.adapters import hidden_dtype, is_adapted, saved_parameters
 from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.refusing import refuse_saving
@@ -250,7 +250,7 @@ class StagedPlacement:
         self.prepare(model)
 
         def load_alone() -> dict[str, Tensor]:
-            found: dict[str, Tensor] = load_stage(folder, self.ranges, self.stage.stage, model.dtype).state_dict()
+            found: dict[str, Tensor] = load_stage(folder, self.ranges, self.stage.stage, hidden_dtype(model)).state_dict()
             return found
 
         load_stage_weights(self.stage, folder, load_alone, self.pool.stage_group)

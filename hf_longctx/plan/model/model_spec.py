@@ -211,6 +211,9 @@ class ModelSpec:
     rounded_parameters: int = 0
     # the head is gathered in two bytes, too
     rounds_head: bool = False
+    # parameters of a layer that are in fp32, although other weights are in half precision; and whether the head is
+    fp32_parameters: int = 0
+    fp32_head: bool = False
     # bytes of both moments of a trained parameter if the optimizer keeps them in few bits; 0: the type of the weights it updates
     moment_bytes: float = 0.0
     # bytes of one logit that a cap after the head keeps for backward; 0: no cap
@@ -331,6 +334,7 @@ class ModelSpec:
             input_size=2 * hidden_size if traits.mlp == "with_attention" else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("qk_layernorm", traits.qk_norms))),
             caps_scores=bool(config.get("attn_logit_softcapping")),
+            fp32_head=traits.fp32_head,
             capped_bytes=bytes_per_element if any(config.get(field) for field in _LOGIT_CAPS) else 0,
             drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),
             idle_parameters=idle,
@@ -584,9 +588,11 @@ class ModelSpec:
     def part_weight_bytes(self, num_layers: int, is_first: bool, is_last: bool) -> int:
         """Bytes of the weights that `part_parameters` counts, without scales of packed weights."""
         count = self.part_parameters(num_layers, is_first, is_last)
+        wide = num_layers * self.fp32_parameters + self.head_outputs * self.hidden_size * (self.fp32_head and is_last)
+        added = max(0, 4 - self.bytes_per_element) * wide
         if self.packed.is_empty:
-            return count * self.bytes_per_element
-        return (count - num_layers * self.layer_weights) * self.bytes_per_element + num_layers * self.packed.layer_bytes
+            return count * self.bytes_per_element + added
+        return (count - num_layers * self.layer_weights) * self.bytes_per_element + num_layers * self.packed.layer_bytes + added
 
     def rounded_bytes(self, num_layers: int, is_last: bool) -> int:
         """Bytes by which gathered weights of `num_layers` layers, and of the head if `is_last`, are smaller than their shards."""

@@ -24,6 +24,28 @@ def weight_groups(unit: Any) -> list[Any]:
     return groups
 
 
+def trains_several_dtypes() -> bool:
+    """Whether a unit of FSDP2 may train weights of several dtypes (`add_weight_group`).
+
+    Until torch 2.12 is the lowest: 2.11 has one record of weights for a unit, whose gradients are summed in one dtype.
+    """
+    return not torch.__version__.startswith("2.11")
+
+
+def add_weight_group(unit: Any, weights: list[Any]) -> None:
+    """Shards weights that `fully_shard` was told to ignore, in a second record of the `FSDPModule` `unit`, like its first.
+
+    FSDP2 makes several records itself, but only for weights of several meshes. Until torch 2.12 is the lowest: not in 2.11.
+    """
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    first = groups[0]
+    for weight in weights:
+        if not weight.is_meta:
+            weight.data = weight.data.to(first.device)
+    places = first.modules, first.mesh_info, first.post_forward_mesh_info, first.device
+    groups.append(type(first)(weights, *places, None, first.mp_policy, first.offload_policy))
+
+
 def drop_whole_gradients(weight: Any) -> None:
     """Drops gradients of a gathered weight that wait for a reduction. weight: FSDP2's record of it.
 

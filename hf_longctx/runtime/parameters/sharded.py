@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Parameters, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
-from hf_longctx.runtime.core.torch_versions import drop_whole_gradients, wait_for_passes, weight_groups
+from hf_longctx.runtime.core.torch_versions import add_weight_group, drop_whole_gradients, wait_for_passes, weight_groups
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
 from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
@@ -123,7 +123,11 @@ def shard_model(
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     for module in [*layers, model]:
-        fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params=dealt)
+        # a unit sums its gradients in one dtype, so weights that are trained in another get a group of their own
+        wide = _in_second_dtype(module, dealt)
+        fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params={*dealt, *wide})
+        if wide:
+            add_weight_group(module, wide)
     # `ShardedParameters` sums over the copies itself, without FSDP2
     setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):
@@ -134,6 +138,14 @@ def shard_model(
     if layers_on_host:
         device = torch.device(mesh.device_type)
         setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
+
+
+def _in_second_dtype(unit: nn.Module, dealt: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the weights of a unit in the widest dtype that it trains, if it trains others too; else none."""
+    weights = [weight for weight in unit.parameters() if weight not in dealt and not isinstance(weight, DTensor)]
+    dtypes = {weight.dtype for weight in weights if weight.requires_grad}
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+    return [weight for weight in weights if weight.dtype == widest] if len(dtypes) > 1 else []
 
 
 def copies_group(model: object) -> dist.ProcessGroup | None:

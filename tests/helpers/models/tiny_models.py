@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,6 +310,20 @@ def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformer
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def cast_as_kept(
+    model: transformers.PreTrainedModel, dtype: torch.dtype, wide: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
+    """The model with weights of `dtype`, but `wide` for those that its class keeps in fp32 beside bf16; buffers as `cast`."""
+    kept = re.compile("|".join(model._get_dtype_plan(torch.bfloat16)))
+    for name, parameter in cast(model, dtype).named_parameters():
+        if kept.search(name):
+            parameter.data = parameter.data.to(wide)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
     return model
 
 

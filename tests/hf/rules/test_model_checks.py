@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.models.any_model import build_any
 from helpers.models.chats import tokenizer_of
 from helpers.models.tiny_models import FAMILIES, LLAMA_SHAPE, OTHER_FAMILIES, ModelCase, build_model, cast, tiny_llama
-from helpers.models.versions import is_older, newest
+from helpers.models.versions import is_older
 from helpers.trainers.trainer_runs import problems_at_start
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
@@ -310,22 +309,6 @@ def test_rope_of_fixed_frequencies_is_accepted(rope_type: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_in_half_precision_are_accepted(dtype: torch.dtype) -> None:
     assert problems_at_start(cast(tiny_llama(), dtype)) == []
-
-
-@newest
-def test_a_class_that_keeps_weights_in_fp32_is_refused_in_bf16_with_what_it_keeps() -> None:
-    model = cast(build_any("BailingHybridForCausalLM", is_random=False), torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if "conv1d" in name:
-            parameter.data = parameter.data.float()
-    (problem,) = setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2))
-    # newer versions of transformers keep more
-    kept = ", ".join(sorted(type(model)._keep_in_fp32_modules_strict))
-    assert "A_log, conv1d, dt_bias, e_score_correction_bias" in kept
-    assert problem == (
-        "the model mixes weights of torch.bfloat16, torch.float32; load it with dtype='float32', since BailingHybridForCausalLM "
-        f"keeps {kept} in fp32"
-    )
 
 
 def test_checkpointing_on_the_model_is_refused_and_the_remedy_works() -> None:
