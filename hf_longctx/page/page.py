@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -29,40 +28,7 @@ from hf_longctx.page.charts import (
 )
 from hf_longctx.page.history import Step, steps_of, thinned
 from hf_longctx.plan.cost.cost_model import OPERATIONS_FORMULA
-
-# dense bf16 FLOP/s from data sheets, by words of the device's name; the first match counts
-_PEAKS = {
-    "B200": 2250e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "GH200": 990e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A10G": 70e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-    "RTX 5090": 209.5e12,
-    "RTX 6000 Ada": 364.2e12,
-    "RTX PRO 6000": 503.8e12,
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-}
-
-
-def peak_of(device: str) -> float | None:
-    """Returns dense bf16 FLOP/s of a device by torch's name for it; None for others, such as CPUs."""
-    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device)), None)
-
+from hf_longctx.plan.cost.profiles import peak_of_device
 
 PAGE = "report.html"
 _EVALUATIONS = "long_evaluation.json"
@@ -139,7 +105,7 @@ def _rates(start: Line, peak_flops: float | None) -> Rates:
     machine = start["machine"]
     if peak_flops is not None:
         return Rates(machine["ranks"], peak_flops, "as given by --peak-tflops")
-    return Rates(machine["ranks"], peak_of(machine["device"]), f"dense bf16, {machine['device']}")
+    return Rates(machine["ranks"], peak_of_device(machine["device"]), f"dense bf16, {machine['device']}")
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:

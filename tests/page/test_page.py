@@ -21,7 +21,6 @@ from hf_longctx.cli.main import main
 from hf_longctx.journal import JOURNAL, Journal, append_lines, read_journal
 from hf_longctx.page.charts import loss_chart
 from hf_longctx.page.history import length_counts, steps_of, thinned
-from hf_longctx.page.page import peak_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 STEPS, SAVED = 6, 3
@@ -160,13 +159,6 @@ def test_each_of_several_held_out_sets_has_a_curve_of_its_own() -> None:
     journal = Journal(tuple(lines), 0)
     traces = {each["name"]: each["y"] for each in loss_chart([], journal).traces[1:]}
     assert traces == {"held out: a": [2.0, 1.0], "held out: b": [1.0, 1.0]}
-
-
-def test_peaks_are_those_of_whole_names() -> None:
-    assert peak_of("NVIDIA H100 80GB HBM3") == 989e12 and peak_of("NVIDIA H100 PCIe") == 756e12
-    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA L40S") == 362e12
-    assert peak_of("NVIDIA GB200") == 2500e12 and peak_of("NVIDIA GeForce RTX 4090") == 165.2e12
-    assert peak_of("NVIDIA RTX A4000") is None and peak_of("CPU x86_64") is None
 
 
 def test_a_journal_that_cannot_be_written_does_not_stop_the_training(tmp_path: Path, caplog) -> None:

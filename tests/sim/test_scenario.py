@@ -53,6 +53,13 @@ def test_without_measurements_the_formulas_are_used_and_said_so() -> None:
     assert scenario.costs.cluster.ranks_per_node == 8
 
 
+def test_seconds_of_attention_to_compressed_keys_are_said_to_be_too_many() -> None:
+    request = Request("deepseek-v4-flash", "h200", 64)
+    note = "attention to compressed keys counts as attention to all keys, so long documents take less time"
+    assert note in build_scenario(request, must_fit=False).notes
+    assert note not in build_scenario(replace(request, model="glm-4.5-air"), must_fit=False).notes
+
+
 @pytest.mark.parametrize(
     "model,hardware,dtype,is_once",
     [

@@ -197,8 +197,9 @@ def shard_problems(model: Any) -> list[str]:
     for unit in (*layers, [parameter for parameter in model.parameters() if id(parameter) not in inside]):
         if len(dtypes := {parameter.dtype for parameter in unit if parameter.requires_grad}) > 1:
             return [
-                f"weights of one layer, or embedding and head, are trained in {' and '.join(sorted(map(str, dtypes)))}, but shards "
-                f"of torch {torch.__version__} sum their gradients in one dtype; install torch 2.12 or newer, or use parameters='replicated'"
+                f"weights of one layer, or embedding and head, are trained in {' and '.join(sorted(map(str, dtypes)))}, but in "
+                f"torch {torch.__version__} a shard's unit has gradients of one dtype; install torch 2.12 or newer, or use "
+                f"parameters='replicated'"
             ]
     return []
 

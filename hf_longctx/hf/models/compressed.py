@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.forwards import carried, carrying, is_replaced
+from hf_longctx.hf.models.forwards import carried, carrying, inner_dropout, is_replaced
 from hf_longctx.hf.models.towers import ForwardsPatch
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS, class_name
@@ -65,12 +65,14 @@ def compressed_problems(model: nn.Module, rope_types: Iterable[str] = ()) -> lis
                 f"the forward of {where} was replaced, so plans would not reach the keys that it compresses; remove it (del "
                 f"module.forward)"
             ]
-        inside = module.modules() if forward is _compressor_forward else ()
+        inside = list(module.modules()) if forward is _compressor_forward else []
         if any(getattr(each, kind) for each in inside for kind in HOOKS):
             return [
                 f"{where} or a module inside it has a hook, which gets other tokens under plans than without one; remove it, or "
                 f"hook the whole attention layer"
             ]
+        if inside and (problem := inner_dropout(module, where)):
+            return [problem]
     return []
 
 

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import is_written_by, wrapped
@@ -91,6 +92,22 @@ def _is_given(method: Any, function: Callable[..., Any]) -> bool:
     # a wrapper has the attributes of the function inside, but other code
     is_ours = code is not None and (code.co_filename, code.co_qualname) == (place.co_filename, "give.<locals>.method")
     return is_ours and vars(own)[_GIVEN] is function
+
+
+def inner_dropout(module: nn.Module, where: str) -> str:
+    """Returns why dropout inside a module fails that plans call with other tokens than it gets without them; empty if none drops.
+
+    where: the module's name and class.
+    """
+    found = [(name, each) for name, each in module.named_modules() if isinstance(each, _DropoutNd) and each.p]
+    if not found:
+        return ""
+    name, dropout = found[0]
+    if adapter := name.partition(".lora_dropout")[0] if ".lora_dropout" in name else "":
+        remedy = f"set lora_dropout=0, or leave {adapter.rpartition('.')[2]} out of target_modules"
+    else:
+        remedy = "set its rate to 0"
+    return f"{where} has dropout inside ({name}, rate {dropout.p}), whose masks cannot follow tokens there; {remedy}"
 
 
 def is_of_transformers(kind: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.families.registry import MODULES
-from hf_longctx.hf.models.forwards import cache_parameter, carried, carrying, has, is_replaced
+from hf_longctx.hf.models.forwards import cache_parameter, carried, carrying, has, inner_dropout, is_replaced
 from hf_longctx.hf.models.towers import ForwardsPatch
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS, class_name
@@ -63,6 +63,8 @@ def index_problems(model: nn.Module) -> list[str]:
                 f"{where} has a hook, which gets positions in documents under plans and positions in rows without one; remove "
                 f"it, or hook the whole attention layer"
             ]
+        if forward is not _attention_forward and (problem := inner_dropout(module, where)):
+            return [problem]
     return []
 
 

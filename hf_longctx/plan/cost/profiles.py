@@ -124,6 +124,8 @@ class HardwareProfile:
     measured: str = ""
     # devices of a usual node
     ranks_per_node: int = 8
+    # dense bf16 FLOP/s of its data sheet, which no rate reaches, for people; 0: unknown
+    peak_flops_per_s: float = 0.0
 
     def calibration(self, model: str) -> ModelCalibration | None:
         """Returns measurements of the model with this name (spelling as for `normal_name`), or None."""
@@ -139,6 +141,7 @@ def normal_name(name: str) -> str:
 def profile_to_json(profile: HardwareProfile) -> str:
     """Returns the profile as JSON for `profile_from_json`; raises ValueError if that would refuse it."""
     data: dict[str, Any] = {"schema": SCHEMA_VERSION, "source": profile.source, "formats": profile.formats}
+    data["peak_flops_per_s"] = profile.peak_flops_per_s
     data |= {"measured": profile.measured, "ranks_per_node": profile.ranks_per_node}
     data["hardware"] = dataclasses.asdict(profile.spec)
     data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
@@ -162,7 +165,8 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
     found = data.get("schema") if isinstance(data, dict) else data
     if type(found) is not int or found != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema is {found!r}; this version reads hardware profiles of schema {SCHEMA_VERSION}")
-    _check_names(data, ("schema", "source", "hardware"), ("formats", "measured", "ranks_per_node", "models", "residuals"), file)
+    optional = ("formats", "peak_flops_per_s", "measured", "ranks_per_node", "models", "residuals")
+    _check_names(data, ("schema", "source", "hardware"), optional, file)
     models = data.get("models", [])
     if not isinstance(models, list):
         raise ValueError(f"{file}: models is {models!r}; a list of objects is needed")
@@ -172,6 +176,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
         residuals=_table(data.get("residuals", {}), "a number of 0 or more", f"{file}: residuals"),
         source=_value(data["source"], "text", f"{file}: source"),
         formats=_value(data.get("formats", ""), "text", f"{file}: formats"),
+        peak_flops_per_s=_value(data.get("peak_flops_per_s", 0.0), "a number of 0 or more", f"{file}: peak_flops_per_s"),
         measured=_value(data.get("measured", ""), "text", f"{file}: measured"),
         ranks_per_node=_value(data.get("ranks_per_node", 8), "an integer above 0", f"{file}: ranks_per_node"),
     )
@@ -223,6 +228,17 @@ def profile_of_device(name: str, device_bytes: int) -> HardwareProfile | None:
     """
     found = _of_device(name, [device_bytes])
     return min(found, key=lambda profile: abs(profile.spec.device_bytes - device_bytes), default=None)
+
+
+# dense bf16 FLOP/s from data sheets of devices without a profile, by patterns of their names
+_OTHER_PEAKS = {r"\bH800\b": 989e12, r"\bA800\b|\bA100\b.*PCI": 312e12, r"\bA40\b": 149.7e12, r"\bL40\b": 181e12}
+
+
+def peak_of_device(name: str) -> float | None:
+    """Returns dense bf16 FLOP/s on the data sheet of a device, by torch's name for it; None for others, such as CPUs."""
+    found = [profile.peak_flops_per_s for profile in _of_device(name, ())]
+    others = (peak for pattern, peak in _OTHER_PEAKS.items() if re.search(pattern, name))
+    return max(found, default=0.0) or next(others, None)
 
 
 def nearest_profiles(name: str) -> tuple[str, ...]:

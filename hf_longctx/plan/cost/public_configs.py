@@ -77,7 +77,7 @@ def _delta(value_heads: int, **others: Any) -> Config:
 
 def _gemma4(every: int, num_layers: int, window: int, positions: int, **others: Any) -> Config:
     """Returns a Gemma 4 in which each `every`-th layer has full attention, with heads of their own size."""
-    kinds = _kinds(num_layers, range(every - 1, num_layers, every), "sliding_attention", "full_attention")
+    kinds = _kinds(num_layers, range(every - 1, num_layers, every), "sliding_attention", _FULL)
     own = {"head_dim": 256, "global_head_dim": 512, "sliding_window": window, "layer_types": kinds}
     return own | {"final_logit_softcapping": 30.0, **_TIED, **_positions(positions), **others}
 
@@ -113,6 +113,7 @@ def _granite(
 
 
 _128K, _256K = 131072, 262144
+_FULL = "full_attention"
 _TIED: Config = {"tie_word_embeddings": True}
 _LLAMA_2 = _positions(4096, vocab_size=32000)
 _SMOLLM_2 = _positions(8192, vocab_size=49152, **_TIED)
@@ -123,7 +124,7 @@ _GRANITE_32, _GRANITE_40 = _kinds(32, (10, 13, 17, 27), "mamba"), _kinds(40, (5,
 _GLM_5_INDEXES = ["full" if layer < 2 or layer % 4 == 2 else "shared" for layer in range(78)]
 _V4_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _V4_TYPES = ["sliding_attention"] * 2 + [list(_V4_RATES)[layer % 2] for layer in range(41)]
-_LFM_KINDS = ("conv", "full_attention")
+_LFM_KINDS = ("conv", _FULL)
 _LFM_2 = {"layer_types": _kinds(16, (2, 5, 8, 10, 12, 14), *_LFM_KINDS), "block_auto_adjust_ff_dim": True}
 _LFM_2 |= {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
 _LFM_25 = {"layer_types": _kinds(30, (2, 5, 9, 13, 17, 21, 24, 27), *_LFM_KINDS), "block_auto_adjust_ff_dim": False}
@@ -504,6 +505,17 @@ CONFIGS: Mapping[str, Config] = {
         positions=65536,
         vocab=100278,
         sliding_window=4096,
+    ),
+    **_family(
+        "olmo_hybrid",
+        {"olmo-hybrid-7b": (32, 3840, 11008, 30, 30, {"layer_types": _kinds(32, range(3, 32, 4), "linear_attention", _FULL)})},
+        positions=65536,
+        vocab=100352,
+        linear_num_key_heads=30,
+        linear_num_value_heads=30,
+        linear_key_head_dim=96,
+        linear_value_head_dim=192,
+        linear_conv_kernel_dim=4,
     ),
     **_family("smollm3", {"smollm3-3b": (36, 2048, 11008, 16, 4)}, 65536, 128256, **_TIED),
     **_family("seed_oss", {"seed-oss-36b": (64, 5120, 27648, 80, 8)}, 524288, 155136, head_dim=128, attention_dropout=0.1),

@@ -21,6 +21,7 @@ from helpers.measures.class_sweep import (
 )
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import TOLERANCE
+from helpers.models.tiny_models import adapted
 from helpers.plans.sliced_plans import sliced_plan
 from torch import Tensor
 
@@ -139,6 +140,23 @@ def test_a_replaced_forward_or_a_hook_on_an_indexer_is_refused_by_name() -> None
     assert "the forward of model.layers.2.self_attn.indexer (GlmMoeDsaIndexer) was replaced" in "".join(problems(model))
     with pytest.raises(ValueError, match="was replaced"):
         patch_model(model)
+
+
+@pytest.mark.parametrize(
+    "name,target,where",
+    [
+        ("DeepseekV4ForCausalLM", "gate_proj", "model.layers.1.self_attn.compressor (DeepseekV4CSACompressor)"),
+        ("DeepseekV32ForCausalLM", "wk", "model.layers.0.self_attn.indexer (DeepseekV32Indexer)"),
+    ],
+)
+def test_dropout_of_adapters_in_an_index_or_a_compressor_is_refused_by_name(name: str, target: str, where: str) -> None:
+    for rate, count in ((0.0, 0), (0.25, 1)):
+        settings = {"target_modules": f".*(indexer|compressor).*{target}", "lora_dropout": rate}
+        model = adapted(build_any(name), **settings)
+        problems = setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2))
+        assert len(problems) == count
+        assert all(f"{where} has dropout inside (" in each and "rate 0.25" in each for each in problems)
+        assert all(each.endswith(f"set lora_dropout=0, or leave {target} out of target_modules") for each in problems)
 
 
 def test_stages_and_lent_ranks_are_refused_where_choices_would_have_to_travel() -> None:

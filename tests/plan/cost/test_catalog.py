@@ -95,7 +95,7 @@ PUBLISHED = {
     },
     **{"mistral-small-4-119b": 119, "mistral-large-123b": 123, "codestral-22b": 22.2, "mixtral-8x7b": 46.7, "mixtral-8x22b": 141},
     **{"ministral-8b": 8.02, "ministral-3-3b": 3.4, "ministral-3-8b": 8.4, "ministral-3-14b": 13.5},
-    **{"olmo-2-7b": 7.3, "olmo-2-13b": 13.7, "olmo-3-7b": 7.3, "olmo-3-32b": 32.2},
+    **{"olmo-2-7b": 7.3, "olmo-2-13b": 13.7, "olmo-3-7b": 7.3, "olmo-3-32b": 32.2, "olmo-hybrid-7b": 7.43},
 }
 
 

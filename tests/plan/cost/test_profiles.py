@@ -18,6 +18,7 @@ from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoe
 from hf_longctx.plan.cost.profiles import (
     HardwareProfile,
     ModelCalibration,
+    peak_of_device,
     profile_from_json,
     profile_of_device,
     profile_to_json,
@@ -288,18 +289,27 @@ def test_a_device_has_the_profile_of_its_own_name(device: str, num_gb: int, prof
         *[("a10g", 24, 70, 0.6), ("rtx-4090", 24, 165, 1.008), ("rtx-5090", 32, 209.5, 1.792)],
         *[("rtx-6000-ada", 48, 364, 0.96), ("rtx-pro-6000", 96, 504, 1.792), ("mi300x", 192, 1307, 5.3)],
         *[("rtx-3090", 24, 71, 0.936), ("h100-pcie", 80, 756, 2), ("h100-nvl", 94, 835, 3.9), ("gh200", 96, 990, 4)],
-        *[("b300", 270, 2250, 8), ("mi325x", 256, 1307, 6)],
+        *[("b300", 288, 2250, 8), ("mi325x", 256, 1307, 6)],
     ],
 )
 def test_rates_are_what_a_data_sheet_allows(name: str, num_gb: int, peak: float, bandwidth: float) -> None:
     profile = read_profile(name)
     assert profile.spec.device_bytes == num_gb * 10**9
+    assert profile.peak_flops_per_s == pytest.approx(peak * 1e12, rel=0.002)
     assert 0.45 * peak <= profile.spec.matmul_flops_per_s / 1e12 <= 0.8 * peak
     assert profile.spec.memory_bytes_per_s / 1e12 == pytest.approx(0.8 * bandwidth, rel=0.01)
     # every rate says where it is from
     rates = ("matmul_flops", "attention_flops", "copy_bytes", "link_bytes", "network_bytes", "memory_bytes")
     assert all(f"{rate}_per_s: " in profile.source for rate in rates)
     assert "device_bytes: " in profile.source and "host_bytes: " in profile.source
+
+
+def test_peaks_are_those_of_whole_names() -> None:
+    assert peak_of_device("NVIDIA H100 80GB HBM3") == 989e12 and peak_of_device("NVIDIA H100 PCIe") == 756e12
+    assert peak_of_device("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of_device("NVIDIA L40S") == 362e12
+    assert peak_of_device("NVIDIA GB200") == 2500e12 and peak_of_device("NVIDIA GeForce RTX 4090") == 165.2e12
+    assert peak_of_device("NVIDIA H800") == 989e12 and peak_of_device("NVIDIA A100-PCIE-40GB") == 312e12
+    assert peak_of_device("NVIDIA RTX A4000") is None and peak_of_device("CPU x86_64") is None
 
 
 def test_a_profile_is_read_from_a_path(tmp_path: Path) -> None:
