@@ -43,7 +43,7 @@ _FREE_SETTINGS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
-    *("trainable_token_indices", "lora_dropout", "ensure_weight_tying", "modules_to_tie"),
+    *("target_parameters", "trainable_token_indices", "lora_dropout", "ensure_weight_tying", "modules_to_tie"),
 }
 # settings with several tested values; every other setting must have its default
 _SETTINGS: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian")}
@@ -97,9 +97,7 @@ def _setting_problems(config: LoraConfig) -> list[str]:
         is_none = isinstance(value, list | tuple | set | dict) and not value and None in allowed
         if name in _FREE_SETTINGS or is_none or any(value is each or value == each for each in allowed):
             continue
-        if name == "target_parameters":
-            problems.append(_parameters_problem(config))
-        elif name == "target_modules_to_tie":
+        if name == "target_modules_to_tie":
             problems.append(
                 f"ensure_weight_tying=True gives {', '.join(sorted(value))} an adapter that shares memory with that of the other "
                 f"end, and an optimizer would update both; leave embedding and head out of target_modules, or name them in "
@@ -108,17 +106,6 @@ def _setting_problems(config: LoraConfig) -> list[str]:
         else:
             problems.append(f"LoraConfig {name}={value!r} is not in the tested list; use {' or '.join(map(repr, allowed))}")
     return problems
-
-
-def _parameters_problem(config: LoraConfig) -> str:
-    """Returns why adapters on single weights are refused: their memory is not predicted, but their gradients would be right."""
-    named = sorted(config.target_parameters or ())
-    return (
-        f"LoraConfig has adapters on the weights {', '.join(named)} (target_parameters), for which PEFT copies all experts of a "
-        f"layer in every forward, and no plan counts these bytes; name Linear modules outside the experts instead, such as "
-        f"target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'] (on a mixture of experts, PEFT takes 'all-linear' and names "
-        f"such as 'gate_proj' or 'down_proj' to mean the experts too)"
-    )
 
 
 def _module_problems(model: PeftModel) -> list[str]:
@@ -156,7 +143,7 @@ def _module_problems(model: PeftModel) -> list[str]:
 def _is_tested(layer: BaseTunerLayer) -> bool:
     """Whether an adapter is on a linear module, plain or four-bit, or on the embedding or on single tokens of it.
 
-    On a four-bit linear module PEFT's adapter has its own class. Single weights are refused by their setting.
+    On a four-bit linear module PEFT's adapter has its own class. `hf.models.expert_adapters` checks those on single weights.
     """
     if type(layer) in (Linear, Embedding, TrainableTokensLayer, ParamWrapper):
         return True
@@ -289,8 +276,12 @@ def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:
-    """Projections inside `module` with an active adapter, by name; an embedding is none, since its adapter looks rows up."""
-    return {name: each for name, each in module.named_modules() if isinstance(each, LoraLayer) and _active(each)}
+    """Projections inside `module` with an active adapter, by name.
+
+    An embedding is none, since its adapter looks rows up; nor are weights of experts (`hf.models.expert_adapters`).
+    """
+    found = ((name, each) for name, each in module.named_modules() if isinstance(each, LoraLayer) and _active(each))
+    return {name: each for name, each in found if not isinstance(each, ParamWrapper)}
 
 
 def _active(layer: Any) -> list[str]:

@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype
+from hf_longctx.hf.models.expert_adapters import GroupedProducts, bind_expert_adapters
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.kernel_places import (
     KERNEL_NORMS,
@@ -64,6 +65,7 @@ class FusedLayers:
         self._undo: list[Callable[[], None]] = []
         # keyed by everything that a function depends on, so that layers share it
         self._functions: dict[tuple[Any, ...], Function] = {}
+        self._is_grouped = GroupedProducts()
 
     def bind(self, model: nn.Module) -> None:
         """Binds kernels to every known module of `model`; call it before an activation engine binds itself."""
@@ -79,6 +81,7 @@ class FusedLayers:
                     self._undo.append(partial(KERNEL_NORMS.discard, found.module))
         # around the kernels, whose modules call projections too
         self._undo.extend(bind_adapters(model))
+        self._undo.extend(bind_expert_adapters(model, self._is_grouped))
 
     def close(self) -> None:
         """Restores the model's own forwards."""

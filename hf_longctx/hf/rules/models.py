@@ -24,6 +24,7 @@ from hf_longctx.hf.models.attention import attention_problems
 from hf_longctx.hf.models.compressed import COMPRESSED_LAYERS, compressed_problems, compressing_attention
 from hf_longctx.hf.models.document_rope import DOCUMENT_ROPE_TYPES, document_rope_problems
 from hf_longctx.hf.models.dropout import dropout_problems, keyed_fields
+from hf_longctx.hf.models.expert_adapters import expert_adapter_problems
 from hf_longctx.hf.models.experts import router_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.heads import HeadKind, inner_model
@@ -91,7 +92,7 @@ def model_problems(facts: ModelFacts) -> list[str]:
         # all other problems would only be consequences of these
         return quantised
     config = base.config
-    problems = [*attention_problems(text), *adapter_problems(model), *_pattern_problems(facts)]
+    problems = [*attention_problems(text), *adapter_problems(model), *expert_adapter_problems(model), *_pattern_problems(facts)]
     problems += [*own_attention_problems(text), *state_problems(text), *router_problems(base)]
     problems += index_problems(text) + compressed_problems(text, _rope_types(config) & set(DOCUMENT_ROPE_TYPES))
     problems += _two_sided_problems(config) + _setting_problems(config, keyed_fields(facts.family)) + dropout_problems(text)

@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_longctx.runtime.attention.sequence_parallel import all_to_all
-from hf_longctx.runtime.core.binding import bound, put
+from hf_longctx.runtime.core.binding import bound, put, replace_forward
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
 
@@ -166,8 +166,8 @@ class _Pushed(torch.autograd.Function):
         return gradient_Tk, pushed_TE.to(logits_TE.dtype), None
 
 
-# attribute of a module with spread experts: the group of their ranks
-_GROUP = "longctx_spread"
+# attributes of a module with spread experts: the group of their ranks, and what runs the experts of this rank
+_GROUP, _RUN = "longctx_spread", "longctx_run"
 
 
 def spread_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
@@ -188,8 +188,8 @@ def spread_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch
             setattr(module, name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
         # the class's own forward then runs on the experts of this rank
         module.num_experts = num_experts // num_ranks  # type: ignore[assignment]
-        vars(module)[_GROUP] = mesh.get_group()
-        put(module, "forward", bound(module, _spread_forward(module, module.forward, num_experts, mesh.get_group())))
+        vars(module)[_GROUP], vars(module)[_RUN] = mesh.get_group(), module.forward
+        put(module, "forward", bound(module, _spread_forward(module, num_experts, mesh.get_group())))
 
 
 def spread_group(model: nn.Module) -> dist.ProcessGroup | None:
@@ -197,7 +197,29 @@ def spread_group(model: nn.Module) -> dist.ProcessGroup | None:
     return next((vars(module)[_GROUP] for module in model.modules() if _GROUP in vars(module)), None)
 
 
-def _spread_forward(module: nn.Module, run: Callable[..., Any], num_experts: int, group: dist.ProcessGroup) -> Callable[..., Any]:
+def experts_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns what runs the experts of this rank: the module's forward, unless its experts are spread."""
+    run: Callable[..., Any] = vars(module).get(_RUN, module.forward)
+    return run
+
+
+def replace_experts_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
+    """Lets `function` run the experts of this rank until the returned function restores what did."""
+    own = vars(module)
+    if _RUN not in own:
+        return replace_forward(module, function)
+    before = own[_RUN]
+    own[_RUN] = function
+    return lambda: own.update({_RUN: before})
+
+
+def first_expert(module: nn.Module) -> int:
+    """Returns the number of this rank's first expert among those of the layer."""
+    group = vars(module).get(_GROUP)
+    return 0 if group is None else group.rank() * int(module.num_experts)  # type: ignore[arg-type]
+
+
+def _spread_forward(module: nn.Module, num_experts: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     num_ranks = group.size()
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -211,7 +233,7 @@ def _spread_forward(module: nn.Module, run: Callable[..., Any], num_experts: int
         send_sizes, receive_sizes = ([rows * hidden_size for rows in each] for each in (send_rows, receive_rows))
         rows_SC = hidden_states[order_S // num_chosen]
         rows_NC = all_to_all(rows_SC.reshape(-1), send_sizes, receive_sizes, group).view(-1, hidden_size)
-        results_NC = _run_own(module, run, rows_NC, received_RE, sum(receive_rows))
+        results_NC = _run_own(module, rows_NC, received_RE, sum(receive_rows))
         results_SC = all_to_all(results_NC.reshape(-1), receive_sizes, send_sizes, group).view(-1, hidden_size)
         # back in the order of tokens and their choices
         results_TkC = results_SC[torch.argsort(order_S)].view(-1, num_chosen, hidden_size)
@@ -227,7 +249,7 @@ def _exchanged_counts(sent_RE: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received_RE
 
 
-def _run_own(module: nn.Module, run: Callable[..., Any], rows_NC: Tensor, received_RE: Tensor, num_rows: int) -> Tensor:
+def _run_own(module: nn.Module, rows_NC: Tensor, received_RE: Tensor, num_rows: int) -> Tensor:
     """Returns results [N, C] of this rank's experts for received rows, which are ordered by rank, then by expert."""
     num_ranks, num_own = received_RE.shape
     experts_N = torch.arange(num_own, device=rows_NC.device).repeat(num_ranks)
@@ -236,7 +258,7 @@ def _run_own(module: nn.Module, run: Callable[..., Any], rows_NC: Tensor, receiv
         # a row of zeros keeps the graph: backward must run both exchanges and give the weights a gradient of zeros
         rows_NC, experts_N = rows_NC.sum(dim=0, keepdim=True), experts_N.new_zeros(1)
     with _local_weights(module):
-        results: Tensor = run(rows_NC, experts_N.unsqueeze(-1), rows_NC.new_ones((len(experts_N), 1)))
+        results: Tensor = vars(module)[_RUN](rows_NC, experts_N.unsqueeze(-1), rows_NC.new_ones((len(experts_N), 1)))
     return results[:num_rows]
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from hf_longctx.families.family import Modules
 from hf_longctx.hf.data import collator
-from hf_longctx.hf.models import attention
+from hf_longctx.hf.models import attention, expert_adapters
 from hf_longctx.hf.models import states as functions
 from hf_longctx.hf.models import states as methods
 from hf_longctx.runtime import process_groups as pool
@@ -106,6 +106,7 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "weights dropped by place in the slice": lambda: replaced(WeightDropout, "of_rows", _rows_of_slices),
         "weights dropped by document of the chunk": lambda: _weights_dropped(numbers=tuple(range(100))),
         "logits of tiles left alone": _unchanged_tiles,
+        "adapters of another rank's experts": lambda: replaced(expert_adapters, "first_expert", lambda experts: 0),
         "weights dropped in another step": lambda: _weights_dropped(step=7),
     }
     with makers[bug]():

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.experts import router_balance, spread_experts_of
+from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.patch import patch_model
@@ -63,6 +64,8 @@ def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple
         if case.spread:
             spread_experts(spread_experts_of(model), block_mesh(mesh), CPU)
         shard_model(model, build_model(case)._no_split_modules, mesh)
+    # adapters run as in trainings
+    FusedLayers("").bind(model)
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     is_last = pool.stage == plan.num_stages - 1
     head = OutputHead(output_head(model), change=logit_change(model)) if has_policies and is_last else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.models.tiny_models import FAMILIES, LLAMA_SHAPE, OTHER_FAMILIES, Mo
 from helpers.models.versions import is_older
 from helpers.trainers.trainer_runs import problems_at_start
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft.tuners.lora import ParamWrapper
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -360,6 +362,15 @@ def test_tokens_of_a_tied_embedding_are_refused_in_stages_alone() -> None:
     assert problems_at_start(lora(trainable_token_indices=[3, 5]), num_ranks=2, stages=2) == []
 
 
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}, {"target_modules": ["q_proj", "w1", "w2", "w3"]}]
+)
+def test_adapters_on_experts_pass(settings: Any) -> None:
+    model = lora(tiny_mixtral(), **settings)
+    assert any(isinstance(module, ParamWrapper) for module in model.modules())
+    assert problems_at_start(model) == []
+
+
 def test_empty_settings_that_peft_adds_are_none() -> None:
     model = lora(tiny_mixtral(), target_modules=["q_proj", "o_proj"])
     # PEFT's own doing, which is not the user's choice
@@ -379,6 +390,13 @@ def added_by_transformers() -> Any:
 def with_other_kind() -> Any:
     model = lora()
     model.peft_config["other"] = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    return model
+
+
+def on_experts(change: Callable[[Any], Any]) -> Any:
+    """A model with adapters on its experts, after a change."""
+    model = lora(tiny_mixtral(), target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    change(model)
     return model
 
 
@@ -442,13 +460,33 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         lambda: lora(with_convolution(), target_modules=["gate_proj"]),
         "an adapter is on module Conv1d, which is not tested; target Linear modules and the embedding only",
     ),
-    "experts": (
-        lambda: lora(tiny_mixtral(), target_parameters=["mlp.experts.gate_up_proj"]),
-        "adapters on the weights mlp.experts.gate_up_proj (target_parameters), for which PEFT copies all experts of a layer",
+    "experts of a class without the decorator": (
+        lambda: lora(build_any("Llama4ForCausalLM"), target_parameters=["experts.gate_up_proj"]),
+        "the adapters on base_model.model.model.layers.0.feed_forward.experts (Llama4TextExperts) are on experts of a class that",
     ),
-    "experts of all-linear": (
-        lambda: lora(tiny_mixtral(), target_modules="all-linear"),
-        "adapters on the weights down_proj, gate.weight, gate_up_proj (target_parameters), for which PEFT copies all experts",
+    "single weights": (
+        lambda: lora(target_modules=[], target_parameters=["q_proj.weight"]),
+        "the adapter on base_model.model.model.layers.0.self_attn.q_proj (Linear) is on the weight weight (target_parameters)",
+    ),
+    "several adapters on experts": (
+        lambda: on_experts(lambda model: model.add_adapter("other", model.peft_config["default"])),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) are several (default, other); keep one",
+    ),
+    "a hook on experts": (
+        lambda: on_experts(lambda model: model.get_base_model().model.layers[0].mlp.experts.register_forward_hook(print)),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a hook, which would see other values",
+    ),
+    "a hook on experts inside": (
+        lambda: on_experts(
+            lambda model: model.get_base_model().model.layers[0].mlp.experts.base_layer.base_layer.register_forward_hook(print)
+        ),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a hook, which would see other values",
+    ),
+    "experts with a forward of the user's": (
+        lambda: on_experts(
+            lambda model: setattr(model.get_base_model().model.layers[1].mlp.experts.get_base_layer(), "forward", lambda *args: args[0])
+        ),
+        "the adapters on base_model.model.model.layers.1.mlp.experts (MixtralExperts) have a forward that other code has",
     ),
     "saved norm": (
         lambda: lora(modules_to_save=["input_layernorm"]),

@@ -1,0 +1,179 @@
+"""Runs PEFT's adapters on weights of experts as products of their own while plans run, and refuses those that are not tested.
+
+For every weight that `target_parameters` names PEFT puts a `ParamWrapper` around the experts, one around the other. Its forward
+adds B A to a copy of the weights of all experts. Here wrappers only pass calls on, and the module inside runs
+`runtime.core.expert_products`, which makes no copy. What a class of experts computes is read from the flags that transformers'
+decorator `use_experts_implementation` gives it, and its `_apply_gate`.
+
+An adapter on the router's weight, which "all-linear" adds in some classes, stays PEFT's own: that weight is small.
+
+Shapes: T tokens, C features of hidden states, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_longctx.families.registry import MODULES
+from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
+from hf_longctx.runtime.core.binding import class_name, replace_forward
+from hf_longctx.runtime.core.expert_products import ExpertMatrices, Rows, enter, grouped_problem, leave
+from hf_longctx.runtime.execution.experts import experts_forward, first_expert, replace_experts_forward
+
+# weights of experts that may have adapters: the first products (with a gate, and without), and the last one
+_ENTERING, _LEAVING = ("gate_up_proj", "up_proj"), "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedExperts:
+    """A module of experts inside wrappers of PEFT, outermost first."""
+
+    name: str
+    experts: Any
+    wrappers: tuple[Any, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the adapters are multiplied apart: unless they are disabled or merged, when PEFT has nothing to add."""
+        return not any(wrapper.disable_adapters or wrapper.merged for wrapper in self.wrappers)
+
+    def matrices(self, name: str) -> ExpertMatrices:
+        """The weights `name` of the experts, [E, K, N], with its bias and its adapter."""
+        experts = self.experts
+        weight: Tensor = getattr(experts, name)
+        weight_EKN = weight if experts.is_transposed else weight.transpose(1, 2)
+        bias_EN = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        wrapper = next((each for each in self.wrappers if each.parameter_name == name), None)
+        if wrapper is None:
+            return ExpertMatrices(weight_EKN, bias_EN)
+        (adapter,) = wrapper.active_adapters
+        first, second = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        start = first_expert(experts)
+        return ExpertMatrices(weight_EKN, bias_EN, first, second, wrapper.scaling[adapter], wrapper.num_experts, start)
+
+
+def adapted_experts(model: nn.Module) -> Iterator[AdaptedExperts]:
+    """Yields the modules of `model` whose weights of three dimensions have adapters."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside or not _is_on_experts(module):
+            continue
+        wrappers, inner = [], module
+        while isinstance(inner, ParamWrapper):
+            wrappers.append(inner)
+            inside.add(id(inner))
+            inner = inner.base_layer
+        yield AdaptedExperts(name, inner, tuple(wrappers))
+
+
+def _is_on_experts(module: nn.Module) -> bool:
+    return isinstance(module, ParamWrapper) and module._param_ndim == 3
+
+
+def expert_adapter_problems(model: nn.Module) -> list[str]:
+    """Returns why adapters on single weights cannot be trained, by layer and class; empty if they can, or if there are none."""
+    found = list(adapted_experts(model))
+    problems = [f"the adapters on {each.name} ({class_name(each.experts)}) {why}" for each in found if (why := _problem(each))]
+    beside = {each.name.rpartition(".")[0] for each in found}
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper) and not _is_on_experts(module) and name.rpartition(".")[0] not in beside:
+            problems.append(
+                f"the adapter on {name} ({class_name(module.get_base_layer())}) is on the weight {module.parameter_name} "
+                f"(target_parameters), which PEFT copies in every forward; name Linear modules in target_modules instead (only "
+                f"experts and the router beside them may have adapters on their weights)"
+            )
+    return problems
+
+
+def _problem(found: AdaptedExperts) -> str:
+    experts, wrappers = found.experts, found.wrappers
+    remedy = "name Linear modules outside the experts in target_modules instead"
+    if class_name(experts) not in MODULES.experts:
+        return f"are on experts of a class that is not tested; {remedy}"
+    if experts.has_post_expert_norm or experts._is_expert_parallel:
+        return f"are on experts with a norm of their own, or loaded with ep_size, which are not tested; {remedy}"
+    known = (_ENTERING[not experts.has_gate], _LEAVING)
+    if other := next((each.parameter_name for each in wrappers if each.parameter_name not in known), ""):
+        return f"are on the weight {other}; name {' or '.join(known)} in target_parameters"
+    if any(len(wrapper.lora_A) > 1 for wrapper in wrappers):
+        return f"are several ({', '.join(wrappers[0].lora_A)}); keep one adapter (model.delete_adapter)"
+    if any(not wrapper.active_adapters for wrapper in wrappers):
+        return "are inactive; call model.set_adapter"
+    weights = [getattr(experts, name) for name in known]
+    if not all(weight.is_floating_point() for weight in weights):
+        return f"are on experts whose weights are quantised ({weights[0].dtype}); load them in bfloat16"
+    if any(weight.requires_grad for weight in weights):
+        return "are on experts whose own weights are trained too; freeze them with requires_grad_(False)"
+    # of the wrappers inside, too
+    if is_hooked(wrappers[0]):
+        return "have a hook, which would see other values than in PEFT's forward; remove it, or hook the MLP"
+    if not all(map(runs_as_written, wrappers)) or not runs_as_written(experts):
+        return "have a forward that other code has replaced; remove it"
+    return ""
+
+
+def bind_expert_adapters(model: nn.Module, is_grouped: Callable[[torch.device, torch.dtype], bool]) -> list[Callable[[], None]]:
+    """Lets experts of `model` multiply their adapters apart; returns functions that undo this, in reverse.
+
+    is_grouped: whether grouped products of this device and dtype are right.
+    """
+    undo = []
+    for found in adapted_experts(model):
+        if _problem(found):
+            continue
+        for wrapper in found.wrappers:
+            undo.append(replace_forward(wrapper, partial(_passed_on, found, wrapper, wrapper.forward)))
+        own = experts_forward(found.experts)
+        undo.append(replace_experts_forward(found.experts, partial(_run, found, own, is_grouped)))
+    return undo
+
+
+def _passed_on(found: AdaptedExperts, wrapper: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    return wrapper.base_layer(*args, **keywords) if found.is_split else own(*args, **keywords)
+
+
+def _run(
+    found: AdaptedExperts,
+    own: Callable[..., Any],
+    is_grouped: Callable[[torch.device, torch.dtype], bool],
+    hidden_TC: Tensor,
+    chosen_Tk: Tensor,
+    weights_Tk: Tensor,
+) -> Tensor:
+    """Returns the weighted sum [T, C] of the outputs of every token's experts."""
+    if not found.is_split:
+        result: Tensor = own(hidden_TC, chosen_Tk, weights_Tk)
+        return result
+    experts = found.experts
+    entering, leaving = (found.matrices(name) for name in (_ENTERING[not experts.has_gate], _LEAVING))
+    weight = entering.weight_EKN
+    assert not isinstance(weight, DTensor)
+    rows = Rows(chosen_Tk, len(weight), is_grouped(weight.device, weight.dtype))
+    inner_SN = enter(hidden_TC, entering, rows)
+    inner_SF = experts._apply_gate(inner_SN) if experts.has_gate else experts.act_fn(inner_SN)
+    return leave(inner_SF, weights_Tk, leaving, rows).to(hidden_TC.dtype)
+
+
+class GroupedProducts:
+    """Knows for which devices and dtypes the grouped products of this torch are right; compares each once."""
+
+    def __init__(self) -> None:
+        self._problems: dict[tuple[torch.device, torch.dtype], str] = {}
+
+    def __call__(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return not self.problem(device, dtype)
+
+    def problem(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Returns why experts run one after the other; empty if grouped products are right."""
+        key = device, dtype
+        if key not in self._problems:
+            self._problems[key] = grouped_problem(device, dtype)
+        return self._problems[key]

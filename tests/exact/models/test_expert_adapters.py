@@ -1,0 +1,142 @@
+"""Adapters on weights of experts: any plan gives the loss and gradients of plain PEFT, which adds them to copies of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, worst_error
+from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model
+from helpers.plans.layouts import LAYOUTS, plan_of
+from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.pipeline_steps import check_pipeline
+from helpers.ranks.rank_steps import check_layout_step, check_step, rank_inputs
+from peft.tuners.lora import ParamWrapper
+
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.experts import router_balance
+from hf_longctx.hf.models.kernels import FusedLayers
+from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
+from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.process_groups import GroupPool
+
+CPU = torch.device("cpu")
+LENGTHS = [30, 7, 17, 1]
+WHOLE = [[(number, 0, length) for number, length in enumerate(LENGTHS)]]
+SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0, 17)]]
+BALANCE = 2.0
+MIXED = "0F3 0B3 0F0 0F1 0F2 0B2 0B1 0B0"
+OFFLOADED = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=0.3, host=0.4, device=0.3)))
+STEPS = {
+    "packed": sliced_plan(LENGTHS, WHOLE),
+    "slices": sliced_plan(LENGTHS, SLICES),
+    "mixed": sliced_plan(LENGTHS, SLICES, MIXED),
+    "recomputed": same_policy(sliced_plan(LENGTHS, SLICES, MIXED), replayed(0.5, mlp=0.5), OFFLOADED, tile_tokens=16),
+}
+# with the names by which PEFT means experts and router, and twice the rank for two matrices in one
+ALL_LINEAR = (("r", 2), ("lora_alpha", 3), ("target_modules", "all-linear"))
+EXPERTS = (
+    ("r", 2),
+    ("lora_alpha", 4),
+    ("target_modules", ["q_proj"]),
+    ("target_parameters", ["experts.gate_up_proj", "experts.down_proj"]),
+    ("rank_pattern", {r".*gate_up_proj": 3}),
+)
+
+
+def case_of(family: str, **changes: Any) -> ModelCase:
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    return ModelCase(family, promoted=True, attention=attention, **{"lora": EXPERTS, "balance": BALANCE, **changes})
+
+
+def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = False) -> tuple[float, dict[str, Any]]:
+    model = build_model(case)
+    assert any(isinstance(module, ParamWrapper) for module in model.modules())
+    patch_model(model)
+    FusedLayers("").bind(model)
+    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**22)) if has_engine else None
+    routers = router_balance(model, CPU)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU, routers=routers)
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    result = executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], num_labels, engine=engine)
+    return float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("plan", STEPS)
+@pytest.mark.parametrize(
+    "family,lora",
+    # PEFT takes all-linear to leave the experts of other classes out
+    [*((family, EXPERTS) for family in MOE_FAMILIES), *((family, ALL_LINEAR) for family in ("mixtral", "qwen3_moe_dense", "olmoe"))],
+)
+def test_every_plan_has_the_gradients_of_peft(family: str, lora: Any, plan: str) -> None:
+    case, rows = case_of(family, lora=lora), random_rows(LENGTHS)
+    found = lone_step(case, STEPS[plan], rows, has_engine=plan == "recomputed")
+    assert worst_error(found, reference_step(build_model(case), rows)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "family,layout,ulysses",
+    [("mixtral", "<2>,<1,1> with an idle rank", 0), ("qwen3_moe", "fewer tokens than ranks", 0), ("gpt_oss", "<3>", 1)],
+)
+def test_groups_and_rings(ranks, family: str, layout: str, ulysses: int) -> None:
+    num_ranks, groups, lengths = LAYOUTS[layout]
+    check_layout_step(ranks(num_ranks), case_of(family), groups, lengths, ulysses=ulysses)
+
+
+@pytest.mark.parametrize("family,lora", [("qwen3_moe", ALL_LINEAR), ("gpt_oss", EXPERTS)], ids=["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_shards(ranks, family: str, lora: Any, parameters: Any) -> None:
+    num_ranks, groups, lengths = LAYOUTS["<2>,<1,1> with an idle rank"]
+    check_layout_step(ranks(num_ranks), case_of(family, lora=lora), groups, lengths, parameters=parameters)
+
+
+@pytest.mark.parametrize("layout,shard_ranks", [("<4>,<2,2>,<1,1,1,1>", 0), ("<2,1,1>", 2)])
+@pytest.mark.parametrize("family", ["qwen3_moe_dense", "gpt_oss"])
+def test_experts_spread_over_ranks(ranks, family: str, layout: str, shard_ranks: int) -> None:
+    num_ranks, groups, lengths = LAYOUTS[layout]
+    plan = plan_of(groups, lengths, num_ranks, parameters="sharded")
+    check_step(ranks(num_ranks), case_of(family, spread=True), plan, lengths, shard_ranks)
+
+
+def test_an_adapter_dealt_to_another_rank_is_found(ranks) -> None:
+    num_ranks, groups, lengths = LAYOUTS["<2,1,1>"]
+    plan = plan_of(groups, lengths, num_ranks, parameters="sharded")
+    with pytest.raises(AssertionError):
+        check_step(ranks(num_ranks), case_of("mixtral", spread=True), plan, lengths, bug="adapters of another rank's experts")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe_dense", "gpt_oss"])
+def test_stages(ranks, family: str) -> None:
+    chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
+    plan = pipeline_plan([40, 9, 7], [[(1, chunks)]], 2, num_layers=2)
+    check_pipeline(ranks(2), case_of(family), plan)
+
+
+def test_routers_whose_logits_are_tied() -> None:
+    case, rows = case_of("qwen3_moe", lora=EXPERTS, balance=None), random_rows(LENGTHS)
+
+    def build() -> Any:
+        model = build_model(case)
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight.data[1::2] = weight.data[::2]
+        return model
+
+    model = build()
+    patch_model(model)
+    FusedLayers("").bind(model)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    result = executor.run(STEPS["slices"].for_rank(0), rank_inputs(STEPS["slices"], rows, 0)["chunks"], num_labels)
+    found = float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert worst_error(found, reference_step(build(), rows)) <= TOLERANCE
+
+
