@@ -51,6 +51,7 @@ from hf_longctx import (
     passkeys,
     refusals_last,
 )
+from hf_longctx.hf.models.expert_adapters import expert_weights
 from hf_longctx.hf.models.towers import tower_names
 from hf_longctx.hf.rules.arguments import fit_problems
 from hf_longctx.plan.core.messages import counted, on_screen
@@ -112,6 +113,10 @@ class RecipeArguments:
         metadata={
             "help": "Names of the Linear modules to adapt. Default: all except the output head and towers for images or sound."
         },
+    )
+    lora_experts: bool = field(
+        default=False,
+        metadata={"help": "Adapt the weights of routed experts too. (On some classes, all Linear modules contain them already.)"},
     )
     load_in_4bit: bool = field(
         default=False,
@@ -239,6 +244,8 @@ class RecipeArguments:
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) is not None and not self.lora_rank:
                 raise ValueError(f"{name} has no effect without adapters; set lora_rank, or leave it out")
+        if self.lora_experts and not self.lora_rank:
+            raise ValueError("lora_experts has no effect without adapters; set lora_rank, or leave it out")
         if self.load_in_4bit and not self.lora_rank:
             raise ValueError("load_in_4bit freezes all weights, so nothing is left to train; set lora_rank, or leave it out")
         if self.load_in_4bit and find_spec("bitsandbytes") is None:
@@ -478,6 +485,10 @@ def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrained
         return model
     settings: dict[str, Any] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha or 2 * recipe.lora_rank}
     targets = recipe.lora_targets or "all-linear"
+    if recipe.lora_experts:
+        settings["target_parameters"] = expert_weights(model)
+        if not settings["target_parameters"]:
+            raise SystemExit(f"lora_experts: {type(model).__name__} has no experts whose weights may have adapters; leave it out")
     if towers := tower_names(model):
         # rows of text never reach them
         settings["exclude_modules"] = rf"({'|'.join(map(re.escape, towers))})(\..*)?"

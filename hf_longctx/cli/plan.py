@@ -172,6 +172,11 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
     how.add_argument(
         "--lora-rank", type=_RANKS, default=0, help="rank of adapters on all matrices; 0 trains all weights (default)"
     )
+    how.add_argument(
+        "--lora-experts",
+        action="store_true",
+        help="with --lora-rank: the weights of routed experts have adapters, too (PEFT's target_parameters)",
+    )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
     how.add_argument(
         "--host-gib",

@@ -32,7 +32,7 @@ from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
-from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec, split_adapters
 from hf_longctx.plan.pipeline.search import NotFaster
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step, step_bound_s
@@ -1000,7 +1000,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     if model.bytes_per_element > 2 and not memory.is_measured:
         half = replace(model, bytes_per_element=2)
         if memory.lora_rank:
-            half = replace(half, adapters=lora_adapters(half, memory.lora_rank))
+            half = replace(half, adapters=lora_adapters(half, memory.lora_rank, model.adapters.splits_experts))
         halved = replace(memory, model=half, saved_bytes_per_token=saved_token_bytes(half))
         add("weights and activations in bf16: --dtype bfloat16", "weights loaded in bfloat16", halved)
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
@@ -1046,7 +1046,7 @@ def _adapters(memory: DeviceMemory, placement: Placement) -> Iterator[_Change]:
     """Changes that train only adapters: over the present weights (LoRA), and over weights in four bits (QLoRA)."""
     rank = memory.lora_rank or _LORA_RANK
     frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
-    frozen = replace(frozen, adapters=lora_adapters(frozen, rank))
+    frozen = replace(frozen, adapters=lora_adapters(frozen, rank, frozen.adapters.splits_experts))
     if not memory.lora_rank:
         name, setting = f"adapters over frozen weights (LoRA): --lora-rank {rank}", f"adapters of rank {rank} (LoRA)"
         yield _Change(name, setting, replace(memory, model=frozen, lora_rank=rank), placement)
@@ -1081,15 +1081,15 @@ def wider_job(memory: DeviceMemory, placement: Placement, num_ranks: int, num_to
     return wider_job(memory, placement, 2 * num_ranks, num_tokens)
 
 
-def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
+def lora_adapters(model: ModelSpec, rank: int, on_experts: bool = False) -> AdapterSpec:
     """Makes LoRA of this rank on every matrix of the layers, with PEFT's defaults; embedding and head are frozen.
 
-    Every matrix gets two more, except those of routed experts, which are not modules. For weights in half precision they are in
-    fp32, and autocast in bf16 multiplies by rounded copies, as in `hf.models.layers.adapter_spec`. If layers have heads of
-    several sizes, each number is the largest of any layer.
+    Every matrix gets two more, those of routed experts only if `on_experts`, since these are not modules. For weights in half
+    precision they are in fp32, and autocast in bf16 multiplies by rounded copies, as in `hf.models.layers.adapter_spec`. If
+    layers have heads of several sizes, each number is the largest of any layer.
     """
     if model.heads:
-        found = [lora_adapters(of_size, rank) for of_size, _ in model.head_counts()]
+        found = [lora_adapters(of_size, rank, on_experts) for of_size, _ in model.head_counts()]
         return AdapterSpec(*(max(getattr(each, field.name) for each in found) for field in fields(AdapterSpec)))
     d, f, e = model.hidden_size, model.intermediate_size, model.bytes_per_element
     num_wide = 0 if model.experts.num_experts else 2 if model.gated_mlp else 1
@@ -1098,15 +1098,31 @@ def lora_adapters(model: ModelSpec, rank: int) -> AdapterSpec:
     heads, mlp = 4 * d + model.query_size + made_kv + model.output_size, num_mlp * (d + f)
     saved, width = _HALF if e < _WIDE else e, max(_WIDE, e)
     in_mlp = saved * num_mlp * rank
+    beside = _expert_adapters(model, rank, width) if on_experts and model.experts.num_layers else AdapterSpec()
     return AdapterSpec(
-        layer_parameters=rank * (heads + mlp),
-        layer_bytes=rank * (heads + mlp) * width,
+        layer_parameters=rank * (heads + mlp) + beside.layer_parameters,
+        layer_bytes=(rank * (heads + mlp) + beside.layer_parameters) * width,
         attention_saved_bytes=saved * 4 * rank,
-        mlp_saved_bytes=in_mlp,
+        mlp_saved_bytes=in_mlp + beside.mlp_saved_bytes,
         cut_bytes=4 * rank * 3 * width,
-        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0),
+        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0) + beside.tile_bytes,
         reads_first_norm=True,
         reads_attention=True,
-        reads_second_norm=num_mlp > 0,
-        reads_product=num_mlp > 0,
+        reads_second_norm=num_mlp > 0 or beside.reads_second_norm,
+        reads_product=num_mlp > 0 or beside.reads_product,
+        idle_parameters=beside.idle_parameters,
+        splits_experts=beside.splits_experts,
+        copied_bytes=beside.copied_bytes,
     )
+
+
+def _expert_adapters(model: ModelSpec, rank: int, width: int) -> AdapterSpec:
+    """Makes LoRA on both matrices of every routed expert: gate and up are one."""
+    experts = model.experts
+    row_size, inner_size = experts.row_size, experts.inner_size
+    first_outputs = (2 if model.gated_mlp else 1) * inner_size
+    matrices = [(rank, row_size, first_outputs), (rank, inner_size, row_size)]
+    chosen, element = experts.token_rows // experts.num_layers, model.bytes_per_element
+    sizes = (row_size, first_outputs), (chosen, experts.num_experts), (element, width)
+    count = rank * experts.num_experts * sum(sum(both) for _, *both in matrices)
+    return replace(split_adapters(matrices, *sizes, reads_rows=True), layer_parameters=count)

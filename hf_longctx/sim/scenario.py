@@ -83,6 +83,8 @@ class Request:
     solver_time_limit_s: float = 10.0
     # rank of the adapters (0: all weights are trained)
     lora_rank: int = 0
+    # weights of experts have adapters, too
+    lora_experts: bool = False
     # "nf4" freezes the weights below the adapters in four bits
     quantize: str = ""
     # host memory for each rank (below 0: that of the profile)
@@ -198,6 +200,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         )
     if request.lora_rank < 0:
         raise ValueError(f"--lora-rank is {request.lora_rank}; give at least 1, or leave it out to train all weights")
+    if request.lora_experts and not request.lora_rank:
+        raise ValueError("--lora-experts puts adapters on the weights of experts, and needs their rank; give --lora-rank too")
     model, notes = _model(request, profile.spec.name, calibration, kernels)
     if request.expert_ranks:
         model = _spread(request, model)
@@ -438,7 +442,11 @@ def _model(
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
     if request.lora_rank:
-        quantised = replace(quantised, adapters=lora_adapters(quantised, request.lora_rank))
+        if request.lora_experts and not model.experts.num_layers:
+            raise ValueError(
+                f"--lora-experts puts adapters on the weights of experts, and {request.model} has none; leave it out"
+            )
+        quantised = replace(quantised, adapters=lora_adapters(quantised, request.lora_rank, request.lora_experts))
     return quantised, notes
 
 

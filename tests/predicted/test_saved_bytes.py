@@ -421,3 +421,42 @@ def test_adapters_of_a_config_are_those_of_peft() -> None:
         config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(build("qwen3", dtype, 2), config)
         assert lora_adapters(spec(dtype), 4) == adapter_spec(model, is_autocast=dtype == torch.bfloat16)
+
+
+MOE = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 80, "attn_implementation": "eager"},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weights", [("gate_up_proj", "down_proj"), ("down_proj",)], ids="+".join)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapted_experts_save_what_is_predicted(name: str, weights: tuple[str, ...], dtype: torch.dtype) -> None:
+    config_class, model_class, sizes = MIXTURES[name]
+    model = model_class(config_class(num_hidden_layers=1, **MOE, **sizes)).to(dtype).train()
+    config = peft.LoraConfig(
+        r=6, task_type="CAUSAL_LM", target_modules=[], target_parameters=[f"experts.{each}" for each in weights]
+    )
+    adapted = peft.get_peft_model(model, config)
+    shapes = replace(ModelSpec.from_config(model.config.to_dict(), dtype.itemsize), adapters=adapter_spec(adapted))
+    layer = model.model.layers[0].mlp
+    # bytes that the router saves: its logits and probabilities, its choice, and weights of the chosen
+    hidden_1TC = torch.randn(1, NUM_TOKENS, MOE["hidden_size"], dtype=dtype, requires_grad=True)
+    router = getattr(layer, "gate", None) or layer.router
+    routing, _ = saved_bytes(adapted, lambda: router(hidden_1TC.view(-1, MOE["hidden_size"])))
+    FusedLayers("").bind(adapted)
+    found, _ = saved_bytes(adapted, lambda: layer(hidden_1TC))
+    # places of rows are no saved tensors
+    expected = class_bytes(shapes, "mlp") - 12 * 3
+    # if no other node of the router saves the weights of the chosen, this one does
+    assert expected <= (found - routing) / NUM_TOKENS <= expected + 3 * dtype.itemsize

@@ -275,6 +275,12 @@ def largest_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
     return AdapterSpec(*(max(getattr(spec, field.name) for spec in specs) for field in fields(AdapterSpec)))
 
 
+def sum_adapters(specs: Sequence[AdapterSpec]) -> AdapterSpec:
+    """The sum of each number over `specs`; a flag is set if any of them sets it."""
+    found = {field.name: [getattr(spec, field.name) for spec in specs] for field in fields(AdapterSpec)}
+    return AdapterSpec(**{name: any(each) if isinstance(each[0], bool) else sum(each) for name, each in found.items()})
+
+
 def lora_layers(module: nn.Module) -> dict[str, Any]:
     """Projections inside `module` with an active adapter, by name.
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
+from hf_longctx.plan.model.model_spec import AdapterSpec, split_adapters
 from hf_longctx.runtime.core.binding import class_name, replace_forward
 from hf_longctx.runtime.core.expert_products import ExpertMatrices, Rows, enter, grouped_problem, leave
 from hf_longctx.runtime.execution.experts import experts_forward, first_expert, replace_experts_forward
@@ -78,6 +79,39 @@ def _is_on_experts(module: nn.Module) -> bool:
     return isinstance(module, ParamWrapper) and module._param_ndim == 3
 
 
+def expert_weights(model: nn.Module) -> list[str]:
+    """Returns names for `target_parameters` of the weights of experts that may have adapters; empty if there are none."""
+    found = [(name, module) for name, module in model.named_modules() if class_name(module) in MODULES.experts]
+    names = [(name.rpartition(".")[2], _matrices(module)) for name, module in found if _is_described(module)]
+    return list(dict.fromkeys(f"{name}.{weight}" for name, weights in names for weight in weights))
+
+
+def _is_described(experts: Any) -> bool:
+    """Whether transformers' decorator says what a module of experts computes."""
+    return hasattr(experts, "has_post_expert_norm") and not experts.has_post_expert_norm and not experts._is_expert_parallel
+
+
+def _matrices(experts: Any) -> tuple[str, str]:
+    """Names of the weights of experts: of the first products and of the last."""
+    return _ENTERING[not experts.has_gate], _LEAVING
+
+
+def expert_adapter_spec(found: AdaptedExperts, num_chosen: int) -> AdapterSpec:
+    """Sizes that adapters on the experts of a layer save, for tokens with `num_chosen` experts each."""
+    experts, first = found.experts, found.wrappers[0]
+    sizes = [(wrapper.r[wrapper.active_adapters[0]], wrapper.in_features, wrapper.out_features) for wrapper in found.wrappers]
+    down: Tensor = getattr(experts, _LEAVING)
+    inner_size, row_size = down.shape[1:] if experts.is_transposed else down.shape[:0:-1]
+    width = first.lora_A[first.active_adapters[0]].weight.element_size()
+    return split_adapters(
+        sizes,
+        (row_size, inner_size * (2 if experts.has_gate else 1)),
+        (num_chosen, first.num_experts),
+        (down.element_size(), width),
+        reads_rows=any(wrapper.parameter_name != _LEAVING for wrapper in found.wrappers),
+    )
+
+
 def expert_adapter_problems(model: nn.Module) -> list[str]:
     """Returns why adapters on single weights cannot be trained, by layer and class; empty if they can, or if there are none."""
     found = list(adapted_experts(model))
@@ -98,9 +132,9 @@ def _problem(found: AdaptedExperts) -> str:
     remedy = "name Linear modules outside the experts in target_modules instead"
     if class_name(experts) not in MODULES.experts:
         return f"are on experts of a class that is not tested; {remedy}"
-    if experts.has_post_expert_norm or experts._is_expert_parallel:
+    if not _is_described(experts):
         return f"are on experts with a norm of their own, or loaded with ep_size, which are not tested; {remedy}"
-    known = (_ENTERING[not experts.has_gate], _LEAVING)
+    known = _matrices(experts)
     if other := next((each.parameter_name for each in wrappers if each.parameter_name not in known), ""):
         return f"are on the weight {other}; name {' or '.join(known)} in target_parameters"
     if any(len(wrapper.lora_A) > 1 for wrapper in wrappers):
@@ -112,7 +146,7 @@ def _problem(found: AdaptedExperts) -> str:
         return f"are on experts whose weights are quantised ({weights[0].dtype}); load them in bfloat16"
     if any(weight.requires_grad for weight in weights):
         return "are on experts whose own weights are trained too; freeze them with requires_grad_(False)"
-    # of the wrappers inside, too
+    # hooks of the wrappers inside count, too
     if is_hooked(wrappers[0]):
         return "have a hook, which would see other values than in PEFT's forward; remove it, or hook the MLP"
     if not all(map(runs_as_written, wrappers)) or not runs_as_written(experts):
@@ -153,7 +187,7 @@ def _run(
         result: Tensor = own(hidden_TC, chosen_Tk, weights_Tk)
         return result
     experts = found.experts
-    entering, leaving = (found.matrices(name) for name in (_ENTERING[not experts.has_gate], _LEAVING))
+    entering, leaving = map(found.matrices, _matrices(experts))
     weight = entering.weight_EKN
     assert not isinstance(weight, DTensor)
     rows = Rows(chosen_Tk, len(weight), is_grouped(weight.device, weight.dtype))

@@ -20,9 +20,11 @@ from hf_longctx.hf.models.adapters import (
     lora_layers,
     read_projection,
     saved_bytes,
+    sum_adapters,
     tile_bytes,
     trained_sizes,
 )
+from hf_longctx.hf.models.expert_adapters import adapted_experts, expert_adapter_spec
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.kernel_places import KERNEL_NORMS, runs_heads_alike
 from hf_longctx.hf.models.states import mixers_of, num_calls
@@ -89,14 +91,17 @@ def adapter_spec(model: nn.Module, is_autocast: bool = False) -> AdapterSpec:
     spec = trained_sizes(model)
     if not is_adapted(model):
         return spec
-    hidden, num_hidden = hidden_dtype(model), base_of(model).config.get_text_config().hidden_size
-    return largest_adapters([spec, *(_layer_adapters(each, hidden, num_hidden, is_autocast) for each in text_layers(model))])
+    config = base_of(model).config.get_text_config()
+    hidden, num_hidden = hidden_dtype(model), config.hidden_size
+    num_chosen = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0)
+    layers = [_layer_adapters(each, hidden, num_hidden, is_autocast, num_chosen) for each in text_layers(model)]
+    return largest_adapters([spec, *layers])
 
 
-def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_autocast: bool) -> AdapterSpec:
+def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_autocast: bool, num_chosen: int) -> AdapterSpec:
     """Sizes that the adapters of one layer save, and inputs that they read without a copy, by names and places of projections.
 
-    num_hidden: elements of a hidden state.
+    num_hidden: elements of a hidden state. num_chosen: experts of a token.
     """
     modules = _modules_of(layer)
     in_mlps = {id(each): each for mlp in modules.mlps for each in lora_layers(mlp).values()}
@@ -115,13 +120,14 @@ def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_a
             first = {"reads_second_norm"} if each.in_features == num_hidden else set()
             last = {"reads_product"} if each.out_features == num_hidden else set()
             reads |= first | last or _UNKNOWN_READS
-    return AdapterSpec(
+    beside = AdapterSpec(
         attention_saved_bytes=outer_bytes,
         mlp_saved_bytes=sum(saved_bytes(each, hidden, is_autocast) for each in in_mlps.values()),
         cut_bytes=cut_bytes([each for name, each in _named(modules.attention) if name in PROJECTIONS]),
         tile_bytes=tile_bytes(list(in_mlps.values()), hidden, is_autocast),
         **dict.fromkeys(reads, True),
     )
+    return sum_adapters([beside, *(expert_adapter_spec(each, num_chosen) for each in adapted_experts(layer))])
 
 
 def _named(module: nn.Module | None) -> list[tuple[str, nn.Module]]:

@@ -438,7 +438,7 @@ class LayerBytes:
     def _held_mlp(self) -> int:
         """Returns bytes of kept MLP tensors, which its backward frees."""
         if self.is_plain:
-            return (inner_bytes(self.model) - self.model.bytes_per_element * self.model.routed_elements) * self.tokens
+            return (inner_bytes(self.model) - self.model.routed_bytes) * self.tokens
         _, host_stop = self._cuts["mlp"]
         return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
 

@@ -105,8 +105,7 @@ def inner_bytes(model: ModelSpec) -> int:
     """Returns bytes per token that an MLP saves besides its input: inner tensors, routing, and tensors of its adapters."""
     # a kernel of a gate keeps no activation
     count = (1 if not model.gated_mlp else 2 if model.fuses_gates else 3) + saves_product(model)
-    routed = model.bytes_per_element * model.routed_elements
-    return matrix_bytes(model) * count * model.intermediate_size + routed + model.adapters.mlp_saved_bytes
+    return matrix_bytes(model) * count * model.intermediate_size + model.routed_bytes + model.adapters.mlp_saved_bytes
 
 
 def scale_bytes(model: ModelSpec) -> int:

@@ -46,12 +46,13 @@ def part_state_bytes(
     sums gradients, `summed_bytes` counts those. Weights that autocast rounds are gathered in two bytes. If shards of layers are
     on the host during steps, the device has those of two layers, and needs `resting_bytes` otherwise. Spread experts are not
     gathered. Frozen weights, such as those of towers, have neither gradients nor moments. Every rank holds all scales of packed
-    weights, and one unpacked matrix.
+    weights, one unpacked matrix, and copies of one matrix's adapters on experts.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
     weights, gradients, updates = _part_bytes(model, num_layers, is_first, is_last)
-    beside = num_layers * model.packed.layer_scale_bytes + (model.packed.unpacked_bytes if num_layers else 0)
+    beside = num_layers * model.packed.layer_scale_bytes
+    beside += model.packed.unpacked_bytes + model.adapters.copied_bytes if num_layers else 0
     if parameters == "replicated":
         return weights + gradients + updates + beside
     unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)

@@ -236,6 +236,14 @@ class ExpertSpec:
     num_ranks: int = 1
     # gathered weights travel in two bytes
     are_rounded: bool = False
+    # inputs and outputs of one expert, and its inner features
+    row_size: int = 0
+    inner_size: int = 0
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a token's rows and of their outputs, in all layers together."""
+        return 2 * self.token_rows * self.row_size
 
     @property
     def spread_parameters(self) -> int:
@@ -318,7 +326,7 @@ def expert_sizes(
         passed += 2 * latent / matrices
         routed += latent + 2 * chosen * round(size * (1 - latent / hidden_size))
     parameters = round(share * matrices * num_experts * latent * size)
-    experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts)
+    experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts, row_size=latent, inner_size=size)
     dense_share = 1 if is_named else 1 - share
     return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts
 

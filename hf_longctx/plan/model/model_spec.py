@@ -65,6 +65,12 @@ class AdapterSpec:
     reads_attention: bool = False
     reads_second_norm: bool = False
     reads_product: bool = False
+    # those of `layer_parameters` on experts that a token does not choose
+    idle_parameters: int = 0
+    # frozen experts multiply their adapters apart, save hidden states once and no outputs (`runtime.core.expert_products`)
+    splits_experts: bool = False
+    # rounded copies of the adapters of one matrix of all experts, and its gradients before they are added
+    copied_bytes: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -80,12 +86,48 @@ class AdapterSpec:
 NO_ADAPTERS = AdapterSpec()
 
 
+# bytes to a multiple of which the features of an adapter on experts are filled up, as CUDA's grouped products need
+RANK_BYTES = 16
+
+
+def split_adapters(
+    matrices: Sequence[tuple[int, int, int]],
+    sizes: tuple[int, int],
+    experts: tuple[int, int],
+    elements: tuple[int, int],
+    *,
+    reads_rows: bool,
+) -> AdapterSpec:
+    """Returns what adapters on the experts of a layer save and hold, without their number of parameters.
+
+    matrices: (rank, inputs, outputs) of the adapted matrices. sizes: elements of a row that an expert reads, and outputs of its
+    first matrices. experts: those of a token, and all. elements: bytes of an element of the frozen weights, in whose dtype
+    products are made, and of the adapters. reads_rows: whether a first matrix has an adapter.
+    """
+    (row_size, first_outputs), (num_chosen, num_experts), (element, width) = sizes, experts, elements
+    filled = [-(-rank * element // RANK_BYTES) * RANK_BYTES for rank, _, _ in matrices]
+    copied = [(2 * row_bytes + width * rank) * sum(both) for row_bytes, (rank, *both) in zip(filled, matrices, strict=True)]
+    saved = num_chosen * sum(filled)
+    return AdapterSpec(
+        mlp_saved_bytes=saved,
+        # rows as they are gathered or multiplied, with an adapter's output that is added, and gradients of the first matrices
+        tile_bytes=saved + num_chosen * element * (2 * row_size + first_outputs),
+        reads_second_norm=reads_rows,
+        reads_product=True,
+        idle_parameters=sum(rank * sum(both) for rank, *both in matrices) * (num_experts - num_chosen),
+        splits_experts=True,
+        copied_bytes=num_experts * max(copied),
+    )
+
+
 # (kind, share of layers) of some layers
 KindShares = tuple[tuple[LayerKind, float], ...]
 # fields of a config with the cap of logits after the head
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+# places of a row and its expert: three numbers of four bytes
+_ROW_INDEX_BYTES = 12
 # bytes of the weights that an update on the host moves and updates at once, unless one weight has more
 UPDATE_PART_BYTES = 64 * 2**20
 
@@ -542,7 +584,17 @@ class ModelSpec:
     @property
     def layer_products(self) -> int:
         """Multiplications of one token's forward through a layer, the mean over layers: by matrices, adapters, and in scans."""
-        return self.layer_parameters + self.adapters.layer_parameters + round(self.states.share * self.states.scan_products)
+        adapters = self.adapters.layer_parameters - self.adapters.idle_parameters
+        return self.layer_parameters + adapters + round(self.states.share * self.states.scan_products)
+
+    @property
+    def routed_bytes(self) -> int:
+        """Bytes per token and layer that routing to experts and back saves, besides what experts save inside."""
+        if not self.adapters.splits_experts:
+            return self.bytes_per_element * self.routed_elements
+        # neither the rows that experts read nor their outputs, but the places of rows
+        saved = self.bytes_per_element * (self.routed_elements - self.experts.row_elements // self.num_layers)
+        return saved + _ROW_INDEX_BYTES * self.experts.token_rows // self.num_layers
 
     @property
     def token_products(self) -> int:

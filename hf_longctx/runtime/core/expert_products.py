@@ -158,12 +158,11 @@ class _Leave(torch.autograd.Function):
         weights_S1 = weights_Tk.new_empty(len(rows.tokens_S), 1)
         weights_S1[rows.rows_Tk.view(-1)] = weights_Tk.reshape(-1, 1)
         weights_S1 = weights_S1.to(weight.dtype)
-        # of every row's output, before it was weighed
+        # gradient of every row's output, before it was weighed
         gradient_SN = gradient_TN[rows.tokens_S]
         dlow_SR = products.low_gradient(gradient_SN)
-        dx_SK = dweights_Tk = dfirst = dsecond = None
-        if needs_x or needs_weights:
-            dx_SK = products.input_gradient(gradient_SN, dlow_SR)
+        dweights_Tk = dfirst = dsecond = None
+        dx_SK = products.input_gradient(gradient_SN, dlow_SR)
         if needs_weights:
             wide = torch.promote_types(dx_SK.dtype, torch.float32)
             dweights_S = (x_SK * dx_SK).sum(1, dtype=wide)
@@ -261,8 +260,10 @@ def _is_aligned(tensor: Tensor) -> bool:
     strides = [each for each in tensor.stride()[-2:] if each != 1]
     outer = tensor.stride()[:-2]
     has_unit = len(strides) < 2
-    return has_unit and all(each * tensor.itemsize % _ALIGNED_BYTES == 0 for each in (*strides, *outer)) and (
-        tensor.data_ptr() % _ALIGNED_BYTES == 0
+    return (
+        has_unit
+        and all(each * tensor.itemsize % _ALIGNED_BYTES == 0 for each in (*strides, *outer))
+        and (tensor.data_ptr() % _ALIGNED_BYTES == 0)
     )
 
 

@@ -110,7 +110,9 @@ def test_every_class_has_the_gradients_of_peft(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"])
 @pytest.mark.parametrize("weights", [BOTH[:1], BOTH[1:], BOTH[::-1]], ids="+".join)
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_rslora": True}, {"rank_pattern": {r".*\.(gate_)?up_proj": 6}, "alpha_pattern": {"down_proj": 1}}], ids=str
+    "settings",
+    [{}, {"use_rslora": True}, {"rank_pattern": {r".*\.(gate_)?up_proj": 6}, "alpha_pattern": {"down_proj": 1}}],
+    ids=str,
 )
 def test_one_weight_patterns_and_rslora(name: str, weights: tuple[str, ...], settings: Any) -> None:
     model = adapted(name, weights, **settings)

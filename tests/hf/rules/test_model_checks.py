@@ -363,7 +363,12 @@ def test_tokens_of_a_tied_embedding_are_refused_in_stages_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}, {"target_modules": ["q_proj", "w1", "w2", "w3"]}]
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_parameters": ["experts.down_proj"]},
+        {"target_modules": ["q_proj", "w1", "w2", "w3"]},
+    ],
 )
 def test_adapters_on_experts_pass(settings: Any) -> None:
     model = lora(tiny_mixtral(), **settings)
@@ -398,6 +403,10 @@ def on_experts(change: Callable[[Any], Any]) -> Any:
     model = lora(tiny_mixtral(), target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     change(model)
     return model
+
+
+def experts_inside(model: Any) -> Any:
+    return model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
 
 
 def merged() -> Any:
@@ -477,16 +486,12 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a hook, which would see other values",
     ),
     "a hook on experts inside": (
-        lambda: on_experts(
-            lambda model: model.get_base_model().model.layers[0].mlp.experts.base_layer.base_layer.register_forward_hook(print)
-        ),
+        lambda: on_experts(lambda model: experts_inside(model).register_forward_hook(print)),
         "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a hook, which would see other values",
     ),
     "experts with a forward of the user's": (
-        lambda: on_experts(
-            lambda model: setattr(model.get_base_model().model.layers[1].mlp.experts.get_base_layer(), "forward", lambda *args: args[0])
-        ),
-        "the adapters on base_model.model.model.layers.1.mlp.experts (MixtralExperts) have a forward that other code has",
+        lambda: on_experts(lambda model: setattr(experts_inside(model), "forward", lambda *args: args[0])),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a forward that other code has",
     ),
     "saved norm": (
         lambda: lora(modules_to_save=["input_layernorm"]),

@@ -1,4 +1,4 @@
-"""Adapters on weights of experts: any plan gives the loss and gradients of plain PEFT, which adds them to copies of the weights."""
+"""Adapters on weights of experts: any plan gives the loss and gradients of plain PEFT, which adds them to copies of weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = Fal
 @pytest.mark.parametrize(
     "family,lora",
     # PEFT takes all-linear to leave the experts of other classes out
-    [*((family, EXPERTS) for family in MOE_FAMILIES), *((family, ALL_LINEAR) for family in ("mixtral", "qwen3_moe_dense", "olmoe"))],
+    [
+        *((family, EXPERTS) for family in MOE_FAMILIES),
+        *((family, ALL_LINEAR) for family in ("mixtral", "qwen3_moe_dense", "olmoe")),
+    ],
 )
 def test_every_plan_has_the_gradients_of_peft(family: str, lora: Any, plan: str) -> None:
     case, rows = case_of(family, lora=lora), random_rows(LENGTHS)
@@ -138,5 +141,3 @@ def test_routers_whose_logits_are_tied() -> None:
     result = executor.run(STEPS["slices"].for_rank(0), rank_inputs(STEPS["slices"], rows, 0)["chunks"], num_labels)
     found = float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert worst_error(found, reference_step(build(), rows)) <= TOLERANCE
-
-
