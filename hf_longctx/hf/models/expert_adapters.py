@@ -197,7 +197,7 @@ def _run(
 
 
 class GroupedProducts:
-    """Knows for which devices and dtypes the grouped products of this torch are right; compares each once."""
+    """Compares the grouped products of this torch with single ones, once for every device and dtype."""
 
     def __init__(self) -> None:
         self._problems: dict[tuple[torch.device, torch.dtype], str] = {}

@@ -76,17 +76,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """One frozen matrix of every expert, and perhaps a bias and an adapter.
+    """One frozen matrix of every expert, and perhaps a bias and an adapter."""
 
-    weight_EKN: of any strides. first, second: A and B of all `num_all` experts of the layer, of which the weight has those from
-    `start` on; the others belong to other ranks, and get gradients of zeros.
-    """
-
+    # strides may be any
     weight_EKN: Tensor
     bias_EN: Tensor | None = None
+    # A and B of all experts of the layer
     first: Tensor | None = None
     second: Tensor | None = None
     scaling: float = 0.0
+    # number of these experts, and the first one of the weight; others belong to other ranks, and get gradients of zeros
     num_all: int = 0
     start: int = 0
 
