@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_longctx.runtime.core.binding import bound, bound_function, put
+from hf_longctx.runtime.core.fp8 import FP8Linear, RoundedInput, frozen_product, input_gradient
 
 # returns the output of a module [T, N], given its input [T, C], N, and a function that computes the output of the first tokens
 Maker = Callable[[Tensor, int, Callable[[int], Tensor]], Tensor]
@@ -66,6 +67,8 @@ def maker_of(linear: nn.Linear) -> Maker | None:
 
 def product(linear: nn.Linear, x: Tensor, make: Maker) -> Tensor:
     """Returns linear(x), [..., C] to [..., N], as made by `make`."""
+    if isinstance(linear, FP8Linear):
+        return frozen_product(linear, x, make)
     x, weight_NC, bias_N = autocast_operands(linear, x)
     y_TN: Tensor = _Product.apply(x.flatten(0, -2), weight_NC, bias_N, make)
     return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
@@ -110,7 +113,10 @@ class _Product(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class AdaptedProduct:
-    """A frozen matrix, its frozen bias, and the adapter whose output is added: x W' + b + scaling * (x A') B'."""
+    """A frozen matrix, its frozen bias, and the adapter whose output is added: x W' + b + scaling * (x A') B'.
+
+    scale_N1: of the rows of a matrix that is stored as bytes in fp8; such a matrix has no bias.
+    """
 
     weight_NC: Tensor
     bias_N: Tensor | None
@@ -118,23 +124,28 @@ class AdaptedProduct:
     second_Nr: Tensor
     scaling: float
     make: Maker = computed
+    scale_N1: Tensor | None = None
 
 
 def adapted_products(x: Tensor, products: Sequence[AdaptedProduct]) -> list[Tensor]:
-    """Returns the outputs [..., N] of products of one input [..., C], all of one dtype, as one autograd node."""
-    matrices = [getattr(each, name) for name in ("weight_NC", "first_rC", "second_Nr") for each in products]
+    """Returns the outputs [..., N] of products of one input [..., C], all of one dtype, as one autograd node.
+
+    Their frozen matrices are all in fp8, or none is.
+    """
+    matrices = [getattr(each, name) for name in ("weight_NC", "scale_N1", "first_rC", "second_Nr") for each in products]
     fixed = [(each.bias_N, each.scaling, each.make) for each in products]
     outputs: tuple[Tensor, ...] = _AdaptedProducts.apply(x.flatten(0, -2), fixed, *matrices)
     return [y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in outputs]
 
 
 class _AdaptedProducts(torch.autograd.Function):
-    # matrices: all W, all A, all B
+    # matrices: all W, all scales of W, all A, all B
     @staticmethod
     def forward(
-        ctx: Any, x_TC: Tensor, fixed: Sequence[tuple[Tensor | None, float, Maker]], *matrices: Tensor
+        ctx: Any, x_TC: Tensor, fixed: Sequence[tuple[Tensor | None, float, Maker]], *matrices: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, firsts, seconds = _thirds(matrices)
+        weights, scales, firsts, seconds = _quarters(matrices)
+        rounded = None if scales[0] is None else RoundedInput(x_TC)
         needs_x, _, needs_firsts, needs_seconds = _needs(ctx)
         low_TR = F.linear(x_TC, _stacked(firsts))
         ctx.set_materialize_grads(False)
@@ -143,20 +154,28 @@ class _AdaptedProducts(torch.autograd.Function):
         ctx.save_for_backward(
             x_TC if any(needs_firsts) else None,
             low_TR if any(needs_seconds) else None,
-            *(each if needs_x else None for each in (*weights, *firsts)),
+            *(each if needs_x else None for each in (*weights, *scales, *firsts)),
             *(each if needs_x or any(needs_firsts) else None for each in seconds),
         )
         lows = low_TR.split(ctx.ranks, 1)
         return tuple(
-            make(x_TC, len(weight_NC), partial(_first_outputs, x_TC, low_Tr, weight_NC, second_Nr, bias_N, scaling))
-            for low_Tr, weight_NC, second_Nr, (bias_N, scaling, make) in zip(lows, weights, seconds, fixed, strict=True)
+            make(
+                x_TC,
+                len(weight_NC),
+                partial(_first_outputs, x_TC, low_Tr, weight_NC, second_Nr, bias_N, scaling)
+                if rounded is None
+                else partial(_first_of_rounded, rounded, low_Tr, weight_NC, scale_N1, second_Nr, scaling),
+            )
+            for low_Tr, weight_NC, scale_N1, second_Nr, (bias_N, scaling, make) in zip(
+                lows, weights, scales, seconds, fixed, strict=True
+            )
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TC, low_TR, *matrices = ctx.saved_tensors
-        weights, firsts, seconds = _thirds(matrices)
+        weights, scales, firsts, seconds = _quarters(matrices)
         needs_x, _, needs_firsts, needs_seconds = _needs(ctx)
         places = [slice(start, stop) for start, stop in pairwise(accumulate(ctx.ranks, initial=0))]
         given = [(place, each) for place, each in enumerate(gradients) if each is not None]
@@ -175,11 +194,14 @@ class _AdaptedProducts(torch.autograd.Function):
             of_all = (dlow_TR.T @ x_TC).split(ctx.ranks)
             dfirsts = [each.clone() if needs else None for each, needs in zip(of_all, needs_firsts, strict=True)]
         dx_TC: Tensor | None = None
-        if dlow_TR is not None and needs_x:
+        if dlow_TR is not None and needs_x and scales[0] is not None:
+            found = [(each, weights[place], scales[place]) for place, each in given]
+            dx_TC = input_gradient(*zip(*found, strict=True)).addmm_(dlow_TR, _stacked(firsts))
+        elif dlow_TR is not None and needs_x:
             dx_TC = dlow_TR @ _stacked(firsts)
             for place, gradient_TN in given:
                 dx_TC.addmm_(gradient_TN, weights[place])
-        return dx_TC, None, *(None for _ in weights), *dfirsts, *dseconds
+        return dx_TC, None, *(None for _ in (*weights, *scales)), *dfirsts, *dseconds
 
 
 def _first_outputs(
@@ -191,14 +213,21 @@ def _first_outputs(
     return y_TN.addmm_(x_TC[:count], weight_NC.T)
 
 
-def _thirds(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    count = len(values) // 3
-    return (values[start : start + count] for start in range(0, 3 * count, count))
+def _first_of_rounded(
+    rounded: RoundedInput, low_Tr: Tensor, bytes_NC: Tensor, scale_N1: Tensor, second_Nr: Tensor, scaling: float, count: int
+) -> Tensor:
+    """Returns x W' + scaling * low B' of the first `count` tokens; products in fp8 cannot add to a matrix, so they come first."""
+    return rounded.times(bytes_NC, scale_N1, count).addmm_(low_Tr[:count], second_Nr.T, alpha=scaling)
+
+
+def _quarters(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    count = len(values) // 4
+    return (values[start : start + count] for start in range(0, 4 * count, count))
 
 
 def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool], Sequence[bool]]:
     """Returns whether x, and each W, A and B, need a gradient."""
-    weights, firsts, seconds = _thirds(ctx.needs_input_grad[2:])
+    weights, _, firsts, seconds = _quarters(ctx.needs_input_grad[2:])
     return ctx.needs_input_grad[0], weights, firsts, seconds
 
 
