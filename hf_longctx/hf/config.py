@@ -314,6 +314,15 @@ class LongContextConfig:
             "Default: on CUDA, unless Liger makes them.",
         },
     )
+    frozen_weights: Literal["unchanged", "fp8"] = field(
+        default="unchanged",
+        metadata={
+            "help": "`fp8`: the frozen matrices of attention and MLPs below adapters (LoRA) are rounded once, at start, to eight "
+            "bits with a scale for each row, and multiplied in fp8, forward and backward: half the bytes in memory and gathers, "
+            "and faster products on GPUs of compute capability 8.9 or later. Gradients are those of the rounded model, several "
+            "times less close than in bf16 (docs/guides/lora-and-qlora.md). `unchanged`: as they were loaded."
+        },
+    )
     parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step", "auto"] = field(
         default="replicated",
         metadata={
@@ -576,6 +585,7 @@ KINDS: dict[str, Kind] = {
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
     "compile_layers": Flag(is_optional=True),
+    "frozen_weights": Word(("unchanged", "fp8")),
     "parameters": Word((*PARAMETERS, "auto")),
     "shard_ranks": Whole(2, "give at least 2 ranks, or parameters='replicated'", is_optional=True, most=2**20),
     "expert_ranks": Whole(2, "give at least 2 ranks, or leave it out", is_optional=True, most=2**20),

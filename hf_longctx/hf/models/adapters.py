@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.heads import head_of, is_tied
-from hf_longctx.hf.models.quantised import four_bit_layers, is_four_bit
+from hf_longctx.hf.models.quantised import is_four_bit, packed_layers
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.adapted_projection import (
@@ -192,7 +192,7 @@ def shard_problems(model: Any) -> list[str]:
 
 
 def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """(dtypes of the model's own weights, dtypes of adapter weights); weights and biases of four-bit layers are left out."""
+    """(dtypes of the model's own weights, dtypes of adapter weights); all of packed layers is left out."""
     added = {
         id(parameter)
         for module in model.modules()
@@ -200,7 +200,7 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
         for name, parameter in module.named_parameters()
         if not name.startswith("base_layer.")
     }
-    packed = {id(parameter) for layer in four_bit_layers(model).values() for parameter in layer.parameters()}
+    packed = {id(parameter) for layer in packed_layers(model).values() for parameter in layer.parameters()}
     dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
     for parameter in model.parameters():
         if id(parameter) not in packed:
@@ -217,7 +217,7 @@ def hidden_dtype(model: Any) -> torch.dtype:
     if own:
         # start-up refuses a model that mixes others (`mixed_problems`)
         return min(own, key=lambda dtype: dtype.itemsize)
-    # a stage may have only norms without weights and four-bit layers
+    # a stage may have only norms without weights and packed layers
     asked = getattr(base_of(model).config, "dtype", None)
     dtype: torch.dtype = asked if isinstance(asked, torch.dtype) else base_of(model).dtype
     return dtype

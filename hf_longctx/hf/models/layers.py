@@ -33,6 +33,7 @@ from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_written_by, own_forward
+from hf_longctx.runtime.core.fp8 import FP8Linear
 from hf_longctx.runtime.execution.experts import spread_group
 
 # attributes of a layer that may hold its MLP; a layer adds the outputs of several
@@ -231,7 +232,7 @@ def _cuttable_attention(layer: nn.Module) -> nn.Module | None:
 
 
 def _plain_linear(module: nn.Module | None) -> nn.Linear | None:
-    """The linear module with torch's own forward, perhaps inside an adapter; None for others, such as quantised ones."""
+    """The linear module with its class's forward, perhaps inside an adapter; None for others, such as four-bit ones."""
     inner: Any = getattr(module, "base_layer", module)
-    is_plain = type(inner) is nn.Linear and own_forward(inner) is None and is_written_by(nn.Linear.forward, "torch")
+    is_plain = type(inner) in (nn.Linear, FP8Linear) and own_forward(inner) is None and is_written_by(nn.Linear.forward, "torch")
     return inner if is_plain else None

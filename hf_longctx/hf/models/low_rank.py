@@ -10,7 +10,8 @@ all, and the others fetch theirs if they get the same tensor in the same mode be
 alone.
 
 Adapters with dropout, of several names or another kind, and those beside a module in four bits, with trained weights or with a
-hook, run as one node each, or PEFT's own code (`adapted`).
+hook, run as one node each, or PEFT's own code (`adapted`). So do those beside a weight in fp8 whose blocks have scales; with
+scales of rows, projections of one input share the node and the input in fp8.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from torch.distributed.tensor import DTensor
 from hf_longctx.hf.models.adapters import lora_layers, plain_adapter
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
-from hf_longctx.runtime.activations.adapted_projection import Adapter, hook_problem, plain_projection
+from hf_longctx.runtime.activations.adapted_projection import Adapter, hook_problem, only_multiplies
 from hf_longctx.runtime.core.binding import global_hooks, is_ours, is_written_by, own_forward, replace_forward
+from hf_longctx.runtime.core.fp8 import FP8Linear
 from hf_longctx.runtime.core.products import AdaptedProduct, adapted_products, add_low_rank, maker_of
 
 
@@ -88,7 +90,8 @@ class SharedInput:
         # a change of an inference tensor between two calls would not be seen
         is_shared = self.outputs is not None and not x.is_inference()
         for other in self.layers if is_shared else ():
-            if other is not layer and (found := _product_of_other(other, x)) is not None:
+            found = None if other is layer else _product_of_other(other, x)
+            if found is not None and (found.scale_N1 is None) == (product.scale_N1 is None):
                 products[id(other)] = found
         outputs = dict(zip(products, adapted_products(x, list(products.values())), strict=True))
         y = outputs.pop(id(layer))
@@ -133,22 +136,28 @@ def _has_one_dtype(layer: Any, adapter: Adapter, x: Tensor) -> bool:
         return False
     if torch.is_autocast_enabled(device):
         return x.dtype == torch.get_autocast_dtype(device)
-    # without autocast the output has the dtype of the frozen weight
-    return x.dtype == first.dtype == layer.base_layer.weight.dtype
+    # without autocast the output has the dtype of the frozen weight or, in fp8, of the input
+    base = layer.base_layer
+    return x.dtype == first.dtype == (x if isinstance(base, FP8Linear) else base.weight).dtype
 
 
 def _product(layer: Any, adapter: Adapter, x: Tensor) -> AdaptedProduct | None:
     """The product of a layer, for a node with its adapter; None if it must be a node of its own."""
     base = layer.base_layer
-    if type(layer) is not Linear or type(adapter.dropout) is not nn.Identity or isinstance(plain_projection(base), str):
+    if type(layer) is not Linear or type(adapter.dropout) is not nn.Identity or not only_multiplies(base):
         return None
-    frozen = [each for each in (base.weight, base.bias) if each is not None]
+    is_rounded = isinstance(base, FP8Linear)
+    if is_rounded and base.block is not None:
+        return None
+    frozen = [each for each in (base.weight, base.scale if is_rounded else base.bias) if each is not None]
     # other types of tensors may be packed or in shards
     is_plain = {type(each) for each in (*frozen, adapter.first.weight, adapter.second.weight)} <= {nn.Parameter, Tensor}
     if not is_plain or any(each.requires_grad for each in frozen) or (make := maker_of(base)) is None:
         return None
-    weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
     first, second = adapter.first.weight.to(x.dtype), adapter.second.weight.to(x.dtype)
+    if is_rounded:
+        return AdaptedProduct(base.weight, None, first, second, adapter.scaling, make, base.scale)
+    weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
     return AdaptedProduct(weight, bias, first, second, adapter.scaling, make)
 
 

@@ -1,8 +1,11 @@
-"""Checks frozen four-bit weights under adapters (QLoRA), and keeps forwards from changing them in place.
+"""Checks frozen weights of few bits under adapters, rounds them to fp8, and keeps forwards from changing four-bit ones in place.
 
 Four-bit layers are bitsandbytes' `Linear4bit`. They are recognised by the name of their class, so that bitsandbytes is imported
 only for a model that has such layers. Their `weight` is a column of bytes, two elements to a byte; `weight.quant_state` holds
 the scales of its blocks.
+
+`frozen_weights="fp8"` rounds the frozen matrices of layers once, at the start of a run, each row with a scale of its own
+(`runtime.core.fp8`). Linear modules of transformers that hold fp8 with scales of blocks become ours, which keep these bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +21,20 @@ from torch import Tensor, nn
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import PackedSpec
+from hf_longctx.runtime.activations.adapted_projection import changed_problem
+from hf_longctx.runtime.core import fp8
+from hf_longctx.runtime.core.fp8 import FP8Linear
 
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = ("absmax", "code", "offset")
 # attribute of a four-bit layer that lets forwards in evaluation mode repack it; its value before a run, with the bias
 _REPACKS, _SETTLED = "support_avx512bf16_for_cpu", "_longctx_settled"
+# names of the matrices that are rounded to fp8: not head, embedding or router
+ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# first compute capability of CUDA with operators for fp8
+_FIRST_CAPABILITY = (8, 9)
+_WITHOUT = "or leave frozen_weights out"
 
 
 def is_four_bit(module: nn.Module) -> bool:
@@ -136,6 +147,93 @@ class QuantisedPatch:
                 layer.bias.data = before
 
 
+def fp8_layers(model: nn.Module) -> dict[str, FP8Linear]:
+    """All linear modules with frozen weights in fp8 by name, including those inside adapters."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+
+
+def packed_layers(model: nn.Module) -> dict[str, Any]:
+    """All linear modules with frozen weights of few bits by name."""
+    return {**four_bit_layers(model), **fp8_layers(model)}
+
+
+def _named_for_rounding(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linear modules in the layers of a model that have the name of a rounded matrix, also below an adapter."""
+    inside = {id(module) for layer in text_layers(model) for module in layer.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and id(module) in inside
+        and name.removesuffix(".base_layer").rpartition(".")[2] in ROUNDED
+        and not isinstance(module, FP8Linear)
+    }
+
+
+def rounding_problems(model: Any, device: torch.device, is_autocast: bool) -> list[str]:
+    """Returns why the frozen matrices of `model` cannot be rounded to fp8; empty if they can.
+
+    is_autocast: matrices are multiplied in bf16 for any dtype of the weights.
+    """
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _FIRST_CAPABILITY:
+        return [
+            f"frozen_weights='fp8' needs a GPU of compute capability 8.9 or later, such as L4, H100 or H200, but this one has "
+            f"{found[0]}.{found[1]}; use a later one, {_WITHOUT}"
+        ]
+    if four_bit_layers(model):
+        return [f"frozen_weights='fp8' would round weights that are in four bits already; load them in bfloat16, {_WITHOUT}"]
+    named = _named_for_rounding(model)
+    if not any("lora_" in name for name, _ in model.named_parameters()):
+        return [
+            "frozen_weights='fp8' rounds weights that are not trained, but the model has no adapters; train adapters with "
+            f"get_peft_model(model, LoraConfig(...)), {_WITHOUT}"
+        ]
+    if not named and not fp8_layers(model):
+        return [
+            f"frozen_weights='fp8' finds no matrix named {', '.join(ROUNDED)} in the layers of {type(model).__name__}; leave "
+            f"frozen_weights out"
+        ]
+    stored = next(iter(named.values())).weight.dtype if named else torch.bfloat16
+    if stored != torch.bfloat16 and not is_autocast:
+        return [
+            f"frozen_weights='fp8' computes in bf16, but the model is in {stored}; load it in bfloat16, or set bf16=True in the "
+            f"training arguments"
+        ]
+    problems = (_matrix_problem(model, name, linear) for name, linear in named.items())
+    first = next(filter(None, problems), "")
+    return [f"frozen_weights='fp8' cannot round {first}"] if first else []
+
+
+def _matrix_problem(model: nn.Module, name: str, linear: nn.Linear) -> str:
+    """Returns why one matrix cannot be rounded, with the remedy; empty if it can be."""
+    if type(linear) is not nn.Linear:
+        return f"{name}, which is a {type(linear).__name__} and no plain linear module; use a plain one, {_WITHOUT}"
+    if linear.bias is not None:
+        return f"{name}, since products in fp8 with a bias are not tested; use a model without biases there, {_WITHOUT}"
+    if linear.weight.requires_grad:
+        return f"{name}, whose weight is trained; freeze it, {_WITHOUT}"
+    if problem := changed_problem(linear):
+        return f"{name}, which {problem}; remove that, {_WITHOUT}"
+    shape = tuple(linear.weight.shape)
+    if any(size % fp8.SIZES for size in shape):
+        return f"{name} of shape {shape}, since operators in fp8 take multiples of {fp8.SIZES}; {_WITHOUT.removeprefix('or ')}"
+    adapter = model.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
+    if any(getattr(adapter, "lora_variant", {})):
+        return f"{name}, from whose weight its adapter (DoRA or another variant) computes; use plain LoRA, {_WITHOUT}"
+    return ""
+
+
+def round_frozen(model: nn.Module) -> None:
+    """Rounds the frozen matrices of all layers to fp8, one after the other, in place of the model's own."""
+    for name, linear in _named_for_rounding(model).items():
+        _put_in_place(model, name, FP8Linear.rounded(linear.weight).train(linear.training))
+
+
+def _put_in_place(model: nn.Module, name: str, new: nn.Module) -> None:
+    place, _, own = name.rpartition(".")
+    setattr(model.get_submodule(place), own, new)
+
+
 def move_scales(model: nn.Module, device: torch.device) -> None:
     """Moves the scales of four-bit weights to `device`, where the shards of the weights will be."""
     for layer in four_bit_layers(model).values():
@@ -145,17 +243,18 @@ def move_scales(model: nn.Module, device: torch.device) -> None:
 
 
 def own_elements(model: nn.Module) -> dict[str, int]:
-    """Number of elements of every parameter by name; a four-bit weight counts its unpacked elements."""
-    packed = {id(layer.weight): _num_elements(layer) for layer in four_bit_layers(model).values()}
+    """Number of elements of every parameter by name; a packed weight counts its unpacked elements, and scales count none."""
+    packed = {id(layer.weight): _num_elements(layer) for layer in packed_layers(model).values()}
+    packed |= {id(layer.scale): 0 for layer in fp8_layers(model).values()}
     return {name: packed.get(id(parameter), parameter.numel()) for name, parameter in model.named_parameters()}
 
 
 def packed_spec(model: nn.Module) -> PackedSpec:
-    """The most bytes that the weights of a layer, its scales, and one unpacked weight take; zeros without four-bit weights.
+    """The most bytes that the weights of a layer, its scales, and one unpacked weight take; zeros without packed weights.
 
-    `model` may be one pipeline stage.
+    `model` may be one pipeline stage. Scales of fp8 are weights of the layer.
     """
-    packed = four_bit_layers(model)
+    packed = packed_layers(model)
     if not packed:
         return PackedSpec()
     layers = text_layers(model)
@@ -179,13 +278,23 @@ def scale_bytes(layer: Any) -> int:
 
 
 def unpacked_bytes(layer: Any) -> int:
-    """Bytes of a four-bit layer's weight during a product: unpacked and, in backward, also cast if the dtypes differ."""
+    """Bytes that a product takes beside a packed weight: unpacked and, in backward, also cast if the dtypes differ.
+
+    For fp8 with scales of rows: the bytes in the other order, with those of a sibling, and rounded gradients.
+    """
+    if isinstance(layer, FP8Linear):
+        return 2 * _num_elements(layer) + (fp8.WORKSPACE_BYTES if layer.block is None else 12 * fp8.ROUNDED)
     stored, computed = layer.weight.quant_state.dtype, layer.compute_dtype
     return _num_elements(layer) * max(stored.itemsize + (computed.itemsize if computed != stored else 0), computed.itemsize)
 
 
 def in_full(layer: Any) -> nn.Linear:
     """A plain linear module with the layer's unpacked weight, frozen and in fp32, and its bias."""
+    if isinstance(layer, FP8Linear):
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        full = fp8.unpacked(layer.weight, layer.scale, layer.block, torch.float32)
+        plain.weight = nn.Parameter(full, requires_grad=False)
+        return plain.train(layer.training)
     from bitsandbytes.functional import dequantize_4bit
 
     state = copy.copy(layer.weight.quant_state)

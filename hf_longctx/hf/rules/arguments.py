@@ -25,6 +25,7 @@ from hf_longctx.hf.models.experts import has_balance, spread_problems
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.index import indexed_attention
 from hf_longctx.hf.models.positions import first_position, has_limit, max_positions
+from hf_longctx.hf.models.quantised import rounding_problems
 from hf_longctx.hf.models.rope import grows
 from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, separate_runs
@@ -756,6 +757,8 @@ _PLACEMENT = {
 def placement_problems(facts: Facts) -> list[str]:
     """Problems with the places of parameters, optimizer states and layers."""
     found, config = refusals(_PLACEMENT, facts), facts.config
+    if config.frozen_weights == "fp8" and isinstance(facts.known.base, PreTrainedModel):
+        found += rounding_problems(facts.model, facts.args.device, facts.args.bf16)
     if config.parameters != "replicated":
         found += shard_problems(facts.model)
         found += spread_problems(facts.model, config.expert_ranks) if config.expert_ranks is not None else []
@@ -834,6 +837,12 @@ STAGES = {
         "load them in bfloat16, or leave lend_stages out",
         lambda run: _lends(run) and run.known.has_four_bits,
         "model = in_four_bits(model); config = LongContextConfig(stages=2, lend_stages=True)",
+    ),
+    "lending-in-fp8": Rule(
+        "lend_stages=True is not tested with frozen_weights='fp8'",
+        "leave one of them out",
+        lambda run: _lends(run) and run.config.frozen_weights == "fp8",
+        "model = lora(model); config = LongContextConfig(stages=2, lend_stages=True, frozen_weights='fp8')",
     ),
     "lending-and-balance": Rule(
         "lend_stages=True does not support the load-balancing loss of experts that the model's config asks for "

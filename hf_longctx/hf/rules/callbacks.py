@@ -18,7 +18,13 @@ SIGNALS = {
         "args.enable_jit_checkpoint = True",
     ),
 }
-_LAYERS_ON_HOST = {
+_OF_TRAINER = {
+    "callback-and-frozen-weights": Rule(
+        "frozen_weights='fp8' needs LongContextTrainer, since a stock trainer goes on with the model afterwards",
+        "use it, or leave frozen_weights out",
+        lambda run: run.config.frozen_weights == "fp8",
+        "config = LongContextConfig(frozen_weights='fp8')",
+    ),
     "callback-and-layer-weights": Rule(
         "layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'",
         "leave it out",
@@ -46,7 +52,7 @@ ALONE = {
         lambda run: run.config.parameters != "replicated",
         "config = LongContextConfig(parameters='sharded')",
     ),
-    **_LAYERS_ON_HOST,
+    **_OF_TRAINER,
     "callback-and-compiled-layers": Rule(
         "compile_layers=True needs plans of whole steps",
         "call attach(trainer), or use LongContextTrainer",
@@ -133,7 +139,7 @@ ATTACHED = {
         lambda run: run.config.parameters != "replicated",
         "config = LongContextConfig(parameters='sharded')",
     ),
-    **_LAYERS_ON_HOST,
+    **_OF_TRAINER,
     "attach-stages-after-optimizer": Rule(
         "the trainer has an optimizer or scheduler already, for weights of all stages, but stages={config.stages!r} leaves each "
         "rank with one stage",

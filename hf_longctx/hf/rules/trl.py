@@ -395,6 +395,12 @@ PREPARED = {
         lambda run: source_of(run.model) is not None,
         "model.longctx_source = 'checkpoints'",
     ),
+    "trl-and-fp8": Rule(
+        "frozen_weights='fp8' is not tested with trainers of TRL",
+        "leave it out, or use LongContextTrainer",
+        lambda run: run.config.frozen_weights == "fp8",
+        "config = LongContextConfig(frozen_weights='fp8')",
+    ),
     "trl-and-four-bits": Rule(
         "four-bit weights are not tested with trainers of TRL",
         "use LongContextTrainer",

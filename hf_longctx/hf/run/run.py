@@ -34,6 +34,7 @@ from hf_longctx.hf.models.experts import RouterRuntime
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
 from hf_longctx.hf.models.patch import patch_model, restore_attention
+from hf_longctx.hf.models.quantised import round_frozen
 from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.planning.report import RunReport
@@ -292,6 +293,10 @@ def start_run(request: RunRequest) -> Run:
     with joint_call(START, request.config.collective_timeout_s), ExitStack() as failed, ExitStack() as undo:
         task = _read(request, failed)
         checked = _check(request, control, task)
+        if request.config.frozen_weights == "fp8":
+            # what it rounds stays rounded, also if a later phase fails
+            round_frozen(request.facts.model)
+            checked = replace(checked, request=replace(request, facts=replace(request.facts, has_fp8=True)))
         basis = _set_up(checked, failed)
         run, test, mesh = _take(checked, basis, undo)
         run = _try(checked, run, test, mesh)

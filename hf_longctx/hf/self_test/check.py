@@ -9,7 +9,7 @@ transformers.
 In fp64 everything must agree to 5e-5 of a norm. Parts that transformers always computes in fp32 (norms, rotary embeddings,
 softmax of eager attention) are rounded at 6e-8, and some hundred roundings may differ. If memory is short, the copy is in fp32
 and the limit is 2e-3, since two fp32 sums add some thousand terms in different orders, perhaps in TF32. The bugs that the test
-should find give larger errors. Autocast, and weights in other precisions such as four bits, are also run unchanged. Then the
+should find give larger errors. Autocast, and weights in other precisions (four bits, fp8), are also run unchanged. Then the
 yardstick is the distance of the plain model in that precision from the fp64 model, and plans may be four times as far away. The
 loss may be right by chance, so its yardstick is that of hidden states.
 
@@ -92,8 +92,8 @@ class SelfTest:
     dtype: torch.dtype
     is_autocast: bool
     name: str
-    # whether the model has four-bit weights, which the exact copy holds unpacked
-    is_packed: bool
+    # what the model's packed weights are, which the exact copy holds unpacked; empty if there are none
+    packed: str
     # length of the longest document whose rotary frequencies are not scaled; 0 if they do not depend on length
     rope_limit: int = 0
 
@@ -137,13 +137,14 @@ class SelfTest:
         exact = reduced_copy(chosen, longest_window, dtype)
         # make the document so long that windows and indexes hide tokens from its last third
         long_tokens = max(long_tokens, max((exact.most_chosen, *exact.windows.values())) * 3 // 2)
-        is_rounded = is_autocast or facts.has_four_bits or model.dtype != dtype
+        packed = "four-bit" if facts.has_four_bits else "fp8" if facts.has_fp8 else ""
+        is_rounded = is_autocast or bool(packed) or model.dtype != dtype
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
         working = reduced_copy(chosen, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
         # half of the long document is longer than its slices, and longer than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
-        return cls(model, exact, working, setup, lengths, dtype, is_autocast, facts.name, facts.has_four_bits, max(limits))
+        return cls(model, exact, working, setup, lengths, dtype, is_autocast, facts.name, packed, max(limits))
 
     def run(self, place: RunPlace, forward: str = "") -> str:
         """Compares plans with the plain model, frees the copies and returns a line for the log.
@@ -293,7 +294,7 @@ class SelfTest:
         whole = "" if self.exact.is_cut else " (all layers, since the model cannot be cut)"
         if self.rope_limit:
             shortened += f", rotary frequencies already scaled beyond {self.rope_limit} tokens"
-        precision = str(self.dtype).removeprefix("torch.") + (" with four-bit weights unpacked" if self.is_packed else "")
+        precision = str(self.dtype).removeprefix("torch.") + (f" with {self.packed} weights unpacked" if self.packed else "")
         precision += "" if self.working is None else " and the run's precision"
         return (
             f"self-test passed in {seconds:.1f} s: largest error {worst:.1e} against the plain model\n"

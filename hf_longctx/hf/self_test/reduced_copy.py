@@ -4,7 +4,7 @@
 functions that users put on them: hooks, and methods that replace those of the class. The copy, with hooks, has the first layer of
 every kind, and at least two layers, under their own numbers; all other layers pass on their input. Embedding and head keep the
 first token ids. Windows and attention chunks too long to be filled are shortened, in the config and in every module, as are
-position steps for scaling queries. In a copy of another precision, four-bit weights are unpacked. The model itself is unchanged.
+position steps for scaling queries. In a copy of another precision, packed weights are unpacked. The model itself is unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
 from hf_longctx.hf.models.heads import head_kind
-from hf_longctx.hf.models.quantised import four_bit_layers, in_full, own_elements
+from hf_longctx.hf.models.quantised import in_full, own_elements, packed_layers
 from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.states import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.towers import tower_names, tower_parameters
@@ -119,8 +119,8 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     memo |= {id(tower): Identity(tower) for tower in towers}
     num_token_ids = _cut_vocabulary(base, memo)
     if dtype is not None:
-        # four-bit layers multiply in a fixed precision, so replace them by their unpacked weights
-        memo |= {id(packed): in_full(packed) for place in kept for packed in four_bit_layers(layers[place]).values()}
+        # packed layers multiply in a fixed precision, so replace them by their unpacked weights
+        memo |= {id(packed): in_full(packed) for place in kept for packed in packed_layers(layers[place]).values()}
     names = {id(module): name for name, module in model.named_modules()}
     copied = independent_copy(model, memo)
     own = {place: copied.get_submodule(names[id(layers[place])]) for place in kept}
@@ -157,7 +157,7 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
 
 
 def num_elements(chosen: ChosenLayers) -> int:
-    """Counts elements in the weights of a copy, with four-bit weights unpacked."""
+    """Counts elements in the weights of a copy, with packed weights unpacked."""
     model = chosen.model
     left_out = {id(p) for layer in chosen.left_out for p in layer.parameters()}
     left_out |= {id(p) for p in tower_parameters(model)}

@@ -278,7 +278,7 @@ class StartMixin(_TrainerBase):
         self.train_dataset = read_columns(type(self), self.train_dataset, collation.reads_all)
         self.eval_dataset = read_columns(type(self), self.eval_dataset, collation.reads_all)
         problems = run_problems(type(self), self.longctx_config, facts, self.args, given)
-        problems += refusals(PREPARED, Facts(model=facts.model, known=facts))
+        problems += refusals(PREPARED, Facts(config=self.longctx_config, model=facts.model, known=facts))
         datasets = named_sets(self.train_dataset, self.eval_dataset)
         reference = None
         if is_scored(type(self)):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward
 from hf_longctx.runtime.core.dropout import SITE, DropoutTokens
+from hf_longctx.runtime.core.fp8 import FP8Linear
 
 # an adapter's first matrix, its second, and the bias of the second
 Matrices = tuple[Tensor, Tensor, Tensor | None]
@@ -56,6 +57,13 @@ def plain_projection(module: Any) -> Projection | str:
     if type(module) is not nn.Linear:
         return f"is {'missing' if module is None else f'a {type(module).__name__}'}, not a plain linear module"
     return changed_problem(module) or Projection(module)
+
+
+def only_multiplies(module: Any) -> bool:
+    """Whether a linear module only multiplies its input: a plain one, or one with a frozen weight in fp8."""
+    if isinstance(module, FP8Linear):
+        return not hook_problem(module) and own_forward(module) is None
+    return isinstance(plain_projection(module), Projection)
 
 
 def hook_problem(module: nn.Module) -> str:

@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.nn.modules import module as everywhere
 
 from hf_longctx.plan.core.types import TensorShare
-from hf_longctx.runtime.activations.adapted_projection import Projection, plain_projection
+from hf_longctx.runtime.activations.adapted_projection import only_multiplies
 from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
 from hf_longctx.runtime.core.dropout import on_tiles
 from hf_longctx.runtime.core.products import Maker, make_products
@@ -134,7 +134,7 @@ def _is_same_without(
 
 def _is_plain(linear: nn.Linear) -> bool:
     """Whether calling the module only multiplies."""
-    return isinstance(plain_projection(linear), Projection) and type(linear.weight) is nn.Parameter
+    return only_multiplies(linear) and type(linear.weight) is nn.Parameter
 
 
 def _are_only_added(y: Tensor, trials: Iterable[_Trial]) -> bool:

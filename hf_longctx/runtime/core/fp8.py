@@ -36,8 +36,10 @@ DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 # least largest element of a row, below which its scale would be no normal number
 _LEAST = _LARGEST * torch.finfo(torch.float32).tiny
-# elements of gradients that are multiplied at once, and that are rounded at once, which takes a copy in fp32
-_MULTIPLIED, _ROUNDED = 2**27, 2**24
+# elements of gradients that are multiplied at once, and that are rounded or unpacked at once, which takes copies in fp32
+MULTIPLIED, ROUNDED = 2**27, 2**24
+# bytes of these while the gradient of an input is made
+WORKSPACE_BYTES = MULTIPLIED + 4 * ROUNDED
 # operators take matrices whose sizes are multiples of this
 SIZES = 16
 # dtypes of inputs and results of products in fp8
@@ -80,7 +82,7 @@ def rows_in_fp8(x_TC: Tensor) -> tuple[Tensor, Tensor]:
     """
     values_TC = torch.empty(x_TC.shape, dtype=DTYPE, device=x_TC.device)
     scale_T1 = torch.empty(len(x_TC), 1, device=x_TC.device)
-    for rows in _blocks(*x_TC.shape, _ROUNDED):
+    for rows in _blocks(len(x_TC), x_TC.shape[1], ROUNDED):
         _round(x_TC[rows], values_TC[rows], scale_T1[rows])
     return values_TC, scale_T1
 
@@ -142,7 +144,7 @@ def input_gradient(gradients: Sequence[Tensor], matrices: Sequence[Tensor], scal
         part_Cn.copy_(bytes_nC.T)
     ones_C1 = torch.ones(num_features, 1, device=turned_CN.device)
     dx_TC = gradients[0].new_empty(num_tokens, num_features)
-    for tokens in _blocks(num_tokens, sum(sizes), _MULTIPLIED):
+    for tokens in _blocks(num_tokens, sum(sizes), MULTIPLIED):
         rounded = _rounded_gradients([each[tokens] for each in gradients], scales)
         dx_TC[tokens] = multiply(*rounded, turned_CN, ones_C1, dtype)
     return dx_TC
@@ -153,7 +155,7 @@ def _rounded_gradients(gradients: Sequence[Tensor], scales: Sequence[Tensor]) ->
     sizes = [each.shape[1] for each in gradients]
     values_TN = gradients[0].new_empty(len(gradients[0]), sum(sizes), dtype=DTYPE)
     scale_T1 = gradients[0].new_empty(len(values_TN), 1, dtype=torch.float32)
-    for tokens in _blocks(*values_TN.shape, _ROUNDED):
+    for tokens in _blocks(len(values_TN), sum(sizes), ROUNDED):
         wide_TN = gradients[0].new_empty(values_TN[tokens].shape, dtype=torch.float32)
         for part_Tn, gradient_Tn, scale_n1 in zip(wide_TN.split(sizes, 1), gradients, scales, strict=True):
             torch.mul(gradient_Tn[tokens], scale_n1.T, out=part_Tn)
@@ -167,7 +169,7 @@ def unpacked(bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, dty
     height, width = block or (1, num_columns)
     result_NC = torch.empty(bytes_NC.shape, dtype=dtype, device=bytes_NC.device)
     # some bands of blocks at a time, in at least fp32
-    band = max(1, _ROUNDED // (height * num_columns)) * height
+    band = max(1, ROUNDED // (height * num_columns)) * height
     for start in range(0, num_rows, band):
         rows = slice(start, min(start + band, num_rows))
         scales_nb = scale[start // height : -(-rows.stop // height)].repeat_interleave(height, 0)[: rows.stop - start]

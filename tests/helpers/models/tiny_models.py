@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.models.quantised import round_frozen
+
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
@@ -275,7 +277,8 @@ class ModelCase:
     """A tiny model with heads of size 8.
 
     promoted: norms compute in the dtype of their input instead of fp32. lora: settings of a `LoraConfig`; without any, all
-    weights are trained. four_bit: type of the frozen linear weights under the adapters. balance: coefficient of the experts'
+    weights are trained. four_bit: type of the frozen linear weights under the adapters. fp8: frozen matrices are rounded to
+    fp8. balance: coefficient of the experts'
     balancing loss; None leaves it out. window: replaces the family's window in layers that have one; 0 keeps the family's.
     loss: the loss of a token by its name in `token_losses`; empty for cross-entropy. spread: experts are spread over the ranks
     that share one copy of sharded parameters. head: settings of a config with which the family's class for documents,
@@ -297,6 +300,7 @@ class ModelCase:
     num_layers: int = 2
     lora: tuple[tuple[str, Any], ...] = ()
     four_bit: str = ""
+    fp8: bool = False
     balance: float | None = None
     window: int = 0
     loss: str = ""
@@ -406,7 +410,10 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
     if case.promoted:
         promote_norms(model)
         promote_attention(model)
-    return (adapted(model, **dict(case.lora)) if case.lora else model).train()
+    model = adapted(model, **dict(case.lora)) if case.lora else model
+    if case.fp8:
+        round_frozen(model)
+    return model.train()
 
 
 def widen_decays(model: Any) -> None:
