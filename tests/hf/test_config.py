@@ -178,6 +178,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "interleave": 1,
         "lend_stages": True,
         "compile_layers": True,
+        "frozen_weights": "fp8",
         "parameters": "sharded",
         "shard_ranks": 2,
         "expert_ranks": 2,

@@ -237,7 +237,7 @@ def mixed_problems(model: Any) -> list[str]:
     if len(dtypes) < 2:
         return []
     hidden, is_kept = hidden_dtype(model), kept_in_fp32(model)
-    packed = {id(parameter) for layer in four_bit_layers(model).values() for parameter in layer.parameters()}
+    packed = {id(parameter) for layer in packed_layers(model).values() for parameter in layer.parameters()}
     for name, parameter in base_of(model).named_parameters():
         if parameter.dtype == hidden or id(parameter) in packed or "lora_" in name:
             continue

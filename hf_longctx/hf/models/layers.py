@@ -33,7 +33,7 @@ from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.runtime.activations.engine import LayerModules
 from hf_longctx.runtime.activations.head_pieces import PROJECTIONS, pieces_problem
 from hf_longctx.runtime.core.binding import is_written_by, own_forward
-from hf_longctx.runtime.core.fp8 import FP8Linear
+from hf_longctx.runtime.core.products import FP8Linear
 from hf_longctx.runtime.execution.experts import spread_group
 
 # attributes of a layer that may hold its MLP; a layer adds the outputs of several

@@ -33,8 +33,7 @@ from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
 from hf_longctx.runtime.activations.adapted_projection import Adapter, hook_problem, only_multiplies
 from hf_longctx.runtime.core.binding import global_hooks, is_ours, is_written_by, own_forward, replace_forward
-from hf_longctx.runtime.core.fp8 import FP8Linear
-from hf_longctx.runtime.core.products import AdaptedProduct, adapted_products, add_low_rank, maker_of
+from hf_longctx.runtime.core.products import AdaptedProduct, FP8Linear, adapted_products, add_low_rank, maker_of
 
 
 def bind_adapters(model: nn.Module) -> list[Callable[[], None]]:

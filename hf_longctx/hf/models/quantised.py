@@ -23,7 +23,7 @@ from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import PackedSpec
 from hf_longctx.runtime.activations.adapted_projection import changed_problem
 from hf_longctx.runtime.core import fp8
-from hf_longctx.runtime.core.fp8 import FP8Linear
+from hf_longctx.runtime.core.products import FP8Linear
 
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)

@@ -294,7 +294,7 @@ def start_run(request: RunRequest) -> Run:
         task = _read(request, failed)
         checked = _check(request, control, task)
         if request.config.frozen_weights == "fp8":
-            # what it rounds stays rounded, also if a later phase fails
+            # the model stays rounded, also if a later phase fails
             round_frozen(request.facts.model)
             checked = replace(checked, request=replace(request, facts=replace(request.facts, has_fp8=True)))
         basis = _set_up(checked, failed)

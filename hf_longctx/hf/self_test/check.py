@@ -92,7 +92,7 @@ class SelfTest:
     dtype: torch.dtype
     is_autocast: bool
     name: str
-    # what the model's packed weights are, which the exact copy holds unpacked; empty if there are none
+    # kind of the model's packed weights, which the exact copy holds unpacked; empty if there are none
     packed: str
     # length of the longest document whose rotary frequencies are not scaled; 0 if they do not depend on length
     rope_limit: int = 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward
 from hf_longctx.runtime.core.dropout import SITE, DropoutTokens
-from hf_longctx.runtime.core.fp8 import FP8Linear
+from hf_longctx.runtime.core.products import FP8Linear
 
 # an adapter's first matrix, its second, and the bias of the second
 Matrices = tuple[Tensor, Tensor, Tensor | None]

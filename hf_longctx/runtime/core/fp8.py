@@ -21,15 +21,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-if TYPE_CHECKING:
-    from hf_longctx.runtime.core.products import Maker
+from torch import Tensor
 
 DTYPE = torch.float8_e4m3fn
 # the largest number of the dtype
@@ -44,34 +38,6 @@ WORKSPACE_BYTES = MULTIPLIED + 4 * ROUNDED
 SIZES = 16
 # dtypes of inputs and results of products in fp8
 RESULTS = (torch.bfloat16, torch.float32)
-
-
-class FP8Linear(nn.Linear):
-    """A frozen linear module without bias whose weight is stored as bytes, [N, C], with scales.
-
-    block: rows and columns that share a scale, in a matrix that is unpacked for its products; None: each row has its own, [N, 1],
-    and products run in fp8. Bytes in place of fp8 pass collectives of every backend.
-    """
-
-    def __init__(self, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = bytes_NC.shape
-        self.block = block
-        self.weight = nn.Parameter(bytes_NC, requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
-        self.register_parameter("bias", None)
-
-    @classmethod
-    def rounded(cls, weight_NC: Tensor) -> FP8Linear:
-        """Makes the module of a weight in another precision, each row rounded with its own scale."""
-        values_NC, scale_N1 = rows_in_fp8(weight_NC.detach())
-        return cls(values_NC.view(torch.uint8), scale_N1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return frozen_product(self, x, lambda x_TC, num_features, first: first(len(x_TC)))
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, block={self.block}"
 
 
 def rows_in_fp8(x_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,30 +142,3 @@ def unpacked(bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, dty
         values_nC = bytes_NC[rows].view(DTYPE).to(torch.promote_types(dtype, torch.float32))
         result_NC[rows] = values_nC * scales_nb.repeat_interleave(width, 1)[:, :num_columns]
     return result_NC
-
-
-def frozen_product(linear: FP8Linear, x: Tensor, make: Maker) -> Tensor:
-    """Returns linear(x), [..., C] to [..., N], as made by `make`; under autocast in its dtype."""
-    device = x.device.type
-    x = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-    y_TN: Tensor = _FrozenProduct.apply(x.flatten(0, -2), linear.weight, linear.scale, linear.block, make)
-    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
-
-
-class _FrozenProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, make: Maker) -> Tensor:
-        ctx.block, ctx.makers = block, (make,)
-        ctx.save_for_backward(bytes_NC, scale)
-        if block is None:
-            rounded = RoundedInput(x_TC)
-            return make(x_TC, len(bytes_NC), lambda count: rounded.times(bytes_NC, scale, count))
-        return make(x_TC, len(bytes_NC), lambda count: F.linear(x_TC[:count], unpacked(bytes_NC, scale, block, x_TC.dtype)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        bytes_NC, scale = ctx.saved_tensors
-        if ctx.block is None:
-            return input_gradient([gradient_TN], [bytes_NC], [scale]), None, None, None, None
-        return gradient_TN @ unpacked(bytes_NC, scale, ctx.block, gradient_TN.dtype), None, None, None, None

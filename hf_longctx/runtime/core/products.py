@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_longctx.runtime.core import fp8
 from hf_longctx.runtime.core.binding import bound, bound_function, put
-from hf_longctx.runtime.core.fp8 import FP8Linear, RoundedInput, frozen_product, input_gradient
+from hf_longctx.runtime.core.fp8 import RoundedInput, input_gradient, unpacked
 
 # returns the output of a module [T, N], given its input [T, C], N, and a function that computes the output of the first tokens
 Maker = Callable[[Tensor, int, Callable[[int], Tensor]], Tensor]
@@ -40,6 +41,61 @@ _MAKER = "_longctx_maker"
 def computed(x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) -> Tensor:
     """Computes the output of all tokens."""
     return first(len(x_TC))
+
+
+class FP8Linear(nn.Linear):
+    """A frozen linear module without bias whose weight is stored as bytes, [N, C], with scales.
+
+    block: rows and columns that share a scale, in a matrix that is unpacked for its products; None: each row has its own, [N, 1],
+    and products run in fp8. Bytes in place of fp8 pass collectives of every backend.
+    """
+
+    def __init__(self, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = bytes_NC.shape
+        self.block = block
+        self.weight = nn.Parameter(bytes_NC, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.register_parameter("bias", None)
+
+    @classmethod
+    def rounded(cls, weight_NC: Tensor) -> FP8Linear:
+        """Makes the module of a weight in another precision, each row rounded with its own scale."""
+        values_NC, scale_N1 = fp8.rows_in_fp8(weight_NC.detach())
+        return cls(values_NC.view(torch.uint8), scale_N1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _frozen_product(self, x, computed)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, block={self.block}"
+
+
+def _frozen_product(linear: FP8Linear, x: Tensor, make: Maker) -> Tensor:
+    """Returns linear(x), [..., C] to [..., N], as made by `make`; under autocast in its dtype."""
+    device = x.device.type
+    x = _cast(x, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    y_TN: Tensor = _FrozenProduct.apply(x.flatten(0, -2), linear.weight, linear.scale, linear.block, make)
+    return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, make: Maker) -> Tensor:
+        ctx.block, ctx.makers = block, (make,)
+        ctx.save_for_backward(bytes_NC, scale)
+        if block is None:
+            rounded = RoundedInput(x_TC)
+            return make(x_TC, len(bytes_NC), lambda count: rounded.times(bytes_NC, scale, count))
+        return make(x_TC, len(bytes_NC), lambda count: F.linear(x_TC[:count], unpacked(bytes_NC, scale, block, x_TC.dtype)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        bytes_NC, scale = ctx.saved_tensors
+        if ctx.block is None:
+            return input_gradient([gradient_TN], [bytes_NC], [scale]), None, None, None, None
+        return gradient_TN @ unpacked(bytes_NC, scale, ctx.block, gradient_TN.dtype), None, None, None, None
 
 
 def make_products(linear: nn.Linear, current: Callable[[], Maker | None]) -> Callable[[], None]:
@@ -68,7 +124,7 @@ def maker_of(linear: nn.Linear) -> Maker | None:
 def product(linear: nn.Linear, x: Tensor, make: Maker) -> Tensor:
     """Returns linear(x), [..., C] to [..., N], as made by `make`."""
     if isinstance(linear, FP8Linear):
-        return frozen_product(linear, x, make)
+        return _frozen_product(linear, x, make)
     x, weight_NC, bias_N = autocast_operands(linear, x)
     y_TN: Tensor = _Product.apply(x.flatten(0, -2), weight_NC, bias_N, make)
     return y_TN.view(*x.shape[:-1], y_TN.shape[-1])

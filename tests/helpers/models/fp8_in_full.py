@@ -13,7 +13,7 @@ from helpers.ranks.pipeline_steps import stage_step_on_rank
 from helpers.ranks.rank_steps import step_on_rank
 from torch import Tensor
 
-from hf_longctx.runtime.core import fp8
+from hf_longctx.runtime.core import fp8, products
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def in_fp64() -> Iterator[None]:
         mock.patch.object(fp8, "multiply", multiply),
         mock.patch.object(fp8, "rows_in_fp8", unrounded),
         mock.patch.object(fp8, "_rounded_gradients", side_by_side),
-        mock.patch.object(fp8.FP8Linear, "rounded", classmethod(rounded)),
+        mock.patch.object(products.FP8Linear, "rounded", classmethod(rounded)),
     ):
         yield
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_longctx.runtime.core import fp8
-from hf_longctx.runtime.core.fp8 import FP8Linear, RoundedInput, input_gradient, rows_in_fp8, unpacked
-from hf_longctx.runtime.core.products import AdaptedProduct, adapted_products, product
+from hf_longctx.runtime.core.fp8 import RoundedInput, input_gradient, rows_in_fp8, unpacked
+from hf_longctx.runtime.core.products import AdaptedProduct, FP8Linear, adapted_products, product
 
 # sums of a product are rounded to fp32 in another order
 FP32 = 5e-6
@@ -157,7 +157,7 @@ def test_projections_of_one_input_are_one_node_with_one_rounded_input(
     used = [place for place, is_given in enumerate(given) if is_given]
     torch.autograd.backward([ys[place] for place in used], [dys[place] for place in used])
     assert calls == [(sum(sizes[place] for place in used), 64)]
-    # the same by single modules
+    # one after the other, by hand
     x8, sx = by_hand(x.detach())
     weights = [by_hand(drawn(size, 64, seed=30 + n)) for n, size in enumerate(sizes)]
     side = torch.cat([dys[place].float() * weights[place][1].float().T for place in used], 1)
