@@ -19,7 +19,7 @@ from hf_longctx.hf.models.heads import head_kind, num_outputs
 from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.positions import first_position, max_positions
-from hf_longctx.hf.models.quantised import own_elements, packed_spec
+from hf_longctx.hf.models.quantised import own_elements, packed_layers, packed_spec
 from hf_longctx.hf.models.towers import text_layers, text_part, tower_parameters
 from hf_longctx.plan.core.settings import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
@@ -124,7 +124,9 @@ def _fp32_sizes(model: PreTrainedModel) -> dict[str, Any]:
     if hidden_dtype(model).itemsize >= 4:
         return {}
     layers = [layer for layer in text_layers(model) if any(True for _ in layer.parameters())]
-    weights = [(name, weight) for layer in layers for name, weight in layer.named_parameters() if weight.dtype == torch.float32]
+    packed = {id(weight) for layer in packed_layers(model).values() for weight in layer.parameters()}
+    named = [(name, weight) for layer in layers for name, weight in layer.named_parameters() if id(weight) not in packed]
+    weights = [(name, weight) for name, weight in named if weight.dtype == torch.float32]
     count = sum(weight.numel() for name, weight in weights if not any(word in name for word in _ADDED))
     head = base_of(model).get_output_embeddings()
     own_head = getattr(head, "weight", None)
