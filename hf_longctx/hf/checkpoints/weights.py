@@ -468,6 +468,8 @@ def _tensor_bytes(file: Path) -> int:
 
 # names of the model's weights in every file; those of a group become tensors of the file together
 Files = list[list[list[str]]]
+# names of weights that become tensors of files together, and these tensors by name, without values
+FileGroups = list[tuple[list[str], dict[str, Tensor]]]
 
 
 def planned_files(model: Any) -> Files:
@@ -480,11 +482,20 @@ def planned_files(model: Any) -> Files:
         return []
     weights = model.state_dict()
     ignored = model._keys_to_ignore_on_save or ()
-    shapes = {name: _shape_of(value) for name, value in weights.items() if name not in ignored}
+    shapes = {name: without_values(value) for name, value in weights.items() if name not in ignored}
     if sum(map(_num_bytes, shapes.values())) <= FILE_BYTES:
         return []
     # for tensors without values, transformers finds tied weights by the model's parameters
     shapes = remove_tied_weights_from_state_dict(shapes, model)
+    return _filled(groups_in_files(model, shapes))
+
+
+def groups_in_files(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> FileGroups:
+    """Groups weights that become tensors of files together: each alone, or those of a layer.
+
+    shapes: tensors without values by name in the model. Empty if transformers converts weights only all together, or only from
+    their values.
+    """
     try:
         whole = _described(revert_weight_conversion(model, dict(shapes)))
     except Exception:
@@ -494,8 +505,8 @@ def planned_files(model: Any) -> Files:
         groups: dict[str, list[str]] = {}
         for name in shapes:
             groups.setdefault(group_of(name), []).append(name)
-        if (sizes := _sizes(model, shapes, groups.values(), whole)) is not None:
-            return _filled(list(groups.values()), sizes)
+        if (found := _converted(model, shapes, groups.values(), whole)) is not None:
+            return list(zip(groups.values(), found, strict=True))
     return []
 
 
@@ -548,12 +559,12 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
     save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata={"format": "pt"})
 
 
-def _sizes(
-    model: PreTrainedModel, shapes: dict[str, Tensor], groups: Iterable[list[str]], whole: dict[str, object]
-) -> list[int] | None:
-    """Bytes of every group in files; None if groups alone do not give the tensors that all weights together do."""
+def _converted(
+    model: PreTrainedModel, shapes: Mapping[str, Tensor], groups: Iterable[list[str]], whole: dict[str, object]
+) -> list[dict[str, Tensor]] | None:
+    """The tensors of every group in files; None if groups alone do not give the tensors that all weights together do."""
     found: dict[str, object] = {}
-    sizes = []
+    converted = []
     for names in groups:
         try:
             own = revert_weight_conversion(model, {name: shapes[name] for name in names})
@@ -563,15 +574,16 @@ def _sizes(
         if found.keys() & own.keys():
             return None
         found |= _described(own)
-        sizes.append(sum(map(_num_bytes, own.values())))
-    return sizes if found == whole else None
+        converted.append(own)
+    return converted if found == whole else None
 
 
-def _filled(groups: list[list[str]], sizes: list[int]) -> Files:
+def _filled(groups: FileGroups) -> Files:
     """Groups in order, in as few files as hold them."""
     files: Files = []
     left_bytes = 0
-    for names, num_bytes in zip(groups, sizes, strict=True):
+    for names, tensors in groups:
+        num_bytes = sum(map(_num_bytes, tensors.values()))
         if not files or num_bytes > left_bytes:
             files.append([])
             left_bytes = FILE_BYTES
@@ -585,7 +597,8 @@ def _layer_of(name: str) -> str:
     return found[0] if found else name
 
 
-def _shape_of(value: Tensor) -> Tensor:
+def without_values(value: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype on the meta device; whole for a sharded one."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 

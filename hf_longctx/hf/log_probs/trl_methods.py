@@ -6,12 +6,16 @@ and `_precompute_ref_logps` of `DPOTrainer` and `KTOTrainer`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from datasets import is_caching_enabled
 from transformers import Trainer
 
+from hf_longctx.hf.checkpoints.weight_source import WeightSource
 from hf_longctx.hf.log_probs.two_passes import TwoPasses
+from hf_longctx.hf.log_probs.vllm_server import generate_apart, generates_apart, own_client, send_weights
 from hf_longctx.hf.ranks.agreement import raise_together
 
 # users put the mixin before a Trainer subclass, so type checkers treat it as one
@@ -29,6 +33,10 @@ class LogProbMixin(_TrainerBase):
 
     _two_passes: TwoPasses | None = None
 
+    if TYPE_CHECKING:
+
+        def _placed_model(self) -> Any: ...
+
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, batch_size: Any = None, **kwargs: Any
     ) -> Any:
@@ -41,6 +49,22 @@ class LogProbMixin(_TrainerBase):
         if self._two_passes is None:
             return dataset
         return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+
+    def _use_server(self, control: dist.ProcessGroup | None) -> None:
+        """Makes TRL's generation by a vLLM server get weights by `send_weights`, and ranks with tools ask it apart."""
+        if (generation := getattr(self, "vllm_generation", None)) is None:
+            return
+        generation.sync_weights = lambda: send_weights(generation, self.weight_source(), control)
+        if generates_apart(self):
+            client = own_client(generation)
+            generation.generate = partial(generate_apart, generation, client)
+
+    def weight_source(self) -> WeightSource:
+        """Whole weights as a checkpoint has them, with adapters added, for a server that a rollout function asks.
+
+        Each iteration is collective over all ranks.
+        """
+        return WeightSource(self._placed_model())
 
     def _precompute_references(self) -> None:
         """Scores all sets by the reference, if TRL's arguments have `precompute_ref_log_probs`. Collective."""

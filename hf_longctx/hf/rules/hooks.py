@@ -179,6 +179,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention": {"_attn": ("query", "key", "value", "attention_mask")},
     "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer": {"_short_conv": ("hidden_states", "cache")},
     "transformers.models.rwkv.modeling_rwkv:RwkvModel": {"_rescale_layers": ()},
+    "trl.generation.vllm_client:VLLMClient": {"_post": ("url",)},
     "trl.trainer.dpo_trainer:DPOTrainer": {"_is_vision_dataset": ()},
 }
 

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import __version__
 
 from hf_longctx.hf.checkpoints.deferred import source_of
+from hf_longctx.hf.checkpoints.weight_source import weight_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import named_column_problem, text_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
@@ -216,12 +217,10 @@ WHOLE = {"parameters": "replicated", "stages": 1}
 # how a trainer of TRL leaves out the balance loss of a mixture of experts
 NO_BALANCE = "set router_aux_loss_coef=0.0 in its arguments, which trains without that loss"
 
-_NO_WEIGHTS = "weights would have to be sent to vLLM's processes, which is not tested", "generate with transformers"
 _NO_PAGES = "its paged attention replaces the model's", "generate without it"
 _NO_BONUS = "an entropy bonus trains entropies, and plans train log-probabilities only", "leave it out"
 # argument of TRL -> its supported values, why no other is and what to do, and a value that is refused
 _SCORED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], tuple[str, str], Any]] = {
-    "use_vllm": ((False,), _NO_WEIGHTS, True),
     "use_transformers_continuous_batching": ((False,), _NO_PAGES, True),
     "use_transformers_paged": ((False, None), _NO_PAGES, True),
     "cast_lm_head_to_fp32": (
@@ -300,11 +299,22 @@ _SCORED_RULES = {
         _factor,
         "args.label_smoothing_factor = 0.1",
     ),
+    "colocated-vllm": Rule(
+        "vllm_mode={args.vllm_mode!r} runs vLLM in the processes of {trainer.__name__}, whose memory plans would have to leave "
+        "free, which is not tested",
+        "start a server (vllm serve) on other devices, and set vllm_mode='server'",
+        lambda run: bool(getattr(run.args, "use_vllm", False)) and run.args.vllm_mode != "server",
+        "args.use_vllm = True; args.vllm_mode = 'colocate'",
+    ),
     "generating-from-shards": Rule(
         "parameters={config.parameters!r} gathers weights on all ranks at a time, but {trainer.__name__} generates on every rank "
         "for as long as its own completions are",
-        "use parameters='replicated', with LoRA if memory is short",
-        lambda run: run.trainer.__name__ in _GENERATING and run.config.parameters != "replicated",
+        "generate on a server (use_vllm=True, vllm_mode='server'), or use parameters='replicated', with LoRA if memory is short",
+        lambda run: (
+            run.trainer.__name__ in _GENERATING
+            and run.config.parameters != "replicated"
+            and not getattr(run.args, "use_vllm", False)
+        ),
         "trainer = of_trl('GRPOTrainer'); config = LongContextConfig(parameters='sharded')",
     ),
     "generating-in-stages": Rule(
@@ -338,6 +348,8 @@ def scored_trainer_problems(trainer: Any, known: ModelFacts) -> list[str]:
         f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
         for field, rate in weight_rates(known.base.config.get_text_config()).items()
     ]
+    if getattr(trainer, "use_vllm", False):
+        problems += weight_problems(model)
     if name in _WITH_LOGITS and trainer.compute_metrics is not None:
         given = {"reason": f"compute_metrics of {name} gets"}
         problems += refusals(_WHOLE_LOGITS, Facts(config=trainer.longctx_config, given=given))

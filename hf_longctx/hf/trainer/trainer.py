@@ -559,6 +559,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._two_passes, self._reference = start_two_passes(run, self.model, reference, scored_temperature(self), own_executor)
         self.add_callback(LoaderCheck())
         self._placed_model()
+        self._use_server(run.control)
         self._precompute_references()
         self._release_models()
 

@@ -234,7 +234,12 @@ def own_loss(base: Any) -> Any:
 # name -> (trainer, settings of plans, arguments, part of the message)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "cut pairs": ("DPOTrainer", {"long_sequences": "split"}, {}, "since DPOTrainer draws its batches itself"),
-    "vllm": ("GRPOTrainer", {}, {"use_vllm": True}, "use_vllm=True is not supported with GRPOTrainer: weights would have"),
+    "vllm": (
+        "GRPOTrainer",
+        {},
+        {"use_vllm": True, "vllm_mode": "colocate"},
+        "vllm_mode='colocate' runs vLLM in the processes of",
+    ),
     "noise": (
         "DPOTrainer",
         {},
