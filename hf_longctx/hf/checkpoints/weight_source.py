@@ -139,8 +139,8 @@ def _origins(base: Any) -> dict[str, _Origin]:
             return walk(module.modules_to_save[copy], f"{path}modules_to_save.{copy}.", name)
         layer: Any = module.token_adapter if isinstance(module, TrainableTokensWrapper) else module
         if isinstance(layer, BaseTunerLayer):
-            for field, tensor in layer.get_base_layer().named_parameters():
-                found[f"{name}{field}"] = _Origin(tensor, layer, field)
+            for field, weight in layer.get_base_layer().named_parameters():
+                found[f"{name}{field}"] = _Origin(weight, layer, field)
             return None
         kept: dict[str, Tensor] = dict(module.named_buffers(recurse=False))
         for own, tensor in (kept | dict(module.named_parameters(recurse=False))).items():

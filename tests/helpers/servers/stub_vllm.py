@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import tempfile
 import threading
 import time
@@ -27,6 +28,13 @@ def tabled(prompt: list[int], place: int) -> list[int]:
     """A completion that follows from the prompt and its place among those of the prompt; every third has no end."""
     number = sum(prompt) + 3 * place
     return [*(6 + (number * (i + 2)) % 20 for i in range(3 + number % 9)), *([1] if number % 3 else [])]
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 class StubServer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
-import socket
 import tempfile
 import time
 from dataclasses import replace
@@ -22,7 +21,7 @@ from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model, tin
 from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import whole
 from helpers.servers.gloo_transfer import gloo_client
-from helpers.servers.stub_vllm import stub_server, tabled
+from helpers.servers.stub_vllm import free_port, stub_server, tabled
 from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trl_runs import reward, rows_of, trl_arguments
 from safetensors.torch import save_file
@@ -42,12 +41,6 @@ TOLERANCE = 2e-6
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 # the last is rounding
 NOT_COMPARED = {"step_time", "sampling/sampling_logp_difference/max"}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def turns(prompts: list[str], trainer: Any) -> dict[str, Any]:
