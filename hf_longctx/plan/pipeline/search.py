@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from hf_longctx.plan.core.orders import in_turns
-from hf_longctx.plan.core.types import MicroBatch, StepPlan, frees_every_round
+from hf_longctx.plan.core.types import FloatArray, MicroBatch, StepPlan, frees_every_round
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
@@ -69,7 +69,7 @@ class _Row:
 
 
 class NotFaster(Exception):
-    """No plan takes less than the seconds that it must beat. least_s: seconds that every plan takes at least."""
+    """The search finds no plan that takes less than it must. least_s: seconds that each plan takes that it would find."""
 
     def __init__(self, least_s: float) -> None:
         super().__init__(f"every plan takes at least {least_s:.4g} s")
@@ -133,7 +133,7 @@ class PipelineSearch:
         # with one backward no gradients wait; a search for pipelines of these sequences would find none
         apart = self._single_only(members)
         others = tuple(i for i in members if i not in set(apart))
-        if apart and self._are_all(members):
+        if apart and self.most_s < math.inf and len(members) == len(self.staged.lengths):
             # stages take turns at single chunks
             least_s = float(np.sum(self.staged.stages_s(apart)) + np.max(self.staged.stages_s(others)))
             if least_s >= self.most_s:
@@ -162,12 +162,14 @@ class PipelineSearch:
         """
         found: list[MicroBatch] = []
         waiting, work_s = [members], np.zeros(self.staged.num_stages)
+        must_beat = self.most_s < math.inf and len(members) == len(self.staged.lengths)
         while waiting:
             together = waiting.pop()
+            others_s = work_s + self.staged.stages_s([i for part in waiting for i in part]) if must_beat else None
             most_s = _CHOICE.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
             row, is_slow = None, False
             if not self._is_hopeless(together):
-                row = self._fastest(together)
+                row = self._fastest(together, others_s)
                 is_slow = row is None and self._is_slow(together, most_s)
                 row = row or (None if is_slow else self._least_memory(together, not may_leave))
             if is_slow or (row is not None and row.run.step_s - row.run.once_s > most_s):
@@ -181,15 +183,8 @@ class PipelineSearch:
             else:
                 made = self._or_apart(together, row)
                 found = [*made.micro_batches, *found]
-                work_s += np.reshape(self.planning.predict(made).busy_s, (self.staged.num_stages, -1)).mean(axis=1)
-                left = [i for part in waiting for i in part]
-                if self._are_all(members) and (least_s := float(np.max(work_s + self.staged.stages_s(left)))) >= self.most_s:
-                    raise NotFaster(least_s)
+                work_s = work_s + np.reshape(self.planning.predict(made).busy_s, (self.staged.num_stages, -1)).mean(axis=1)
         return found, ()
-
-    def _are_all(self, members: tuple[int, ...]) -> bool:
-        """Whether these are all sequences of the step, whose plan must beat `most_s`."""
-        return self.most_s < math.inf and len(members) == len(self.staged.lengths)
 
     def _or_apart(self, members: tuple[int, ...], row: _Row) -> StepPlan:
         """The plan of these sequences in one micro-batch, or a faster one in several if stages idle for lack of chunks."""
@@ -280,9 +275,10 @@ class PipelineSearch:
         row = self._row(candidate)
         return row if self.fits(row.plan, row.run) else None
 
-    def _fastest(self, members: tuple[int, ...]) -> _Row | None:
-        """Finds the fastest single micro-batch of these sequences that fits; None if none does."""
-        candidates = self._faster(self.candidates.fastest(members), members)
+    def _fastest(self, members: tuple[int, ...], others_s: FloatArray | None = None) -> _Row | None:
+        """Finds the fastest single micro-batch of these sequences that fits; None if none does. others_s: see `_faster`."""
+        candidates = self.candidates.fastest(members)
+        candidates = candidates if others_s is None else self._faster(candidates, others_s)
         equal = [each for each in candidates if each.seconds <= _CHOICE.equal * candidates[0].seconds]
         # making room takes the planner longest, so a candidate that fits as it is beats one that is only slightly faster
         row = next(filter(None, map(self._as_it_is, equal)), None)
@@ -303,22 +299,30 @@ class PipelineSearch:
             best = self._made_fastest(finer, best)
         return best
 
-    def _faster(self, candidates: list[Candidate], members: tuple[int, ...]) -> list[Candidate]:
-        """The candidates that may beat `most_s`, which room only makes slower; raises NotFaster if none does.
+    def _faster(self, candidates: list[Candidate], others_s: FloatArray) -> list[Candidate]:
+        """The candidates with which the step may beat `most_s`, since room only adds seconds; raises NotFaster if none does.
 
-        Candidates of few chunks stay if none does, since two parts may be faster (`_or_apart`).
+        others_s: seconds of every stage for the sequences of other micro-batches, the mean of its ranks. Candidates of few chunks
+        stay if none does, since two parts may be faster (`_or_apart`).
         """
-        if not candidates or not self._are_all(members):
-            return candidates
         chunks_s = self.most_s - self.costs.coefficients.step_s
-        slow = self._takes if self._room is not None else lambda each, seconds: each.seconds >= seconds
-        found = [each for each in candidates if not slow(each, chunks_s)]
-        if found:
+        bounds_s = [self._kept_s(each, others_s) for each in candidates]
+        found = [each for each, bound_s in zip(candidates, bounds_s, strict=True) if bound_s < chunks_s]
+        if found or not candidates:
             return found
         num_chunks = max(len(group.chunks) for group in candidates[0].micro_batch.groups)
         if num_chunks > _CHOICE.few_chunks * self.staged.num_stages:
-            raise NotFaster(self.most_s)
+            raise NotFaster(min(bounds_s) + self.costs.coefficients.step_s)
         return candidates
+
+    def _kept_s(self, candidate: Candidate, others_s: FloatArray) -> float:
+        """Least seconds of a step with a candidate that keeps everything; others_s: see `_faster`."""
+        if self._room is None:
+            return candidate.seconds
+        groups = candidate.micro_batch.groups
+        work_s = sum((group.degree * self._room.busy_s(group) for group in groups), np.zeros(self.staged.num_stages))
+        alone_s = max(map(self._room.kept_s, groups)) if not others_s.any() else 0.0
+        return max(alone_s, float(np.max(work_s / self.staged.ranks_per_stage + others_s)))
 
     def _loses_much(self, row: _Row) -> bool:
         """Whether a plan of one micro-batch takes much longer than with everything kept, so that others may recompute less."""

@@ -97,6 +97,12 @@ class PredictionCache:
         self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 
+    def without_gathers(self) -> PredictionCache:
+        """Returns a cache that counts no gathers, and shares what does not depend on them."""
+        found = PredictionCache()
+        found._bytes, found._wirings, found._seconds = self._bytes, self._wirings, self._seconds
+        return found
+
     def byte_model(self, model: ModelSpec) -> ByteModel:
         """Returns the byte model of this model, made once."""
         if self._bytes is None or self._bytes.model != model:
@@ -164,9 +170,10 @@ def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, know
     return wiring.stop_s(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
 
 
-def busiest_stage_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
-    """Seconds that the busiest stage works on a group that recomputes and moves nothing: at most those of its run."""
-    return float(StageSeconds(plan, group, costs, known).table().sum(axis=(0, 2, 3)).max())
+def kept_stages_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> FloatArray:
+    """Seconds that every stage works on a group that recomputes and moves nothing: at most those of its run."""
+    found: FloatArray = StageSeconds(plan, group, costs, known).table().sum(axis=(0, 2, 3))
+    return found
 
 
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:

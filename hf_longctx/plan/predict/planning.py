@@ -241,7 +241,8 @@ class Planning:
         """Seconds that the plan counts for gathers of sharded weights and reduce-scatters of gradients."""
         if plan.num_stages == 1 or plan.parameters == "replicated":
             return self.predict(plan).gathers_s
-        return self.counted_s(plan) - evaluate_plan(plan, self.costs, with_events=False).step_s
+        without = evaluate_plan(plan, self.costs, with_events=False, known=self.known.without_gathers())
+        return self.counted_s(plan) - without.step_s
 
     def counted_s(self, plan: StepPlan) -> float:
         """Seconds by which plans are compared: predicted ones, and those of gathers that count."""

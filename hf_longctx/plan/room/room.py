@@ -28,12 +28,15 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+import numpy as np
+
 from hf_longctx.plan.chunks import SLICE_COUNTS, slice_counts, sliced_in_step
 from hf_longctx.plan.core.settings import ActivationBudget
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
+    FloatArray,
     GroupShape,
     LayerPolicy,
     LayerRange,
@@ -71,8 +74,8 @@ from hf_longctx.plan.predict.evaluate import in_step
 from hf_longctx.plan.predict.pipeline_run import (
     PredictionCache,
     StageRun,
-    busiest_stage_s,
     kept_pipeline_s,
+    kept_stages_s,
     run_alone,
     run_pipeline,
 )
@@ -618,7 +621,11 @@ class PipelineRoom(Room):
 
     def is_busy(self, group: SequenceGroup, seconds: float) -> bool:
         """Whether a stage works at least so many seconds on a group that recomputes and moves nothing."""
-        return busiest_stage_s(self.plan, group, self.costs, self.predictions) >= seconds
+        return float(np.max(self.busy_s(group))) >= seconds
+
+    def busy_s(self, group: SequenceGroup) -> FloatArray:
+        """Seconds that every stage works on a group that recomputes and moves nothing."""
+        return kept_stages_s(self.plan, group, self.costs, self.predictions)
 
     def _ways(self, group: SequenceGroup, found: list[Trial]) -> Iterator[Iterable[Program]]:
         """The group as it is, in tiles alone, and then with levels of recomputation and offloading, or in least memory."""
