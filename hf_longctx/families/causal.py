@@ -410,6 +410,7 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(runs_all_experts=True, windows="chunks_with_rope"),
         wrapper="Llama4ForConditionalGeneration",
         text="Llama4ForCausalLM",
+        media=("image",),
         modules=Modules(mlps_of_two=("Llama4TextMoe",), tempered=("Llama4TextAttention",)),
         attention_chunks=True,
         reads_image_outputs=True,
@@ -589,6 +590,7 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms", "gates")),
         wrapper="Qwen3_5ForConditionalGeneration",
         text="Qwen3_5TextModel",
+        media=("image",),
         mixers=(_delta_net("Qwen3_5GatedDeltaNet"),),
     ),
     Family(
@@ -598,6 +600,7 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms",)),
         wrapper="Qwen3_5MoeForConditionalGeneration",
         text="Qwen3_5MoeTextModel",
+        media=("image",),
         modules=Modules(experts=("Qwen3_5MoeExperts",)),
         mixers=(_delta_net("Qwen3_5MoeGatedDeltaNet"),),
     ),

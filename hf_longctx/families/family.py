@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+MediumKind = Literal["image", "video"]
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -201,6 +203,8 @@ class Family:
     # multimodal class that runs rows of text, and the text model with which it is tested
     wrapper: str = ""
     text: str = ""
+    # media that rows of the multimodal class may have, which it is tested with
+    media: tuple[MediumKind, ...] = ()
     # decoder that is tested, if the config may name any
     decoder: str = ""
     # class that is refused -> its reason in `REASONS`

@@ -75,3 +75,9 @@ def test_an_unknown_type_has_the_traits_of_llama_but_no_kernels() -> None:
     unknown = traits_of({"model_type": "unknown"})
     assert unknown == traits_of({}) == family_of("UnknownForCausalLM").traits
     assert unknown.gated_mlp and unknown.tiles_norms and not unknown.kernels and not unknown.cuts_heads
+
+
+def test_the_page_of_models_names_every_class_with_images() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    section = page.split("## Images in rows")[1].split("\n## ")[0]
+    assert set(re.findall(r"\w+ForConditionalGeneration", section)) == {family.wrapper for family in FAMILIES if family.media}

@@ -142,7 +142,8 @@ def _with_marks(messages: list[Message]) -> list[Message]:
         if isinstance(content, str):
             message["content"] = _with_mark(content)
         for part in content if isinstance(content, list) else ():
-            part["text"] = _with_mark(part["text"])
+            if "text" in part:
+                part["text"] = _with_mark(part["text"])
     return messages
 
 
@@ -258,12 +259,13 @@ def keeps_nulls(dataset: datasets.Dataset) -> bool:
     return dataset.info.builder_name == "json" and hasattr(datasets, "Json")
 
 
-def read_messages(value: Any, row: str) -> list[Message]:
+def read_messages(value: Any, row: str, has_images: bool = False) -> list[Message]:
     """Checks the messages of one row and returns them in the form that chat templates expect.
 
     row: name of the row in error messages. A message is {role, content, ...} or ShareGPT's {from, value}, whose speaker is
     translated to a role. Content is text, a list of {type: text} parts, or absent (in tool calls). Keys with the value None are
-    dropped, as by `apply_chat_template`. Raises DataError for anything else.
+    dropped, as by `apply_chat_template`. has_images: there may be parts {type: image, ...}, too. Raises DataError for anything
+    else.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{row} holds {value!r:.60}, expected a list of messages like [{{role: user, content: ...}}, ...]")
@@ -272,7 +274,7 @@ def read_messages(value: Any, row: str) -> list[Message]:
         if not isinstance(item, dict):
             raise DataError(f"{row} message {number} is {item!r:.60}, expected {{role: ..., content: ...}}")
         given = {key: each for key, each in item.items() if each is not None}
-        messages.append(_read_message(given, f"{row} message {number}"))
+        messages.append(_read_message(given, f"{row} message {number}", has_images))
     return messages
 
 
@@ -518,7 +520,7 @@ class RenderLimit:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, ctypes.py_object(_TooLong))
 
 
-def _read_message(message: Message, where: str) -> Message:
+def _read_message(message: Message, where: str, has_images: bool) -> Message:
     if "from" in message:
         speaker, value = message.pop("from"), message.pop("value", None)
         if not isinstance(speaker, str) or speaker not in _ROLES:
@@ -536,13 +538,22 @@ def _read_message(message: Message, where: str) -> Message:
         raise DataError(f"{where} is {message!r:.60}, expected {{role: ..., content: ...}} or {{from: ..., value: ...}}")
     content = message.get("content")
     if isinstance(content, list):
-        if not all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-        ):
-            raise DataError(f"{where} has the content {content!r:.60}, expected text or parts of {{type: text, text: ...}}")
+        if not all(_is_part(part, has_images) for part in content):
+            image = " or {type: image}" if has_images else ""
+            other = "" if has_images else "; for images, tokenise with the model's processor in place of its tokenizer"
+            raise DataError(
+                f"{where} has the content {content!r:.60}, expected text or parts of {{type: text, text: ...}}{image}{other}"
+            )
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise DataError(f"{where} has the content {content!r:.60}, expected text (only tool calls may have none)")
     return message
+
+
+def _is_part(part: Any, has_images: bool) -> bool:
+    """Whether this is a part of a content that templates render."""
+    if not isinstance(part, dict):
+        return False
+    return (part.get("type") == "text" and isinstance(part.get("text"), str)) or (has_images and part.get("type") == "image")
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hf_longctx.hf.data.fields import MEDIA, MEDIA_FILES
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, NEXT_TOKEN, HeadTask
+from hf_longctx.hf.data.media.rows import MediaReader, Medium, SequenceMedia, chunk_media, sequence_media
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import ScannedRows
 from hf_longctx.plan.core.sharding import rank_pieces
@@ -38,16 +40,18 @@ class PlannedStep:
 class TokenSequence:
     """Consecutive tokens of one sequence, from its token `first` on, with ids and labels of the next token.
 
-    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not learnt. loss_weights: the weight of each label
-    in the loss, [n], fp64, 0 if there is no next token; None if every label weighs 1. label_values: the values [1, K], fp32, of a
-    document's label, which is then 0; None if labels are classes.
+    Both have shape [n] and type int64; a label is IGNORE_INDEX if its token is not learnt.
     """
 
     input_ids: Tensor
     shift_labels: Tensor
     first: int = 0
+    # weight of each label in the loss, [n], fp64, 0 if there is no next token; None if every label weighs 1
     loss_weights: Tensor | None = None
+    # values [1, K], fp32, of a document's label, which is then 0; None if labels are classes
     label_values: Tensor | None = None
+    # images and videos of the tokens; None for a document of text
+    media: SequenceMedia | None = None
 
     @property
     def has_label(self) -> bool:
@@ -59,12 +63,15 @@ class TokenSequence:
         """Returns tokens [begin, end), counted from the start of the sequence."""
         cut = slice(begin - self.first, end - self.first)
         weights = None if self.loss_weights is None else self.loss_weights[cut]
-        return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights, self.label_values)
+        media = None if self.media is None else self.media.cut(cut.start, cut.stop)
+        return TokenSequence(self.input_ids[cut], self.shift_labels[cut], begin, weights, self.label_values, media)
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedRow:
-    """Replaces a step's tokens if one of its rows has changed since the start. problem: message that names the row.
+    """Replaces a step's tokens if one of its rows has changed since the start, or has an image that cannot be read.
+
+    problem: message that names the row.
 
     It is part of the batch, because after an error in one rank's loader all others would wait: the trainer raises it on every
     rank.
@@ -77,26 +84,57 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
     """A dataset whose keys are planned steps: an item has the tokens of that step that one rank needs.
 
     dataset: rows as mappings of lists or arrays, or as Arrow tables, of which only the needed tokens are copied. scanned: makes
-    an item a `ChangedRow` if a row differs from the scanned one. task: meaning of the rows' labels.
+    an item a `ChangedRow` if a row differs from the scanned one. task: meaning of the rows' labels. reader: opens images and
+    videos; None if no row has any.
     """
 
     def __init__(
-        self, dataset: Any, index: SequenceIndex, scanned: ScannedRows | None = None, task: HeadTask = NEXT_TOKEN
+        self,
+        dataset: Any,
+        index: SequenceIndex,
+        scanned: ScannedRows | None = None,
+        task: HeadTask = NEXT_TOKEN,
+        reader: MediaReader | None = None,
     ) -> None:
-        self.dataset, self.index, self.scanned, self.task = dataset, index, scanned, task
+        self.dataset, self.index, self.scanned, self.task, self.reader = dataset, index, scanned, task, reader
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, step: PlannedStep) -> tuple[PlannedStep, dict[int, TokenSequence] | ChangedRow]:
         found = {}
-        for i, (first, stop) in sorted(held_ranges(step.plan, step.rank).items()):
+        for i, pieces in sorted(held_pieces(step.plan, step.rank).items()):
             number = step.sequences[i]
             row = self._row(int(self.index.rows[number]))
             if isinstance(row, ChangedRow):
                 return step, row
-            found[i] = self._sequence(row, number, first, stop)
+            first, stop = covered(pieces)
+            sequence = self._sequence(row, number, first, stop)
+            try:
+                media = self._media(row, number, pieces)
+            except ValueError as error:
+                return step, ChangedRow(str(error))
+            found[i] = sequence if media is None else replace(sequence, media=media.cut(first, stop))
         return step, found
+
+    def _media(self, row: Any, number: int, pieces: Sequence[tuple[int, int]]) -> SequenceMedia | None:
+        """Returns the media of a whole sequence, opened if they have tokens in these pieces; None for a sequence of text."""
+        is_table = isinstance(row, pa.Table)
+        if self.reader is None or MEDIA not in (row.column_names if is_table else row):
+            return None
+        items, files = (row[name][0] if is_table else row[name] for name in (MEDIA, MEDIA_FILES))
+        media = [Medium.of(item) for item in (items.as_py() if is_table else items)]
+        start, end = int(self.index.starts[number]), int(self.index.stops[number])
+        own = [
+            (replace(medium, start=medium.start - start, stop=medium.stop - start), files[place])
+            for place, medium in enumerate(media)
+            if start <= medium.start and medium.stop <= end
+        ]
+        if not own:
+            return None
+        name = "" if self.scanned is None else f"{self.scanned.name} "
+        ids = _tokens(row, "input_ids", start, end)
+        return sequence_media(ids, own, pieces, self.reader, f"{name}row {int(self.index.rows[number])}")
 
     def _row(self, number: int) -> Any:
         if self.scanned is None:
@@ -145,19 +183,22 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
         return labels, own.float().unsqueeze(0) if has_values else None
 
 
-def held_ranges(plan: StepPlan, rank: int) -> dict[int, tuple[int, int]]:
-    """Returns, for every sequence with tokens on this rank, the smallest token range [first, stop) that covers them."""
-    ranges: dict[int, tuple[int, int]] = {}
+def held_pieces(plan: StepPlan, rank: int) -> dict[int, list[tuple[int, int]]]:
+    """Returns, for every sequence with tokens on this rank, their ranges [first, stop)."""
+    found: dict[int, list[tuple[int, int]]] = {}
     _, position = plan.place(rank)
     for group, _ in plan.for_rank(rank).rounds:
         for chunk in group.chunks:
             for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
                 if piece.document < len(chunk.spans):
                     span = chunk.spans[piece.document]
-                    begin, end = span.start + piece.start, span.start + piece.stop
-                    low, high = ranges.get(span.sequence, (begin, end))
-                    ranges[span.sequence] = (min(low, begin), max(high, end))
-    return ranges
+                    found.setdefault(span.sequence, []).append((span.start + piece.start, span.start + piece.stop))
+    return found
+
+
+def covered(pieces: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the smallest token range [first, stop) that covers all pieces."""
+    return min(begin for begin, _ in pieces), max(end for _, end in pieces)
 
 
 def token_sequences(chunk: Chunk, group: SequenceGroup, position: int) -> IntArray:
@@ -240,7 +281,9 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
     Dummy tokens have id 0, position 0 and no label, and come after the real tokens.
     """
     parts: list[tuple[TokenSequence, Tensor]] = []
+    numbers: list[int] = []
     for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
+        numbers.append(chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else -1)
         if piece.document < len(chunk.spans):
             span = chunk.spans[piece.document]
             begin, end = span.start + piece.start, span.start + piece.stop
@@ -260,7 +303,8 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
             for part, positions in parts
         )
         loss_weights = torch.cat(list(of_parts)).unsqueeze(0)
-    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values)
+    media = chunk_media([(number, part.media, positions) for number, (part, positions) in zip(numbers, parts, strict=True)])
+    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values, media)
 
 
 def _numbered(parts: Sequence[tuple[TokenSequence, Tensor]]) -> tuple[list[tuple[TokenSequence, Tensor]], Tensor]:

@@ -20,6 +20,9 @@ from jinja2 import meta, nodes
 
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 
+# columns of tokenised rows with their images and videos: places among the tokens, and files
+MEDIA, MEDIA_FILES = "media", "media_files"
+
 # text: templates may print it; flag: whether a turn is learnt; note: nothing reads it
 FieldUse = Literal["text", "flag", "note", "refused"]
 # "refused if not empty": refused in rows in which the column has a value
@@ -89,6 +92,8 @@ TOKEN_COLUMNS: dict[str, Column] = {
     "attention_mask": Column("read", "0 for padding at the ends of a row, which is left out"),
     "position_ids": Column("read", "positions that begin with 0 again in every document of a row"),
     "seq_lengths": Column("read", "the number of tokens of every document of a row"),
+    MEDIA: Column("read", "where the tokens of a row's images are, as `tokenise_chat` writes it with a processor"),
+    MEDIA_FILES: Column("read", "a path or a file's content for each of these images"),
     **{
         name: Column("not read", "what tokenizers return beside tokens")
         for name in (
@@ -116,15 +121,16 @@ TOKEN_COLUMNS: dict[str, Column] = {
 WEIGHTS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.meaning == _NOT_WEIGHTS)
 
 _GIVE_SYSTEM = "give it as the first message, with the role system"
-_TEXT_ALONE = "rows of text alone are trained; leave such rows out, then remove the column"
+_TEXT_ALONE = "plans do not read it; leave such rows out, then remove the column"
+_BY_PROCESSOR = "images are read if the rows are tokenised with the model's processor in place of its tokenizer; else remove them"
+# columns with the images of a row
+IMAGE_COLUMNS = ("images", "image")
 CHAT_COLUMNS: dict[str, Column] = {
     "tools": Column("read", "a list of tool schemas, or such a list as JSON text"),
     "chat_template_kwargs": Column("read", "variables of the chat template, as in TRL"),
     **{name: Column("refused if not empty", _GIVE_SYSTEM) for name in ("system", "system_prompt", "system_message")},
-    **{
-        name: Column("refused if not empty", _TEXT_ALONE)
-        for name in ("image", "images", "video", "videos", "audio", "audios", "objects")
-    },
+    **{name: Column("refused if not empty", _BY_PROCESSOR) for name in IMAGE_COLUMNS},
+    **{name: Column("refused if not empty", _TEXT_ALONE) for name in ("video", "videos", "audio", "audios", "objects")},
     **{
         name: Column("refused if not empty", "set the tokenizer's chat_template for all rows, or remove the column")
         for name in ("chat_template", "template", "add_generation_prompt", "continue_final_message")
@@ -276,8 +282,8 @@ def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
         )
     if pixels := [column for column in columns if _PIXELS.fullmatch(column)]:
         return (
-            f"{name} has a column {pixels[0]!r}, an input for images, sound or video, but plans train rows of text alone; remove "
-            f"rows that have such input, then the column"
+            f"{name} has a column {pixels[0]!r}, an input for images, sound or video made beforehand, which plans do not read; "
+            f"give rows with images to tokenise_chat and the model's processor, or remove such rows, then the column"
         )
     return named_column_problem({column: is_text for column, is_text in columns.items() if column not in TOKEN_COLUMNS}, name)
 

@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from hf_longctx.hf.data.fields import (
+    MEDIA,
+    MEDIA_FILES,
     is_text,
     listed_column_problem,
     text_columns,
@@ -56,7 +58,7 @@ PACKED = ("position_ids", "seq_lengths")
 # optional columns, present in every row or in none
 _OPTIONAL = ("labels", LOSS_WEIGHTS, *PACKED)
 # columns that the scan reads if present
-_READ = (MASK, "input_ids", *_OPTIONAL)
+_READ = (MASK, "input_ids", *_OPTIONAL, MEDIA)
 # columns that are hashed, since they decide what is trained
 _HASHED = ("input_ids", *_OPTIONAL)
 # most tokens per column in a batch, estimated from the batch before it
@@ -83,6 +85,8 @@ class DatasetScan:
     first_labels: IntArray | None = None
     # tokens left out of the rows
     padding: Padding = field(default_factory=Padding)
+    # number of features of images and videos in every row; None if no row has any
+    media_features: IntArray | None = None
 
     @property
     def sequence_lengths(self) -> IntArray:
@@ -121,6 +125,7 @@ def scan_dataset(
     present = {"input_ids", "labels", *task.renamed(_columns(dataset))}
     hashes = {column: xxhash.xxh3_128() for column in _HASHED if column in present}
     documents: list[IntArray] = []
+    media_features: list[IntArray] = []
     row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
@@ -141,6 +146,7 @@ def scan_dataset(
             num_rows += len(rows)
             if not problems:
                 padding += padding_of(padded, task.kind != "document")
+                media_features.append(_media_features(table, len(rows)))
                 documents += [] if (found_documents := _documents(table)) is None else [found_documents]
                 if (first := first_labels(table, found_documents, task)) is not None:
                     firsts.append(first)
@@ -159,7 +165,60 @@ def scan_dataset(
         problems.append(f"... and {num_more} more problems")
     digest = xxhash.xxh3_128(b"".join(items.digest() for items in (*hashes.values(), xxhash.xxh3_128(lengths.data))))
     joined, first = (np.concatenate(arrays) if arrays else None for arrays in (documents, firsts))
-    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding)
+    features = np.concatenate(media_features) if media_features else None
+    features = features if features is not None and features.any() else None
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding, features)
+
+
+def _media_features(table: pa.Table, num_rows: int) -> IntArray:
+    """Counts the features of images and videos in every row of a table without problems."""
+    if MEDIA not in table.column_names:
+        return np.zeros(num_rows, dtype=np.int64)
+    _, numbers, rows = _media_numbers(table)
+    return np.bincount(rows, numbers["num_features"], num_rows).astype(np.int64)
+
+
+def _media_numbers(table: pa.Table) -> tuple[IntArray, dict[str, IntArray], IntArray]:
+    """Returns the number of media of every row, and of all media one after another the numbers and the row."""
+    counts = list_lengths(table[MEDIA])
+    items = _values(table[MEDIA])
+    names = ("start", "stop", "num_features")
+    if not pa.types.is_struct(items.type):
+        # Arrow gives the items of empty lists the type null
+        numbers = {name: np.zeros(0, dtype=np.int64) for name in names}
+    else:
+        numbers = {name: pc.fill_null(pc.struct_field(items, name).cast(pa.int64()), -1).to_numpy() for name in names}
+    return counts, numbers, np.repeat(np.arange(len(counts)), counts)
+
+
+def _media_problems(name: str, first_row: int, table: pa.Table, lengths: IntArray, placeholders: tuple[int, ...]) -> list[str]:
+    """Reports rows whose tokens are not those of their media."""
+    if others := [column for column in (MASK, *PACKED) if column in table.column_names]:
+        return [f"{name} has a column {others[0]!r} beside images, which are read in rows of one document; remove the column"]
+    counts, numbers, rows = _media_numbers(table)
+    if len(rows) and not placeholders:
+        return [
+            f"{name} row {first_row + rows[0]} has images, but the model reads text alone; use a multimodal model, or remove "
+            f"such rows"
+        ]
+    starts, stops, features = numbers["start"], numbers["stop"], numbers["num_features"]
+    firsts = np.cumsum(lengths) - lengths
+    ids = _values(table["input_ids"]).cast(pa.int64(), safe=False).to_numpy()
+    sums = np.concatenate([[0], np.cumsum(np.isin(ids, placeholders))])
+    before = np.concatenate([[0], stops[:-1]]) if len(stops) else stops
+    before[(np.cumsum(counts) - counts)[counts > 0]] = 0
+    wrong = (starts < before) | (stops <= starts) | (stops > lengths[rows]) | (features < 1)
+    inside = np.clip(firsts[rows] + starts, 0, len(ids)), np.clip(firsts[rows] + stops, 0, len(ids))
+    wrong |= sums[inside[1]] - sums[inside[0]] != features
+    bad = set(rows[wrong].tolist())
+    totals = sums[firsts + lengths] - sums[firsts]
+    bad |= set(np.flatnonzero(totals != np.bincount(rows, features, len(lengths))).tolist())
+    return [
+        f"{name} row {first_row + row} has {totals[row]} tokens that stand for images, sound or video, and its column {MEDIA!r} "
+        f"places {int(features[rows == row].sum())} of them elsewhere or in another number; tokenise the row again with the "
+        f"model's processor"
+        for row in sorted(bad)
+    ]
 
 
 def _digests_of(table: pa.Table) -> list[int]:
@@ -338,7 +397,7 @@ def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
     """Returns the dataset with only the columns for training; rows of an Arrow dataset are then Arrow tables."""
     if not isinstance(dataset, datasets.Dataset):
         return dataset
-    read = ("input_ids", task.label_column(dataset.column_names), LOSS_WEIGHTS, MASK)
+    read = ("input_ids", task.label_column(dataset.column_names), LOSS_WEIGHTS, MASK, MEDIA, MEDIA_FILES)
     return dataset.select_columns([name for name in read if name in dataset.column_names]).with_format("arrow")
 
 
@@ -370,6 +429,11 @@ def row_tokens(
         raise ValueError(unusable)
     if problem := _other_columns([row], columns, number, NEXT_TOKEN):
         raise ValueError(f"{name} {problem}")
+    if row.get(MEDIA):
+        raise ValueError(
+            f"{name} row {number} has images, which streams do not read yet; give rows that can be read by number, for example "
+            f"datasets.Dataset.from_generator(...)"
+        )
     read = [column for column in _READ if column in columns]
     padded = _plain_table([row], read, number)
     table = unpadded(padded)
@@ -464,12 +528,17 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: 
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             return f"row {first_row + number} {_no_mapping(row)}"
-        for column in _OPTIONAL:
+        for column in (*_OPTIONAL, MEDIA):
             if column in row and column not in columns:
                 return f"row {first_row + number} has {column!r}, but the first row has none; give every row the same columns"
         for column in columns:
             if column not in row:
                 return f"row {first_row + number} has no {column!r}, but the first row has; give every row the same columns"
+            if column == MEDIA:
+                if problem := _medium_problem(row[column]):
+                    return f"row {first_row + number} column {column!r} {problem}"
+                values[column].append([{name: item[name] for name in _MEDIUM} for item in row[column]])
+                continue
             kinds, items, dtype = ("iuf", "numbers", np.float64) if column in floats else ("iub", "integers", np.int64)
             try:
                 value = None if row[column] is None else np.asarray(row[column])
@@ -481,7 +550,20 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: 
                 return f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of {items} per row"
             values[column].append(value if value is None else value.astype(dtype))
     types = {column: pa.list_(pa.float64() if column in floats else pa.int64()) for column in columns}
+    types[MEDIA] = pa.list_(pa.struct([(name, pa.int64()) for name in _MEDIUM]))
     return pa.table({column: pa.array(items, types[column]) for column, items in values.items()})
+
+
+# numbers of a medium that the scan reads
+_MEDIUM = ("start", "stop", "num_features")
+
+
+def _medium_problem(value: Any) -> str:
+    """Returns what is wrong with a row's media; empty if nothing is."""
+    is_right = isinstance(value, list | tuple) and all(
+        isinstance(item, Mapping) and all(isinstance(item.get(name), int) for name in _MEDIUM) for item in value
+    )
+    return "" if is_right else f"holds {value!r:.60}, expected the images that tokenise_chat writes with a processor"
 
 
 def _no_mapping(row: Any) -> str:
@@ -507,6 +589,8 @@ def _table_problems(
     if isinstance(table, str):
         return np.zeros(0, dtype=np.int64), [f"{name} {table}"]
     for column in table.column_names:
+        if column == MEDIA:
+            continue
         kind = table[column].type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         # Arrow gives the items of empty lists the type null
@@ -527,7 +611,10 @@ def _table_problems(
         f"{name} row {first_row + row} has no tokens; remove empty rows, for example with dataset.filter"
         for row in np.flatnonzero(lengths == 0)
     ]
-    problems += _placeholder_problems(name, first_row, table["input_ids"], placeholders)
+    if MEDIA in table.column_names:
+        problems += _media_problems(name, first_row, table, lengths, placeholders)
+    else:
+        problems += _placeholder_problems(name, first_row, table["input_ids"], placeholders)
     problems += _range_problems(name, "token id", _values(table["input_ids"]), vocab_size)
     if task.kind == "document" and "labels" in table.column_names:
         problems += task.document_problems(name, first_row, table["labels"])
@@ -687,7 +774,8 @@ def _placeholder_problems(name: str, first_row: int, column: pa.ChunkedArray, pl
     row = int(np.searchsorted(np.cumsum(list_lengths(column)), found, side="right"))
     return [
         f"{name} row {first_row + row} has token {values[found]}, which stands for an image, sound or video, or for padding, but "
-        f"plans train rows of text alone; remove such rows, for example with dataset.filter"
+        f"its row has none; give conversations with images to tokenise_chat and the model's processor, or remove such rows, for "
+        f"example with dataset.filter"
     ]
 
 
@@ -709,7 +797,7 @@ def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it if a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 6
+_FORMAT = 7
 
 
 def scan_on_every_rank(
@@ -830,16 +918,16 @@ def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> Dat
     if sum(count for count in counts if count is not None) != len(numbers) or min((c for c in counts if c), default=1) < 0:
         raise ValueError("counts")
     parts = iter(np.split(numbers, np.cumsum([count for count in counts if count is not None])))
-    lengths, documents, first = (None if count is None else next(parts) for count in counts)
+    lengths, documents, first, features = (None if count is None else next(parts) for count in counts)
     if lengths is None or not isinstance(values["digest"], str) or not isinstance(values["problems"], list):
         raise ValueError("lengths")
     padding = Padding(*map(int, values["padding"]))
-    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding)
+    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding, features)
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
     """Writes checksum, header, and the numbers of rows and documents into one file, atomically."""
-    arrays = scan.lengths, scan.documents, scan.first_labels
+    arrays = scan.lengths, scan.documents, scan.first_labels, scan.media_features
     values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
     values["padding"] = astuple(scan.padding)
     values["counts"] = [None if array is None else len(array) for array in arrays]

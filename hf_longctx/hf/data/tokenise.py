@@ -6,6 +6,7 @@ every token counts, so they have no column `labels`. `datasets` caches results b
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedTokenizerBase
+from datasets import Dataset, Features, Image, List, Value
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_longctx.hf.data.chat import (
     DataError,
@@ -32,6 +33,9 @@ from hf_longctx.hf.data.chat import (
 )
 from hf_longctx.hf.data.fields import (
     CHAT_COLUMNS,
+    IMAGE_COLUMNS,
+    MEDIA,
+    MEDIA_FILES,
     WEIGHTS,
     chat_columns,
     filled_column_problem,
@@ -40,6 +44,9 @@ from hf_longctx.hf.data.fields import (
     text_columns,
 )
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, list_lengths
+from hf_longctx.hf.data.media.messages import Reference, images_of_row, place_images
+from hf_longctx.hf.data.media.processors import ImageTokens, expanded, processor_problem
+from hf_longctx.hf.data.media.rows import FILES_FEATURE, MEDIA_FEATURE
 from hf_longctx.hf.data.padding import MASK, Padding, padding_of, unpadded
 from hf_longctx.hf.data.scan import PACKED, column_problem, mask_problems
 from hf_longctx.hf.ranks.launch import on_first_rank
@@ -114,7 +121,7 @@ def tokenise_completions(
 
 def tokenise_chat(
     dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     messages_column: str = "messages",
     *,
     row_numbers: Sequence[int] | None = None,
@@ -128,15 +135,51 @@ def tokenise_chat(
     Conversations without any turn to learn are skipped, with a warning that counts them. row_numbers: row numbers for error
     messages, if `dataset` is a selection of another one.
 
+    With a model's processor in place of its tokenizer, conversations may have images: parts `{type: image}` with a path, or with
+    the next image of the column `images` (or `image`). Without such parts, the images of that column stand before the first text
+    of a user. Only headers of files are read, since the size of an image decides how many tokens it takes. No token of an image
+    is learnt. The result has columns `media`, with the images' places, and `media_files`.
+
     Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that does not give the characters of
     each token, for malformed messages, and for columns and message fields that would be ignored although they may change what is
     learnt.
     """
+    images = None
+    if isinstance(tokenizer, ProcessorMixin):
+        images, tokenizer = ImageTokens(tokenizer), _tokenizer_of(tokenizer)
+        dataset = _undecoded(dataset)
     tokenizer = chat_tokenizer(tokenizer, "tools" in dataset.column_names)
     read = _check_chat_columns(dataset, messages_column, tokenizer)
     features = None if keeps_nulls(dataset) else Features({name: dataset.features[name] for name in read})
-    encoder = _ChatEncoder(tokenizer, messages_column, read, features, _as_tuple(row_numbers))
-    return _mapped(dataset, encoder, _TOKENS_AND_LABELS, "message of the assistant that is learnt")
+    encoder = _ChatEncoder(tokenizer, messages_column, read, features, _as_tuple(row_numbers), images)
+    made = (
+        _TOKENS_AND_LABELS
+        if images is None
+        else Features({**_TOKENS_AND_LABELS, MEDIA: MEDIA_FEATURE, MEDIA_FILES: FILES_FEATURE})
+    )
+    return _mapped(dataset, encoder, made, "message of the assistant that is learnt")
+
+
+def _tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
+    """Returns a processor's tokenizer with the processor's chat template."""
+    if problem := processor_problem(processor):
+        raise DataError(problem)
+    tokenizer: PreTrainedTokenizerBase = processor.tokenizer
+    if (template := getattr(processor, "chat_template", None)) and template != tokenizer.chat_template:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _undecoded(dataset: Dataset) -> Dataset:
+    """Returns the dataset with images as files, whose pixels nothing decodes."""
+    for name in IMAGE_COLUMNS:
+        feature = dataset.features.get(name)
+        if isinstance(feature, Image) and feature.decode:
+            dataset = dataset.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image) and feature.feature.decode:
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
+    return dataset
 
 
 def _as_tuple(row_numbers: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -219,10 +262,10 @@ def joined(texts: Sequence[str | None], separator: str) -> str:
 
 def uniform(dataset: Dataset, has_labels: bool) -> Dataset:
     """Converts a tokenised dataset to int32 columns `input_ids` and, if `has_labels`, `labels` (the tokens, if it had none)."""
-    if dropped := [column for column in (LOSS_WEIGHTS, *WEIGHTS, *PACKED) if column in dataset.column_names]:
+    if dropped := [column for column in (LOSS_WEIGHTS, *WEIGHTS, *PACKED, MEDIA) if column in dataset.column_names]:
         raise DataError(
-            f"a dataset has a column {dropped[0]!r}, which mixing would drop; mix datasets without weights and with one document "
-            f"per row, or remove the column"
+            f"a dataset has a column {dropped[0]!r}, which mixing would drop; mix datasets without weights and images, with one "
+            f"document per row, or remove the column"
         )
     if problem := column_problem(text_columns(dataset), "a dataset"):
         raise DataError(problem)
@@ -325,10 +368,14 @@ class _ChatEncoder:
     columns: tuple[str, ...]
     features: Features | None
     row_numbers: tuple[int, ...] | None
+    # the tokens of images; None for rows of text
+    images: ImageTokens | None = None
     rules: int = _RULES
 
-    def __call__(self, batch: Batch, indices: list[int]) -> Rows:
-        texts = []
+    def __call__(self, batch: Batch, indices: list[int]) -> Batch:
+        texts: list[RenderedText] = []
+        # the name of every row with text to learn, and its images
+        found: list[tuple[str, list[Reference]]] = []
         with RenderLimit() as limit:
             for place, index in enumerate(indices):
                 where = _row(index, self.row_numbers)
@@ -336,7 +383,11 @@ class _ChatEncoder:
                 if self.features is not None:
                     row = {name: as_written(value, self.features[name]) for name, value in row.items()}
                 own = f"{where} column {self.messages_column!r}"
-                messages = read_messages(row.pop(self.messages_column), own)
+                messages = read_messages(row.pop(self.messages_column), own, self.images is not None)
+                references: list[Reference] = []
+                if self.images is not None:
+                    placeholder = self.images.processor.image_token
+                    messages, references = place_images(messages, images_of_row(row, where), placeholder, own)
                 tools = read_tools(row.pop("tools", None), own)
                 variables = read_template_kwargs(row.pop("chat_template_kwargs", None), where)
                 if problem := filled_column_problem(row, messages, where):
@@ -344,7 +395,21 @@ class _ChatEncoder:
                 rendered = render_chat(self.tokenizer, messages, tools, own, variables, limit)
                 if rendered.spans:
                     texts.append(rendered)
-        return _encode(self.tokenizer, texts, add_special_tokens=False)
+                    found.append((where, references))
+        rows = _encode(self.tokenizer, texts, add_special_tokens=False)
+        return rows if self.images is None else _with_images(rows, found, self.images)
+
+
+def _with_images(rows: Rows, found: list[tuple[str, list[Reference]]], images: ImageTokens) -> Batch:
+    """Puts the tokens of images into rows. found: name and images of every row."""
+    made: Batch = {"input_ids": [], "labels": [], MEDIA: [], MEDIA_FILES: []}
+    for ids, labels, (where, references) in zip(rows["input_ids"], rows["labels"], found, strict=True):
+        new_ids, new_labels, media = expanded(ids, labels, references, images, where, IGNORE_INDEX)
+        made["input_ids"].append(new_ids)
+        made["labels"].append(new_labels)
+        made[MEDIA].append([each.as_item() for each in media])
+        made[MEDIA_FILES].append([{"path": path, "bytes": content} for path, content in references])
+    return made
 
 
 def _row(index: int, row_numbers: tuple[int, ...] | None) -> str:
@@ -398,7 +463,7 @@ def _span_labels(ids: list[int], offsets: list[tuple[int, int]], rendered: Rende
     return labels
 
 
-def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Rows], features: Features, needed: str) -> Dataset:
+def _mapped(dataset: Dataset, encoder: Callable[[Batch, list[int]], Any], features: Features, needed: str) -> Dataset:
     """Encodes all rows of a dataset; logs how many the encoder skipped, and raises DataError if it skipped all."""
     tokens = dataset.map(
         encoder,

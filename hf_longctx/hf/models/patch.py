@@ -15,6 +15,7 @@ from hf_longctx.hf.models.document_rope import DocumentRopePatch
 from hf_longctx.hf.models.dropout import DropoutPatch
 from hf_longctx.hf.models.heads import HeadPatch
 from hf_longctx.hf.models.index import IndexPatch
+from hf_longctx.hf.models.media import MediaPatch
 from hf_longctx.hf.models.own_attention import OwnAttentionPatch
 from hf_longctx.hf.models.positions import PaddingPatch, RowPositionsPatch
 from hf_longctx.hf.models.quantised import QuantisedPatch
@@ -41,6 +42,7 @@ class Patch(Protocol):
 # in the order in which they are applied; the switch of attention comes last, and marks a model that runs plans
 PATCHES: tuple[Patch, ...] = (
     TextPatch(),
+    MediaPatch(),
     HeadPatch(),
     OwnAttentionPatch(),
     DocumentRopePatch(),

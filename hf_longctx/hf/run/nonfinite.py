@@ -121,6 +121,8 @@ class RefusedStep:
         content = {"format": 1, "step": self.number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
         content["loss_of_a_token"] = loss_name(self.run.token_loss)
         content["head"] = self.run.task.kind
+        # pixels are not saved
+        content["has_media"] = self.run.sets.has_media("train_dataset")
         if is_adapted(self.run.stage.model):
             content["adapters"] = [str(name) for name in cast(Any, self.run.stage.model).active_adapters]
         if (dropout := self.run.dropout) is not None:

@@ -354,7 +354,8 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
         logger.warning("%s", line)
     if not request.mode.steps:
         setup = setup.in_one_micro_batch()
-    sets = SequenceSets(config, args, setup, control, checked.task, request.collation)
+    given = request.collation, request.processing_class
+    sets = SequenceSets(config, args, setup, control, checked.task, *given, is_attached=request.gives_back)
     if request.mode.steps:
         sets.check(checked.facts, request.datasets)
     return _Basis(setup, sets, fused, kernels_line)

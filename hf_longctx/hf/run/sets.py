@@ -20,6 +20,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import unread_columns
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels
 from hf_longctx.hf.data.later_pieces import RowChanged, tables_of
+from hf_longctx.hf.data.media.processors import ImageReader
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
@@ -27,6 +28,7 @@ from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
+from hf_longctx.hf.rules.media import media_problems
 from hf_longctx.hf.start.setup import settings_for
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.plan.setup import Setup
@@ -97,7 +99,8 @@ def chosen_evaluation_set(given: Any, eval_dataset: Any) -> tuple[str, Any]:
 class SequenceSets:
     """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long.
 
-    task: the labels of the sets. collation: what a user's collator makes of rows.
+    task: the labels of the sets. collation: what a user's collator makes of rows. processor: the processing class, which reads
+    images. is_attached: whether the callback is attached to a stock trainer.
     """
 
     def __init__(
@@ -108,9 +111,15 @@ class SequenceSets:
         control: dist.ProcessGroup | None,
         task: HeadTask = NEXT_TOKEN,
         collation: Collation | None = None,
+        processor: Any = None,
+        *,
+        is_attached: bool = False,
     ) -> None:
         self.config, self.args, self.setup, self.control, self.task = config, args, setup, control, task
         self.collation = collation if collation is not None else Collation(None)
+        self.processor, self.is_attached = processor, is_attached
+        # the model, whose towers read images
+        self._facts: ModelFacts | None = None
         # the rows of scanned sets as the collator makes them
         self._rows: dict[str, Any] = {}
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
@@ -132,6 +141,7 @@ class SequenceSets:
     def check(self, facts: ModelFacts, datasets: Mapping[str, Any]) -> None:
         """Reads every set's row lengths; raises on every rank for unusable rows, and if sets or weights differ between ranks."""
         problems, model = stream_problems(dict(datasets), self.config, self.args), facts.model
+        self._facts = facts
         settings: dict[str, Any] = {"model config": model.config.to_json_string()}
         # ranks of different stages hold different weights if each loaded its own stage alone
         if (ranges := facts.loaded_ranges) is None:
@@ -202,6 +212,17 @@ class SequenceSets:
         """The rows of a set as they were at the start."""
         return ScannedRows(name, self._scans[name][1])
 
+    def has_media(self, name: str) -> bool:
+        """Whether rows of a scanned set have images; False for a set that was not scanned, such as a stream."""
+        return name in self._scans and self._scans[name][1].media_features is not None
+
+    def reader(self, name: str) -> ImageReader | None:
+        """Opens the images of a scanned set; None if its rows have none."""
+        if not self.has_media(name):
+            return None
+        assert self._facts is not None
+        return ImageReader.of(self._facts.model, self.processor)
+
     def digest(self, name: str) -> str:
         """The hash of all tokens of a set."""
         return self._scans[name][1].digest
@@ -245,6 +266,8 @@ class SequenceSets:
                     f"{name} has no rows once its trainer has cut them to max_length={limit} and dropped those without a label "
                     f"that counts; raise max_length in the trainer's arguments, or check the dataset's path, split and labels"
                 ]
+            if not problems and scan.media_features is not None:
+                problems = self._media_problems(name, scan)
             if not problems and self.config.long_sequences == "error":
                 problems = [
                     f"{problem}{self._room_for(int(scan.sequence_lengths.max()))}"
@@ -254,6 +277,21 @@ class SequenceSets:
                 problems = self._label_problems(name, sets[name], scan, task)
             scans[name] = replace(scan, problems=problems)
         return scans
+
+    def _media_problems(self, name: str, scan: DatasetScan) -> list[str]:
+        """Problems with images in rows: of the run, or of the longest row that would have to be cut."""
+        assert self._facts is not None and scan.media_features is not None
+        if problems := media_problems(self._facts, self.processor, self.setup, self.is_attached):
+            return problems
+        lengths = np.where(scan.media_features > 0, scan.lengths, 0)
+        row = int(lengths.argmax())
+        if lengths[row] <= self.longest_sequence or self.config.long_sequences == "error":
+            return []
+        return [
+            f"{name} row {row} has {lengths[row]} tokens, {scan.media_features[row]} of them for images, above the limit of "
+            f"{self.longest_sequence}, and rows with images are not cut so far; raise max_length, lower the number of pixels in "
+            f"the processor's settings, or remove such rows"
+        ]
 
     def _room_for(self, num_tokens: int) -> str:
         """Settings with which memory would hold a sequence that only memory refuses; empty if there are none."""

@@ -107,9 +107,9 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
     seed = sampler.seed if sampler.shuffle else None
     _check_resumed(run, run.sets.digest("train_dataset"), seed, run.sets.is_cut("train_dataset"))
     done = partial(_batches_done, run, len(sampler), global_step)
-    rows = PlannedDataset(
-        token_rows(run.sets.rows("train_dataset"), run.task), index, run.sets.scanned("train_dataset"), run.task
-    )
+    name = "train_dataset"
+    tokens = token_rows(run.sets.rows(name), run.task)
+    rows = PlannedDataset(tokens, index, run.sets.scanned(name), run.task, run.sets.reader(name))
     return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
 
 
@@ -118,9 +118,8 @@ def eval_loader(run: Run, name: str, dataset: Any, marks: bool = False) -> DataL
     index = run.sets.index(name, dataset)
     per_step = run.args.per_device_eval_batch_size * run.args.world_size
     sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
-    rows = PlannedDataset(
-        token_rows(run.sets.rows(name), run.task), index, run.sets.scanned(name), replace(run.sets.task_of(name), marks=marks)
-    )
+    task = replace(run.sets.task_of(name), marks=marks)
+    rows = PlannedDataset(token_rows(run.sets.rows(name), run.task), index, run.sets.scanned(name), task, run.sets.reader(name))
     return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
 
 

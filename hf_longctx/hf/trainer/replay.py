@@ -37,6 +37,10 @@ def replay(folder: Path, model_folder: Path | None = None, tell: Callable[[str],
         raise ValueError(
             f"{folder} holds a step of a model that classifies {kind}s, which cannot be replayed; load {source} yourself"
         )
+    if content.get("has_media"):
+        raise ValueError(
+            f"{folder} holds a step of rows with images, whose pixels are not saved; train on these rows alone instead"
+        )
     is_adapter = any(source.glob("adapter_config.json")) or any(source.glob("*/adapter_config.json"))
     model: Any = _adapted_model(source, content.get("adapters", ["default"])) if is_adapter else _whole_model(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

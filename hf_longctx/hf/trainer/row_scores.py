@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_longctx.hf.data.collator import PlannedStep, shift, token_sequences
+from hf_longctx.hf.data.fields import MEDIA
 from hf_longctx.hf.data.padding import unpadded
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import PACKED
@@ -118,6 +119,11 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
     with _scorer(model) as score:
         for number in range(rank, len(dataset), num_ranks):
             row = unpadded(dataset[number])
+            if row.get(MEDIA):
+                raise ValueError(
+                    f"row {number} has images, which the model of a stock trainer does not get here; use LongContextTrainer, or "
+                    f"rows of text"
+                )
             if packed := [name for name in PACKED if name in row]:
                 raise ValueError(
                     f"row {number} has a column {packed[0]!r}, but the model of a stock trainer reads every row as one document; "
@@ -127,7 +133,8 @@ def plain_scores(model: nn.Module, dataset: Any, rank: int, num_ranks: int, devi
             forget_documents(model)
             ids_T = torch.as_tensor(row["input_ids"], dtype=torch.int64)
             labels_T = shift(torch.as_tensor(row["labels"] if "labels" in row else row["input_ids"], dtype=torch.int64))
-            document = ChunkInputs(*(each.unsqueeze(0) for each in (ids_T, torch.arange(len(ids_T)), labels_T)))
+            positions_T = torch.arange(len(ids_T))
+            document = ChunkInputs(ids_T.unsqueeze(0), positions_T.unsqueeze(0), labels_T.unsqueeze(0))
             scores = score(document.input_ids.to(device), document.shift_labels)
             starts_T = np.zeros(len(ids_T), dtype=np.int64)
             parts.append(_labelled(starts_T + number, starts_T, document, scores))

@@ -196,7 +196,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._check_code()
         # a training that stopped inside a step has left gradients in the executor's buffers
         self._steps = self._new_steps()
-        thaw = freeze_towers(cast(nn.Module, self.model))
+        # without images in rows, no tower runs
+        thaw = (lambda: None) if self.longctx_run.sets.has_media("train_dataset") else freeze_towers(cast(nn.Module, self.model))
         # the model's embedding adds noise by token instead
         alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         # the fresh model is there already

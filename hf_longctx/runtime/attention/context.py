@@ -20,6 +20,7 @@ from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.attention.state_book import StateBook
+from hf_longctx.runtime.core.chunk_inputs import ChunkMedia
 from hf_longctx.runtime.core.dropout import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
@@ -275,6 +276,8 @@ class GroupContext:
     chunk_sequences: tuple[int, ...] = ()
     # keys of this rank's tokens for dropout; None in a model without it
     tokens: DropoutTokens | None = None
+    # images and videos of this rank's tokens; None without any in the chunk's documents
+    media: ChunkMedia | None = None
 
     def __post_init__(self) -> None:
         if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:
@@ -287,13 +290,13 @@ class GroupContext:
         """Number of tokens on this rank."""
         return self.block.tokens[self.block.index]
 
-    def placed(self, position_ids: Tensor, keys: DropoutKeys | None) -> GroupContext:
-        """Returns the context with positions of this rank's tokens [1, T] and their keys for the model's dropout."""
+    def placed(self, position_ids: Tensor, keys: DropoutKeys | None, media: ChunkMedia | None = None) -> GroupContext:
+        """Returns the context with positions of this rank's tokens [1, T], their keys for the model's dropout, and media."""
         if keys is None:
-            return replace(self, position_ids=position_ids)
+            return replace(self, position_ids=position_ids, media=media)
         pieces = [(count, sequence) for (count, _), sequence in zip(self.documents, self.sequences, strict=True)]
         tokens = keys.of_pieces(pieces, position_ids, [length for _, length in self.documents])
-        return replace(self, position_ids=position_ids, tokens=tokens)
+        return replace(self, position_ids=position_ids, tokens=tokens, media=media)
 
     def weight_dropout(self, rate: float, name: str, heads: HeadShare) -> WeightDropout | None:
         """Returns the dropout of attention weights in layer `name`, for this rank's heads; None at a rate of 0.

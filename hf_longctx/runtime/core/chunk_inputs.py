@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class TowerInputs:
+    """Inputs of a model's towers for one image or video."""
+
+    kind: Literal["image", "video"]
+    # by the names of the arguments that towers take
+    tensors: Mapping[str, Tensor]
+    # number of features that towers return
+    num_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMedia:
+    """Images and videos with tokens in this rank's shard of a chunk of T tokens, M of which stand for a feature. All int64."""
+
+    # their features form one table, one after another
+    media: tuple[TowerInputs, ...]
+    # [M], ascending, tokens whose embeddings features replace
+    places: Tensor
+    # [M], row of the table for each of these tokens
+    rows: Tensor
+    # [3, T], positions of all tokens in time, height and width; None for a model that counts tokens
+    positions: Tensor | None = None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkMedia:
+        """Applies `change` to every tensor."""
+        media = tuple(
+            replace(each, tensors={name: change(tensor) for name, tensor in each.tensors.items()}) for each in self.media
+        )
+        positions = None if self.positions is None else change(self.positions)
+        return ChunkMedia(media, change(self.places), change(self.rows), positions)
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkInputs:
     """This rank's shard of one chunk, each of shape [1, T] and type int64: token ids, positions, next-token labels.
 
-    loss_weights: the weight of each next-token label in the loss, fp64; None if every label weighs 1. label_values: values [N, K]
-    in fp32, if labels are numbers of its rows instead of classes; else None.
     For a head that classifies documents or tokens, `shift_labels` are the labels of the tokens themselves.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     shift_labels: Tensor
+    # weight of each next-token label in the loss, fp64; None if every label weighs 1
     loss_weights: Tensor | None = None
+    # values [N, K] in fp32, if labels are numbers of its rows instead of classes; else None
     label_values: Tensor | None = None
+    # None if the documents of the chunk have no images or videos
+    media: ChunkMedia | None = None
 
     def pin_memory(self) -> ChunkInputs:
         """Copies the shard into pinned memory; called by the loader's pinning thread."""
@@ -36,4 +72,5 @@ class ChunkInputs:
         """Applies `change` to every tensor."""
         ids, positions, labels = map(change, (self.input_ids, self.position_ids, self.shift_labels))
         weights, values = (None if each is None else change(each) for each in (self.loss_weights, self.label_values))
-        return ChunkInputs(ids, positions, labels, weights, values)
+        media = None if self.media is None else self.media.mapped(change)
+        return ChunkInputs(ids, positions, labels, weights, values, media)

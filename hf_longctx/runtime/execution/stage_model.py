@@ -74,7 +74,7 @@ class StageModel:
         keywords: dict[str, Any] = {LAYER_RANGE_KEYWORD: self.first_range + layer_range} if self.num_stages > 1 else {}
         keywords.update(dict.fromkeys(self.off, False))
         if context is not None:
-            keywords["longctx"] = context = context.placed(inputs.position_ids, self.dropout)
+            keywords["longctx"] = context = context.placed(inputs.position_ids, self.dropout, inputs.media)
         with nullcontext() if context is None else context.running():
             output = self.model(
                 **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords

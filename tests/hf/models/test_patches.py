@@ -21,6 +21,7 @@ from hf_longctx.hf.models.document_rope import DocumentRopePatch
 from hf_longctx.hf.models.dropout import DropoutPatch
 from hf_longctx.hf.models.heads import HeadPatch
 from hf_longctx.hf.models.index import IndexPatch
+from hf_longctx.hf.models.media import MediaPatch
 from hf_longctx.hf.models.own_attention import OwnAttentionPatch
 from hf_longctx.hf.models.patch import PATCHES, patch_model, restore_attention
 from hf_longctx.hf.models.positions import PaddingPatch, RowPositionsPatch
@@ -50,6 +51,7 @@ def with_four_bits() -> Any:
 # patch -> a model that needs it
 MODELS: dict[type, Callable[[], Any]] = {
     TextPatch: lambda: build_any("LlavaForConditionalGeneration"),
+    MediaPatch: lambda: build_any("LlavaForConditionalGeneration"),
     HeadPatch: lambda: build_model(ModelCase(head=(("num_labels", 3),))),
     OwnAttentionPatch: lambda: build_any("BloomForCausalLM"),
     DocumentRopePatch: lambda: build_model(ModelCase(rope_type="dynamic")),

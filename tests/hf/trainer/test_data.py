@@ -22,7 +22,7 @@ from helpers.trainers.trainer_runs import make_trainer, training_arguments
 from torch.utils.data import DataLoader
 
 from hf_longctx import LongContextTrainer
-from hf_longctx.hf.data.collator import held_ranges
+from hf_longctx.hf.data.collator import held_pieces
 from hf_longctx.hf.trainer.loaders import LongContextDataLoader
 
 LENGTHS = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(31))]
@@ -60,7 +60,7 @@ def rows_read_on_rank(num_workers: int, folder: str) -> list[tuple[list[int], li
     own, everyone = [], []
     for batch in trainer.get_train_dataloader():
         step = batch["step"]
-        own += [step.sequences[i] for i in held_ranges(step.plan, step.rank)]
+        own += [step.sequences[i] for i in held_pieces(step.plan, step.rank)]
         everyone += step.sequences
     read = [int(line) for line in Path(dataset.diary).read_text().split()]
     return [(sorted(own), sorted(read)), (sorted(everyone), [])]

@@ -1,0 +1,162 @@
+"""Reads the media of a tokenised row, and cuts them like its tokens.
+
+A tokenised row with images has a column `media`: for each image or video, in the order of its tokens, the range of tokens that
+its placeholder became, how many of these stand for a feature, and the grid of its patches where the model's positions depend on
+it. A second column, `media_files`, has a path or the content of a file for each, which is opened when a rank needs a token of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from datasets import List, Value
+from torch import Tensor
+
+from hf_longctx.families.family import MediumKind
+from hf_longctx.runtime.core.chunk_inputs import ChunkMedia, TowerInputs
+
+# type of the column `media`
+MEDIA_FEATURE = List(
+    {
+        "kind": Value("string"),
+        "start": Value("int64"),
+        "stop": Value("int64"),
+        "num_features": Value("int64"),
+        "grid": List(Value("int64")),
+    }
+)
+# type of the column `media_files`; one of both is null
+FILES_FEATURE = List({"path": Value("string"), "bytes": Value("binary")})
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """An image or video in a row. Its tokens are [start, stop), of which `num_features` stand for a feature.
+
+    grid: number of patches in time, height and width; empty if positions do not depend on it.
+    """
+
+    kind: MediumKind
+    start: int
+    stop: int
+    num_features: int
+    grid: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> Medium:
+        """Reads an item of the column `media`."""
+        grid = tuple(map(int, item.get("grid") or ()))
+        return cls(item["kind"], int(item["start"]), int(item["stop"]), int(item["num_features"]), grid)
+
+    def as_item(self) -> dict[str, Any]:
+        """Returns the item of the column `media`."""
+        return asdict(self) | {"grid": list(self.grid)}
+
+
+class MediaReader(Protocol):
+    """Reads pixels of media for a model's towers, and positions for its text model."""
+
+    @property
+    def tokens(self) -> Mapping[MediumKind, int]:
+        """Id of the token that stands for a feature, of every kind of media that the model reads."""
+
+    def tower_inputs(self, medium: Medium, file: Mapping[str, Any], ids: Sequence[int], where: str) -> TowerInputs:
+        """Opens a medium, an item of `media_files`. ids: its tokens in the row. where: name of the medium in messages.
+
+        Raises ValueError if it cannot be opened, or gives other tokens than those of the row.
+        """
+
+    def positions(self, ids: Tensor, media: Sequence[Medium]) -> Tensor | None:
+        """Returns positions [3, n] of a whole document with these ids [n]; None if its model counts tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMedia:
+    """Media of n consecutive tokens of a sequence."""
+
+    # for each medium of the sequence; None if none of its tokens is needed
+    inputs: tuple[TowerInputs | None, ...]
+    # row at which the features of each medium begin in the table of all media of the sequence
+    firsts: tuple[int, ...]
+    # [n], row of that table for every token; -1 for text
+    rows: Tensor
+    # [3, n], positions in time, height and width; None for a model that counts tokens
+    positions: Tensor | None
+
+    def cut(self, begin: int, end: int) -> SequenceMedia:
+        """Returns tokens [begin, end) of these."""
+        positions = None if self.positions is None else self.positions[:, begin:end]
+        return replace(self, rows=self.rows[begin:end], positions=positions)
+
+
+def sequence_media(
+    ids: Tensor, media: Sequence[tuple[Medium, Any]], needed: Sequence[tuple[int, int]], reader: MediaReader, where: str
+) -> SequenceMedia:
+    """Reads the media of a document with these ids [n], of which a rank needs the token ranges `needed`.
+
+    media: each with its item of `media_files`, perhaps as a value of Arrow, whose content is then copied only if it is opened.
+    Opens only media with a feature in these ranges. where: name of the row in messages. Raises ValueError if a medium cannot be
+    opened, or if its tokens are not those of the row.
+    """
+    rows = torch.full_like(ids, -1)
+    inputs: list[TowerInputs | None] = []
+    firsts: list[int] = []
+    num_rows = 0
+    for number, (medium, file) in enumerate(media):
+        places = medium.start + (ids[medium.start : medium.stop] == reader.tokens[medium.kind]).nonzero().view(-1)
+        if len(places) != medium.num_features:
+            raise ValueError(
+                f"{where} has {len(places)} tokens for features of {medium.kind} {number}, but its media say "
+                f"{medium.num_features}; tokenise the row again with the model's processor"
+            )
+        rows[places] = torch.arange(num_rows, num_rows + len(places))
+        firsts.append(num_rows)
+        num_rows += len(places)
+        is_needed = any(bool(((places >= begin) & (places < end)).any()) for begin, end in needed)
+        if not is_needed:
+            inputs.append(None)
+            continue
+        given = file.as_py() if hasattr(file, "as_py") else file
+        own = ids[medium.start : medium.stop].tolist()
+        inputs.append(reader.tower_inputs(medium, given, own, f"{where} {medium.kind} {number}"))
+    return SequenceMedia(tuple(inputs), tuple(firsts), rows, reader.positions(ids, [medium for medium, _ in media]))
+
+
+def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> ChunkMedia | None:
+    """Joins the media of a rank's shard of a chunk; None without any.
+
+    parts: for every piece its sequence, the media of its tokens, and their positions [n].
+    """
+    if all(own is None for _, own, _ in parts):
+        return None
+    taken: dict[tuple[int, int], int] = {}
+    media: list[TowerInputs] = []
+    places, rows, positions = [], [], []
+    first, num_rows = 0, 0
+    for sequence, own, counted in parts:
+        positions.append(counted.expand(3, -1) if own is None or own.positions is None else own.positions)
+        if own is not None and len(here := (own.rows >= 0).nonzero().view(-1)):
+            mapped = own.rows[here].clone()
+            numbers = torch.searchsorted(torch.tensor(own.firsts), mapped, right=True) - 1
+            for number in numbers.unique().tolist():
+                if (inputs := own.inputs[number]) is None:
+                    raise AssertionError(f"medium {number} of sequence {sequence} was not opened")
+                if (sequence, number) not in taken:
+                    taken[sequence, number] = num_rows
+                    media.append(inputs)
+                    num_rows += inputs.num_features
+                mapped[numbers == number] += taken[sequence, number] - own.firsts[number]
+            places.append(here + first)
+            rows.append(mapped)
+        first += len(counted)
+    none = torch.zeros(0, dtype=torch.int64)
+    has_positions = any(own is not None and own.positions is not None for _, own, _ in parts)
+    return ChunkMedia(
+        tuple(media),
+        torch.cat(places) if places else none,
+        torch.cat(rows) if rows else none,
+        torch.cat(positions, dim=1) if has_positions else None,
+    )

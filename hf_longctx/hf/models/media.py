@@ -1,0 +1,190 @@
+"""Puts features of images and videos in place of the embeddings of their tokens, in chunks of plans that have some.
+
+The change sits right before the text model, where every class has merged its inputs: it takes embeddings in place of token ids,
+positions in time, height and width in classes with M-RoPE, and features that are added after its first layers. Towers run in the
+forward of every chunk with a token of the image, on the ranks that hold these tokens, and only for these images. So no features
+wait between chunks, ranks exchange none, and gradients of trained towers arrive in the chunk's own backward: each rank adds those
+of its own tokens, and the step sums them over ranks like all others.
+
+Without a plan, and for chunks of text alone, every forward stays that of its class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from hf_longctx.families.family import MediumKind
+from hf_longctx.families.registry import family_of
+from hf_longctx.hf.models.towers import text_part, text_path, tower_names, wrapper_of
+from hf_longctx.runtime.core.chunk_inputs import TowerInputs
+
+# attribute of a text model: handle of the hook before it
+_HANDLE = "_longctx_media_handle"
+# fields of a config with the token that stands for a feature of an image or a video
+_TOKENS: dict[MediumKind, tuple[str, ...]] = {
+    "image": ("image_token_id", "image_token_index"),
+    "video": ("video_token_id", "video_token_index"),
+}
+# methods of the module around a text model that run its towers
+_METHODS: dict[MediumKind, str] = {"image": "get_image_features", "video": "get_video_features"}
+
+
+def media_kinds(model: nn.Module) -> tuple[MediumKind, ...]:
+    """Kinds of media that rows of this model may have; empty for a model of text and for classes that were not tested."""
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return ()
+    kinds = family_of(next(each.__name__ for each in type(wrapper).__mro__ if family_of(each.__name__).wrapper)).media
+    return tuple(kind for kind in kinds if token_of(wrapper.config, kind) is not None)
+
+
+def token_of(config: Any, kind: MediumKind) -> int | None:
+    """Id of the token that stands for a feature of such a medium; None if the config names none."""
+    found = (getattr(config, name, None) for name in _TOKENS[kind])
+    return next((each for each in found if isinstance(each, int) and each >= 0), None)
+
+
+def around_text(model: nn.Module) -> Any:
+    """The module around the text model, which runs the towers."""
+    wrapper = wrapper_of(model)
+    assert wrapper is not None
+    return wrapper.get_submodule(text_path(wrapper).rpartition(".")[0])
+
+
+def image_arguments(model: nn.Module) -> tuple[str, ...]:
+    """Names of the tensors that a model's towers read for an image."""
+    return tuple(inspect.signature(inspect.unwrap(getattr(around_text(model), _METHODS["image"]))).parameters)
+
+
+class MediaPatch:
+    """Gives the text model features in place of embeddings of images and videos, and their positions."""
+
+    def needed(self, model: nn.Module) -> bool:
+        """Whether rows of the model may have images or videos."""
+        return bool(media_kinds(model))
+
+    def apply(self, model: nn.Module) -> None:
+        """Hooks the text model itself, since what calls it differs."""
+        text = text_part(model)
+        if _HANDLE not in vars(text):
+            hook = partial(_with_media, around_text(model))
+            setattr(text, _HANDLE, text.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def undo(self, model: nn.Module) -> None:
+        """Removes the hook."""
+        for module in model.modules():
+            if (handle := vars(module).pop(_HANDLE, None)) is not None:
+                handle.remove()
+
+
+def _with_media(
+    around: Any, text: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of a text model in a chunk with images or videos; None, which leaves them, in any other."""
+    context = keywords.get("longctx")
+    media = None if context is None else context.media
+    if media is None:
+        return None
+    changed = dict(keywords)
+    if media.positions is not None:
+        # the first row counts tokens, as masks read it
+        changed["position_ids"] = torch.cat([keywords["position_ids"].unsqueeze(0), media.positions.unsqueeze(1)])
+    if not len(media.places):
+        return args, changed
+    embeds_1TC = text.get_input_embeddings()(keywords["input_ids"])
+    tables = [feature_tables(around, each) for each in media.media]
+    # one level for embeddings, then those that layers add
+    levels = [torch.cat(level).index_select(0, media.rows).to(embeds_1TC.dtype) for level in zip(*tables, strict=True)]
+    changed["input_ids"], changed["inputs_embeds"] = None, embeds_1TC.index_copy(1, media.places, levels[0].unsqueeze(0))
+    if len(levels) > 1:
+        is_medium_1T = torch.zeros_like(keywords["input_ids"], dtype=torch.bool)
+        changed["visual_pos_masks"] = is_medium_1T.index_fill(1, media.places, True)
+        changed["deepstack_visual_embeds"] = levels[1:]
+    return args, changed
+
+
+def feature_tables(around: Any, medium: TowerInputs) -> list[Tensor]:
+    """Runs the towers for one image or video. Returns its features [n, C], then those that layers add, one table per level.
+
+    around: the module around the text model. Raises ValueError if there are not as many features as tokens.
+    """
+    method = getattr(around, _METHODS[medium.kind])
+    output = method(**_settings(around.config, method), **medium.tensors, return_dict=True)
+    found = getattr(output, "pooler_output", None)
+    if found is None:
+        # the class projects features in its own forward
+        flat = output.last_hidden_state
+        found = around.multi_modal_projector(flat.reshape(-1, flat.shape[-1]))
+    levels = [found, *(getattr(output, "deepstack_features", None) or ())]
+    tables = [torch.cat(list(each)) if isinstance(each, list | tuple) else each for each in levels]
+    tables = [each.reshape(-1, each.shape[-1]) for each in tables]
+    if any(len(each) != medium.num_features for each in tables):
+        raise ValueError(
+            f"the towers of {type(around).__name__} give {len(tables[0])} features for a medium ({medium.kind}) of "
+            f"{medium.num_features} tokens; use the processor that belongs to the model"
+        )
+    return tables
+
+
+def _settings(config: PretrainedConfig, method: Any) -> dict[str, Any]:
+    """Settings of the config that some classes hand to their towers in their own forward."""
+    names = inspect.signature(inspect.unwrap(method)).parameters
+    return {name: getattr(config, name) for name in names if name.startswith("vision_") and hasattr(config, name)}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPositions:
+    """Positions in time, height and width of a document's tokens, as a model's class makes them, without its weights.
+
+    kind: class of the module around the text model. It is what loaders' workers need of the model.
+    """
+
+    kind: type[Any]
+    config: PretrainedConfig
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> MediaPositions | None:
+        """Returns None for a model that counts tokens."""
+        around = around_text(model)
+        if not hasattr(around, "get_rope_index"):
+            return None
+        # sharding puts a class of torch in front of the model's own
+        kind = next(each for each in type(around).__mro__ if not each.__name__.startswith("FSDP"))
+        return cls(kind, around.config)
+
+    def of(self, ids_n: Tensor, media: Sequence[tuple[MediumKind, int, int, tuple[int, ...]]]) -> Tensor:
+        """Returns positions [3, n]. media: kind, token range and grid of every image and video, in order."""
+        owner = object.__new__(self.kind)
+        nn.Module.__init__(owner)
+        owner.config = self.config
+        types_n = torch.zeros_like(ids_n)
+        grids: dict[str, list[tuple[int, ...]]] = {}
+        for kind, start, stop, grid in media:
+            own = types_n[start:stop]
+            own[ids_n[start:stop] == token_of(self.config, kind)] = 1 if kind == "image" else 2
+            grids.setdefault(f"{kind}_grid_thw", []).append(grid)
+        given = {name: torch.tensor(each) for name, each in grids.items()}
+        found: Tensor = owner.get_rope_index(ids_n.unsqueeze(0), mm_token_type_ids=types_n.unsqueeze(0), **given)[0]
+        return found[:, 0]
+
+
+def tower_dropout(model: nn.Module) -> list[str]:
+    """Names of modules of towers that drop something in training."""
+    return [f"{name} ({rate:g})" for name, rate in _rates(model) if rate]
+
+
+def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
+    wrapper = wrapper_of(model)
+    assert wrapper is not None
+    for tower in tower_names(wrapper):
+        for name, module in wrapper.get_submodule(tower).named_modules():
+            rates = [getattr(module, field, 0.0) for field in ("p", "attention_dropout", "dropout", "drop_prob")]
+            yield f"{tower}.{name}".rstrip("."), max((each for each in rates if isinstance(each, float)), default=0.0)

@@ -1,0 +1,194 @@
+"""Rows with images give the loss and every gradient of plain transformers on one document at a time, in fp64, for each class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.models.any_model import wide_floats
+from helpers.models.media_rows import CASES, MediaCase, TinyReader, num_labels, plain_step, worst_errors
+from helpers.plans.layouts import plan_of
+from helpers.plans.policies import replayed, same_policy
+from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.ranks.rank_steps import group_pool
+
+import hf_longctx.hf.data.collator as collator_module
+import hf_longctx.hf.models.media as media_module
+from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.sampler import SequenceIndex
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.patch import patch_model
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.chunk_inputs import ChunkMedia
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.process_groups import GroupPool
+
+HERE = sorted({*CASES} & {*dir(transformers)})
+# families that differ in positions, masks, layers with a state, and what layers add
+FIRST = sorted(f"{name}ForConditionalGeneration" for name in ("Qwen3VL", "Qwen3_5", "Qwen2_5_VL", "Llava"))
+TOLERANCE = 1e-12
+
+
+def inputs_of(plan: Any, rows: Any, reader: Any, rank: int) -> Any:
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    index = SequenceIndex.build(lengths, int(lengths.max()), "error")
+    dataset = PlannedDataset(rows, index, reader=reader)
+    return LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])["chunks"]
+
+
+def planned_step(case: MediaCase, plan: Any, rows: Any, reader: Any, pool: GroupPool | None = None) -> Any:
+    """Loss and gradients of one step of a plan on this rank."""
+    model, pool = case.build(), pool or GroupPool((1,), 1.0)
+    patch_model(model)
+    cpu = torch.device("cpu")
+    has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
+    engine = ActivationEngine(layer_modules(model), HostTier.on(cpu, 2**24)) if has_policies else None
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, cpu)
+    with wide_floats():
+        inputs = inputs_of(plan, rows, reader, pool.rank)
+        result = executor.run(plan.for_rank(pool.rank), inputs, num_labels(rows), engine=engine)
+    return float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step_on_rank(case: MediaCase, plan_json: str) -> Any:
+    """Runs `planned_step` on a rank of a pool, with the rows that every rank makes alike."""
+    return planned_step(case, plan_from_json(plan_json), *case.rows(case.build()), group_pool())
+
+
+def slices_of(lengths: list[int]) -> Any:
+    """Chunks that cut the first document inside its images, the last one together with all other documents."""
+    chunks = [[span] for span in cut(0, (8, lengths[0] - 24, 16))]
+    chunks[-1] += [(i, 0, length) for i, length in enumerate(lengths) if i]
+    return chunks
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_packs_and_slices_of_documents_with_images_are_exact(name: str) -> None:
+    case = MediaCase(name)
+    model = case.build()
+    rows, reader = case.rows(model)
+    expected_loss, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    sliced = sliced_plan(lengths, slices_of(lengths))
+    plans = [plan_of([[(1, (0, 1, 2, 3))]], lengths, 1), sliced]
+    if name in FIRST:
+        plans.append(same_policy(sliced, *[replayed(0.5)] * num_attention_layers(model)))
+    for plan in plans:
+        loss, gradients = planned_step(case, plan, rows, reader)
+        errors = worst_errors(gradients, expected)
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert max(errors.values()) <= TOLERANCE, errors
+        assert errors.keys() >= {"text", "tower"}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_groups_and_rings_of_two_ranks_are_exact_with_images_on_either_or_both(name: str, ranks: Any) -> None:
+    case = MediaCase(name)
+    model = case.build()
+    rows, reader = case.rows(model)
+    expected_loss, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    everything, chunks = (0, 1, 2, 3), slices_of(lengths)
+    plans = [
+        plan_of([[(2, everything)]], lengths, 2),
+        plan_of([[(2, everything)]], lengths, 2, ulysses=1),
+        sliced_plan(lengths, chunks, num_ranks=2),
+        sliced_plan(lengths, chunks, num_ranks=2, ulysses=1),
+        # the second rank has no image
+        plan_of([[(1, (0, 2, 3)), (1, (1,))]], lengths, 2),
+    ]
+    for plan in plans:
+        for loss, gradients in ranks(2).run(step_on_rank, case, plan_to_json(plan)):
+            errors = worst_errors(gradients, expected)
+            assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+            assert gradients.keys() == expected.keys()
+            assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_frozen_towers_get_no_gradient_and_change_no_other(name: str) -> None:
+    free, frozen = MediaCase(name), MediaCase(name, frozen=("visual", "vision_tower", "projector"))
+    model = free.build()
+    rows, reader = free.rows(model)
+    _, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    _, gradients = planned_step(frozen, sliced_plan(lengths, slices_of(lengths)), rows, reader)
+    assert set(expected) - set(gradients) == {each for each in expected if any(part in each for part in frozen.frozen)}
+    assert max(worst_errors(gradients, {each: expected[each] for each in gradients}).values()) <= TOLERANCE
+
+
+def test_a_step_without_images_leaves_towers_without_gradients() -> None:
+    case = MediaCase("Qwen3VLForConditionalGeneration", layouts=((9,), (14,)))
+    rows, reader = case.rows(case.build())
+    lengths = [len(row["input_ids"]) for row in rows]
+    _, gradients = planned_step(case, plan_of([[(1, (0, 1))]], lengths, 1), rows, reader)
+    assert gradients
+    assert not any("visual" in name for name in gradients)
+
+
+def one_kind_of_position(media: ChunkMedia) -> ChunkMedia:
+    return replace(media, positions=None)
+
+
+def from_the_first_row(media: ChunkMedia) -> ChunkMedia:
+    """Scatters the features of a chunk's images from the first row on."""
+    return replace(media, rows=torch.arange(len(media.rows)))
+
+
+@pytest.mark.parametrize("mistake", [one_kind_of_position, from_the_first_row, "deepstack"])
+def test_planted_mistakes_change_gradients(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = MediaCase("Qwen3VLForConditionalGeneration")
+    model = case.build()
+    rows, reader = case.rows(model)
+    _, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    if mistake == "deepstack":
+        tables = media_module.feature_tables
+        monkeypatch.setattr(media_module, "feature_tables", lambda *each: tables(*each)[:1])
+    else:
+        chunk_media = collator_module.chunk_media
+
+        def made(parts: Any) -> Any:
+            found = chunk_media(parts)
+            return None if found is None else mistake(found)
+
+        monkeypatch.setattr(collator_module, "chunk_media", made)
+    _, gradients = planned_step(case, sliced_plan(lengths, slices_of(lengths)), rows, reader)
+    assert max(worst_errors(gradients, expected).values()) > 0.1
+
+
+def test_only_images_with_tokens_on_the_rank_are_opened() -> None:
+    case = MediaCase("Qwen3VLForConditionalGeneration")
+    rows, reader = case.rows(case.build())
+    opened: list[str] = []
+
+    @dataclass(frozen=True)
+    class Noting(TinyReader):
+        def tower_inputs(self, medium: Any, file: Any, ids: Any, where: str) -> Any:
+            opened.append(file["path"])
+            return super().tower_inputs(medium, file, ids, where)
+
+    noting = Noting(reader.opened, reader.of_document, reader.tokens)
+    lengths = [len(row["input_ids"]) for row in rows]
+    # 5 tokens, an image of 6 between marks, 7 tokens, an image of 8 between marks, 9 tokens: the halves of rank 1 and rank 0
+    plan = plan_of([[(2, (0,))]], lengths[:1], 2)
+    for rank, paths in ((0, ["0"]), (1, ["1"])):
+        opened.clear()
+        inputs_of(plan, rows[:1], noting, rank)
+        assert opened == paths
+
+
+def test_towers_of_another_size_are_refused_by_both_numbers() -> None:
+    case = MediaCase("LlavaForConditionalGeneration")
+    model = case.build()
+    _, reader = case.rows(model)
+    with wide_floats(), pytest.raises(ValueError, match=r"give 16 features for a medium \(image\) of 15 tokens"):
+        media_module.feature_tables(media_module.around_text(model), replace(reader.opened[0], num_features=15))

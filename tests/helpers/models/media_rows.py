@@ -1,0 +1,247 @@
+"""Tiny fp64 models with towers that run, rows with images for them, and plain transformers on one document at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers.models.any_model import build_any, wide_floats
+from torch import Tensor
+
+from hf_longctx.families.family import MediumKind
+from hf_longctx.hf.data.media.rows import Medium
+from hf_longctx.hf.models.media import MediaPositions, around_text, feature_tables, token_of
+from hf_longctx.runtime.core.chunk_inputs import TowerInputs
+
+IMAGE, VIDEO, START, END = 60, 61, 58, 59
+# larger ids stand for images
+_NUM_TEXT_IDS = 50
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_QWEN = {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16}
+_CLIP = {
+    **{"image_size": 16, "patch_size": 4, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32},
+    "intermediate_size": 48,
+}
+_TILES = [[16, 32], [32, 16], [32, 32]]
+
+Pixels = Callable[[Any, torch.Generator, int], dict[str, Tensor]]
+
+
+def _random(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _grid(is_flat: bool = True, **more: int) -> Pixels:
+    """Patches of images of different sizes, with their grid."""
+
+    def make(model: Any, generator: torch.Generator, number: int) -> dict[str, Tensor]:
+        vision = model.config.vision_config
+        height, width = ((4, 6), (8, 4), (4, 4), (6, 6))[number % 4]
+        side, times = vision.patch_size, getattr(vision, "temporal_patch_size", 1) or 1
+        shape = (3 * times * side * side,) if is_flat else (3, side, side)
+        pixels = _random(generator, height * width, *shape)
+        grid = torch.tensor([[1, height, width]])
+        return {"pixel_values": pixels, "image_grid_thw": grid, **{name: torch.tensor([each]) for name, each in more.items()}}
+
+    return make
+
+
+def _tiles(*numbers: int, sizes: Sequence[tuple[int, int]] = (), has_sizes: bool = True) -> Pixels:
+    """Tiles of images; `numbers`: of tiles, as dimensions before the channels. sizes: of the images, one after another."""
+
+    def make(model: Any, generator: torch.Generator, number: int) -> dict[str, Tensor]:
+        size = sizes[number % len(sizes)] if sizes else (16, 16)
+        height, width = (16, 16) if numbers == (1, 5) else size
+        found = {"pixel_values": _random(generator, *numbers, 3, height, width)}
+        return found | ({"image_sizes": torch.tensor([size])} if sizes and has_sizes else {})
+
+    return make
+
+
+def _lfm(model: Any, generator: torch.Generator, number: int) -> dict[str, Tensor]:
+    height, width = ((4, 6), (6, 4), (4, 4))[number % 3]
+    pixels = _random(generator, 1, height * width, 3 * model.config.vision_config.patch_size**2)
+    mask = torch.ones(1, height * width, dtype=torch.int64)
+    return {"pixel_values": pixels, "spatial_shapes": torch.tensor([[height, width]]), "pixel_attention_mask": mask}
+
+
+_LLAMA4 = {
+    **_CLIP,
+    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim", "hidden_size"), 32),
+    **{"pixel_shuffle_ratio": 0.5, "intermediate_size": 128},
+}
+_MEDIUM = {"patch_size": 4, "image_size": 16}
+# name of a class -> settings of its config, and what its towers read for an image
+CASES: dict[str, tuple[dict[str, Any], Pixels]] = {
+    "Qwen2VLForConditionalGeneration": ({"vision_config": {"patch_size": 4, "embed_dim": 32, "hidden_size": 32}}, _grid()),
+    "Qwen2_5_VLForConditionalGeneration": (
+        {
+            "vision_config": {"patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]},
+            "text_config": {"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 0},
+        },
+        _grid(),
+    ),
+    "Qwen3VLForConditionalGeneration": ({"vision_config": _QWEN, "text_config": {"num_hidden_layers": 3}}, _grid()),
+    "Qwen3VLMoeForConditionalGeneration": ({"vision_config": _QWEN, "text_config": {"num_hidden_layers": 3}}, _grid()),
+    "Qwen3_5ForConditionalGeneration": ({"vision_config": _QWEN}, _grid()),
+    "Qwen3_5MoeForConditionalGeneration": ({"vision_config": _QWEN}, _grid()),
+    "Glm4vForConditionalGeneration": ({"vision_config": _MEDIUM}, _grid()),
+    "Glm46VForConditionalGeneration": ({"vision_config": _MEDIUM}, _grid()),
+    "Ernie4_5_VLMoeForConditionalGeneration": ({"vision_config": {"patch_size": 4}}, _grid()),
+    "PaddleOCRVLForConditionalGeneration": ({"vision_config": {"patch_size": 4, "image_size": 24}}, _grid(is_flat=False)),
+    "VideoLlama3ForConditionalGeneration": ({"vision_config": {"patch_size": 4}}, _grid(image_merge_sizes=2)),
+    "Kimi_K25ForConditionalGeneration": (
+        {"vision_config": {"patch_size": 4}, "projection_hidden_size": 32},
+        _grid(is_flat=False),
+    ),
+    "LlavaForConditionalGeneration": ({"vision_config": _CLIP}, _tiles(1)),
+    "LlavaNextForConditionalGeneration": (
+        {"vision_config": _CLIP, "image_grid_pinpoints": _TILES},
+        _tiles(1, 5, sizes=[(30, 32), (32, 29)]),
+    ),
+    "LlavaOnevisionForConditionalGeneration": (
+        {"vision_config": _CLIP, "image_grid_pinpoints": _TILES},
+        _tiles(1, 5, sizes=[(30, 32), (32, 29)]),
+    ),
+    "InternVLForConditionalGeneration": ({"vision_config": _CLIP | {"image_size": [16, 16], "patch_size": [4, 4]}}, _tiles(2)),
+    "AyaVisionForConditionalGeneration": ({"vision_config": _CLIP}, _tiles(2)),
+    "Mistral3ForConditionalGeneration": ({"vision_config": _CLIP}, _tiles(1, sizes=[(16, 24), (24, 16)])),
+    "LightOnOcrForConditionalGeneration": ({"vision_config": _CLIP}, _tiles(1, sizes=[(16, 24), (24, 16)])),
+    "Idefics3ForConditionalGeneration": ({"vision_config": _CLIP, "scale_factor": 2}, _tiles(1, 2)),
+    "SmolVLMForConditionalGeneration": ({"vision_config": _CLIP, "scale_factor": 2}, _tiles(1, 2)),
+    "Llama4ForConditionalGeneration": ({"vision_config": _LLAMA4}, _tiles(2)),
+    "Lfm2VlForConditionalGeneration": ({"vision_config": _CLIP | {"num_patches": 16}}, _lfm),
+}
+
+
+@dataclass(frozen=True)
+class MediaCase:
+    """A class with rows of images. layouts: documents; a number is so many tokens of text, "i" an image."""
+
+    name: str
+    layouts: tuple[tuple[int | str, ...], ...] = ((5, "i", 7, "i", 9), (11,), (3, "i", 12), ("i", 6, "i"))
+    # names of weights that begin with these are frozen
+    frozen: tuple[str, ...] = ()
+
+    def build(self) -> Any:
+        """The tiny model."""
+        settings, _ = CASES[self.name]
+        has_video = self.name not in ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+        tokens = _TOKENS if has_video else {"image_token_id": IMAGE}
+        model = build_any(self.name, "sdpa", **{**tokens, **settings})
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                values = torch.linspace(0.25, 0.5, parameter.numel(), dtype=parameter.dtype)
+                parameter.data = values.log().view_as(parameter)
+            parameter.requires_grad_(not any(part in name for part in self.frozen))
+        return model
+
+    def rows(self, model: Any, seed: int = 3) -> tuple[list[dict[str, Any]], TinyReader]:
+        """Rows of the layouts, and what opens their images: a medium's path is its number."""
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        make = CASES[self.name][1]
+        opened: list[TowerInputs] = []
+        rows = []
+        for layout in self.layouts:
+            ids: list[int] = []
+            media: list[dict[str, Any]] = []
+            files: list[dict[str, Any]] = []
+            for part in layout:
+                if isinstance(part, int):
+                    ids += [rng.randrange(_NUM_TEXT_IDS) for _ in range(part)]
+                    continue
+                tensors = make(model, generator, len(opened))
+                with torch.no_grad(), wide_floats():
+                    num_features = _num_features(model, tensors)
+                grid = tensors.get("image_grid_thw")
+                begin = len(ids)
+                # marks around an image, so that two of them are never side by side
+                ids += [START, *[IMAGE] * num_features, END]
+                given = () if grid is None else tuple(grid[0].tolist())
+                media.append(Medium("image", begin, len(ids), num_features, given).as_item())
+                files.append({"path": str(len(opened))})
+                opened.append(TowerInputs("image", tensors, num_features))
+            labels = [-100 if token >= _NUM_TEXT_IDS or rng.random() < 0.2 else token for token in ids]
+            rows.append({"input_ids": ids, "labels": labels, "media": media, "media_files": files})
+        positions = MediaPositions.of_model(model)
+        return rows, TinyReader(tuple(opened), positions, {"image": token_of(model.config, "image")})
+
+
+def _num_features(model: Any, tensors: dict[str, Tensor]) -> int:
+    around = around_text(model)
+    try:
+        feature_tables(around, TowerInputs("image", tensors, 0))
+    except ValueError as error:
+        return int(str(error).split(" give ")[1].split()[0])
+    raise AssertionError("no features")
+
+
+@dataclass(frozen=True)
+class TinyReader:
+    """Hands out what towers read, from a list."""
+
+    opened: tuple[TowerInputs, ...]
+    of_document: MediaPositions | None
+    tokens: dict[MediumKind, Any]
+
+    def tower_inputs(self, medium: Medium, file: Any, ids: Sequence[int], where: str) -> TowerInputs:
+        return self.opened[int(file["path"])]
+
+    def positions(self, ids: Tensor, media: Sequence[Medium]) -> Tensor | None:
+        if self.of_document is None:
+            return None
+        return self.of_document.of(ids, [(each.kind, each.start, each.stop, each.grid) for each in media])
+
+
+def num_labels(rows: list[dict[str, Any]]) -> int:
+    return sum(label != -100 for row in rows for label in row["labels"][1:])
+
+
+def plain_step(model: Any, rows: list[dict[str, Any]], reader: TinyReader) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of plain transformers, one document at a time."""
+    model.zero_grad()
+    total, count = 0.0, num_labels(rows)
+    if type(model).__name__.startswith("Llama4"):
+        # transformers 5.24 forgets it
+        from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+        MoeCausalLMOutputWithPast.image_outputs = None
+    with wide_floats():
+        for row in rows:
+            given = [reader.opened[int(item["path"])].tensors for item in row["media_files"]]
+            inputs: dict[str, Any] = {name: _batched([each[name] for each in given]) for name in (given[0] if given else ())}
+            if reader.of_document is not None and given:
+                inputs["mm_token_type_ids"] = (torch.tensor([row["input_ids"]]) == IMAGE).long()
+            logits = model(input_ids=torch.tensor([row["input_ids"]]), **inputs, use_cache=False).logits[0, :-1].double()
+            loss = F.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="sum") / count
+            total += float(loss.detach())
+            loss.backward()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _batched(tensors: list[Tensor]) -> Tensor:
+    """One tensor of all images, padded to the largest, as processors do."""
+    if tensors[0].dim() != 4 or len({each.shape for each in tensors}) == 1:
+        return torch.cat(tensors)
+    height, width = (max(each.shape[dim] for each in tensors) for dim in (2, 3))
+    return torch.cat([F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in tensors])
+
+
+def worst_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Largest relative error of a gradient in text, projectors and towers; a gradient that is missing counts as zero."""
+    assert found.keys() <= expected.keys(), found.keys() - expected.keys()
+    errors: dict[str, float] = {}
+    for name, gradient in expected.items():
+        is_text = any(word in name for word in ("language_model", "text_model", "lm_head"))
+        is_projector = any(word in name for word in ("merger", "projector", "connector", "resampler"))
+        part = "text" if is_text else "projector" if is_projector else "tower"
+        scale = float(gradient.abs().max())
+        # biases of keys have no gradient but noise
+        if scale > 1e-12:
+            own = found.get(name, torch.zeros_like(gradient))
+            errors[part] = max(errors.get(part, 0.0), float((own - gradient).abs().max()) / scale)
+    return errors

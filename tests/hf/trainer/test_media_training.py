@@ -1,0 +1,184 @@
+"""A training with images in rows gives the weights of plain transformers, and checkpoints have the processor."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers.models.any_model import build_any, wide_floats
+from helpers.models.reference import relative_error
+from helpers.models.tiny_processors import file_of, picture, tiny_processor
+from helpers.trainers.trainer_runs import training_arguments
+from torch.nn import functional as F
+
+from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer, tokenise_chat
+from hf_longctx.hf.data.media.images import open_image
+from hf_longctx.hf.data.media.processors import ImageTokens
+from hf_longctx.hf.models.towers import tower_parameters
+
+SETTINGS = LongContextConfig(tokens_per_rank=256, report_steps=False, timeline_steps=0)
+STEPS: dict[str, Any] = {
+    **{"max_steps": 2, "per_device_train_batch_size": 4, "max_grad_norm": 0.0, "warmup_steps": 0},
+    **{"lr_scheduler_type": "constant", "save_strategy": "no"},
+}
+VISION = {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16, "in_channels": 3}
+IMAGE = {"type": "image"}
+
+
+def chat(number: int, *parts: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "it is an answer to a question"}]}
+    images = [file_of(picture(40 + 8 * number, 28 + 16 * place, place)) for place in range(parts.count(IMAGE))]
+    return {"messages": [{"role": "user", "content": content}, answer], "images": images}
+
+
+def rows_and_processor() -> tuple[datasets.Dataset, Any]:
+    processor = tiny_processor("qwen3_vl")
+    rows = [
+        *(chat(0, IMAGE, "what is this?"), chat(1, "one two", IMAGE, "and", IMAGE, "said hello"), chat(2, "the cat sat")),
+        chat(3, "what is this?", IMAGE),
+    ]
+    return tokenise_chat(datasets.Dataset.from_list(rows), processor), processor
+
+
+def qwen3_vl(processor: Any, **changes: Any) -> Any:
+    tokenizer = processor.tokenizer
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>"}
+    tokens = {field: tokenizer.convert_tokens_to_ids(name) for field, name in names.items()}
+    text = {"num_hidden_layers": 3, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    settings = {"vision_config": VISION, "text_config": text, **tokens, "vision_end_token_id": 0} | changes
+    return build_any("Qwen3VLForConditionalGeneration", "sdpa", **settings)
+
+
+def plain_training(model: Any, rows: Any, processor: Any) -> dict[str, torch.Tensor]:
+    """The weights after two steps of plain transformers, one document at a time, with torch's AdamW on all trained weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay, rest = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    tokens = ImageTokens(processor)
+    with wide_floats():
+        for _ in range(2):
+            optimizer.zero_grad()
+            for row in rows:
+                ids = torch.tensor([row["input_ids"]])
+                inputs: dict[str, Any] = {}
+                if row["media_files"]:
+                    images = [open_image(file["path"], file["bytes"], "row") for file in row["media_files"]]
+                    found = processor.image_processor(images, return_tensors="pt")
+                    inputs = dict(found) | {"mm_token_type_ids": (ids == tokens.feature).long()}
+                logits = model(input_ids=ids, **inputs, use_cache=False).logits[0, :-1].double()
+                loss = F.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="sum") / count
+                loss.backward()
+            optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_processor(frozen: bool, tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    plain, model = (qwen3_vl(processor) for _ in range(2))
+    for each in (plain, model):
+        for parameter in tower_parameters(each) if frozen else ():
+            parameter.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = plain_training(plain, rows, processor)
+    with wide_floats():
+        trainer = LongContextTrainer(
+            model=model,
+            args=training_arguments(str(tmp_path), **STEPS),
+            train_dataset=rows,
+            eval_dataset=rows,
+            processing_class=processor,
+            longctx_config=SETTINGS,
+        )
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+    after = dict(model.named_parameters())
+    assert max(relative_error(after[name], expected[name]) for name in after) <= 1e-9
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert any("visual" in name for name in changed) != frozen
+    assert 0 < loss < 20
+    trainer.save_model(str(tmp_path / "saved"))
+    assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
+
+
+def trainer_with(model: Any, processor: Any, rows: Any, folder: Path, **config: Any) -> LongContextTrainer:
+    settings = {"tokens_per_rank": 256, "report_steps": False, "timeline_steps": 0} | config
+    return LongContextTrainer(
+        model=model,
+        args=training_arguments(str(folder), **STEPS),
+        train_dataset=rows,
+        processing_class=processor,
+        longctx_config=LongContextConfig(**settings),
+    )
+
+
+def test_rows_with_images_are_refused_without_processor_and_for_classes_without_images(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    model = qwen3_vl(processor)
+    with pytest.raises(ValueError, match="rows have images, but processing_class is TokenizersBackend, which reads text alone"):
+        trainer_with(model, processor.tokenizer, rows, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"images are token \d+ for the processor \(Glm4vProcessor\), but token \d+ for the model"
+    ):
+        trainer_with(model, tiny_processor("glm4v"), rows, tmp_path)
+    with pytest.raises(
+        ValueError, match="row 0 has 0 tokens that stand for images, sound or video, and its column 'media' places"
+    ):
+        trainer_with(qwen3_vl(processor, image_token_id=5), processor, rows, tmp_path)
+    text = build_any("Qwen3ForCausalLM", "sdpa", vocab_size=len(processor.tokenizer), max_position_embeddings=512)
+    with pytest.raises(ValueError, match="row 0 has images, but the model reads text alone; use a multimodal model"):
+        trainer_with(text, processor, rows, tmp_path)
+    sizes, token = {"vocab_size": len(processor.tokenizer)}, ImageTokens(processor).feature
+    gemma = build_any("Gemma3ForConditionalGeneration", "sdpa", text_config=sizes, image_token_id=token)
+    with pytest.raises(ValueError, match="rows have images, but Gemma3ForConditionalGeneration trains rows of text alone"):
+        trainer_with(gemma, processor, rows, tmp_path)
+
+
+def test_rows_with_images_are_never_cut(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    longest = max(len(row["input_ids"]) for row in rows)
+    number = [len(row["input_ids"]) for row in rows].index(longest)
+    for way in ("truncate", "split"):
+        with pytest.raises(
+            ValueError, match=rf"row {number} has {longest} tokens, \d+ of them for images, above the limit of 40"
+        ):
+            trainer_with(qwen3_vl(processor), processor, rows, tmp_path, max_length=40, long_sequences=way)
+
+
+def test_an_image_that_changes_or_disappears_ends_the_training_before_the_step(tmp_path: Path) -> None:
+    processor = tiny_processor("qwen3_vl")
+    picture(40, 28).save(tmp_path / "a.png")
+    row = {"messages": chat(0, {**IMAGE, "path": str(tmp_path / "a.png")}, "what?")["messages"]}
+    rows = tokenise_chat(datasets.Dataset.from_list([row]), processor)
+    trainer = trainer_with(qwen3_vl(processor), processor, rows, tmp_path / "out")
+    picture(96, 28).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"train_dataset row 0 image 0 \(96 x 28 pixels\) takes \d+ tokens now, but its row has"):
+        trainer.train()
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"train_dataset row 0 image 0 \(.*a.png\) cannot be read \(FileNotFoundError"):
+        trainer.train()
+
+
+def test_towers_that_drop_at_random_are_refused_by_name(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    model = qwen3_vl(processor)
+    block = model.model.visual.blocks[0]
+    block.attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=re.escape("towers drop at random in training (model.visual.blocks.0.attn (0.1))")):
+        trainer_with(model, processor, rows, tmp_path)
+
+
+def test_an_attached_callback_refuses_rows_with_images(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    rows, processor = rows_and_processor()
+    args = training_arguments(str(tmp_path), **STEPS)
+    trainer = Trainer(model=qwen3_vl(processor), args=args, train_dataset=rows, processing_class=processor)
+    with pytest.raises(ValueError, match="rows have images, but a trainer to which the callback is attached"):
+        LongContextCallback(SETTINGS).attach(trainer)
