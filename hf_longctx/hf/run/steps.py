@@ -21,7 +21,7 @@ from hf_longctx.hf.checkpoints.manifest import read_record
 from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.log_probs.rewards import passes_of
-from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
+from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.stopping import OrderlyStop
@@ -316,15 +316,16 @@ def check_planned(batches: Iterable[Any]) -> None:
 
 
 def start_two_passes(
-    run: Run, model: Any, reference: Any, temperature: float, executor: Callable[[], StepExecutor]
+    run: Run, model: Any, reference: Any, temperature: float, executor: Callable[[], StepExecutor], remembers: bool
 ) -> tuple[TwoPasses, Run | None]:
     """Puts the forwards of model and reference model, for which a trainer's own loss asks, under plans. Collective.
 
-    temperature: of the distribution whose log-probabilities are trained. executor: returns that of the placed model. Returns also
-    the run of the reference model; None without one.
+    temperature: of the distribution whose log-probabilities are trained. executor: returns that of the placed model. remembers:
+    the trainer scores rows more than once with the same weights. Returns also the run of the reference model; None without one.
     """
     passes = passes_of(run.source, run.sets.longest_sequence, run.setup.placeholders, temperature, run.task)
-    run.undo.callback(passes.bind(model, ScoredModel(executor, run.activations.engine), is_trained=True))
+    policy = ScoredModel(executor, run.activations.engine, Remembered() if remembers else None)
+    run.undo.callback(passes.bind(model, policy, is_trained=True))
     if reference is None:
         return passes, None
     second = reference_run(run, reference)

@@ -60,6 +60,7 @@ from hf_longctx.hf.rules.training_arguments import hidden_from_trainer
 from hf_longctx.hf.rules.trl import (
     OF_TRL,
     counts_tokens,
+    generates,
     is_planned,
     is_scored,
     read_columns,
@@ -557,7 +558,9 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
             model = self._placed_model()
             return self._steps.executor(model) if self.is_in_train else run.executor(model)
 
-        self._two_passes, self._reference = start_two_passes(run, self.model, reference, scored_temperature(self), own_executor)
+        temperature, remembers = scored_temperature(self), generates(type(self))
+        passes = start_two_passes(run, self.model, reference, temperature, own_executor, remembers)
+        self._two_passes, self._reference = passes
         self.add_callback(LoaderCheck())
         self._placed_model()
         self._use_server(run.control)

@@ -228,6 +228,17 @@ RUNS: dict[str, tuple[int, str, ModelCase, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# name -> forwards and steps under plans; old log-probabilities are scored once for each generation, and references apart
+COUNTS = {
+    "whole": {"score": 4, "run": 4},
+    "sharded": {"score": 4, "run": 8},
+    # two steps for each generation: the second has other weights
+    "several epochs": {"score": 2 + 2 + 1, "run": 3},
+    # adapters are switched off for the reference
+    "adapters": {"score": 4 + 4, "run": 4},
+}
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_with_a_server_follows_stock_trl(ranks, name: str) -> None:
     num_ranks, kind, case, config, arguments = RUNS[name]
@@ -243,6 +254,7 @@ def test_a_training_with_a_server_follows_stock_trl(ranks, name: str) -> None:
         servers.append(server)
         logs.append(results[0][0])
         weights.append([each[1] for each in results])
+    assert results[0][2] == COUNTS.get(name, results[0][2])
     (stock_log, log), ((stock, *_), found) = logs, weights
     for each in found:
         assert max(relative_error(each[key], stock[key]) for key in stock) <= TOLERANCE

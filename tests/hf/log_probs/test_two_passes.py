@@ -17,7 +17,7 @@ from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
 
-from hf_longctx.hf.log_probs.two_passes import ScoredModel, TwoPasses
+from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
@@ -177,3 +177,55 @@ def test_what_would_bypass_the_plans_is_refused_on_every_rank(ranks, name: str) 
     case, rows = ModelCase(), dealt(plan)
     with pytest.raises(RankFailure, match=f"(?s){BYPASSES[name]}"):
         ranks(plan.num_ranks).run(two_passes_on_rank, case, plan_to_json(plan), rows, 1.0, "right", name)
+
+
+def forwards_of_changes(case: ModelCase, plan_json: str, rows_of_ranks: list[Rows]) -> dict[str, tuple[int, bool]]:
+    """Forwards that it takes to score the same rows after each change, and whether the values are those of a new forward."""
+    pool, plan, cpu = group_pool(), plan_from_json(plan_json), torch.device("cpu")
+    model: Any = build_model(case).train()
+    patch_model(model)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, cpu)
+    count, score = [0], executor.score
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return score(*args, **kwargs)
+
+    executor.score = counted  # type: ignore[method-assign]
+    passes = TwoPasses(GivenPlan(plan, pool), 100, ())  # type: ignore[arg-type]
+    policy = ScoredModel(lambda: executor, lambda model, plan: None, Remembered())
+    batch = padded(rows_of_ranks[pool.rank], "right")
+
+    def scored(remembered: bool = True) -> Tensor:
+        used = policy if remembered else ScoredModel(policy.executor, policy.engine)
+        return passes.values(used, (), {**batch, "fused_lm_head": True}, is_trained=False).log_probs
+
+    weight = next(each for name, each in model.named_parameters() if name.endswith("q_proj.lora_B.default.weight"))
+    other = {**batch, "labels": batch["labels"].clone()}
+    other["labels"][0, -1] = 7
+    changes: dict[str, Any] = {
+        "nothing": lambda: None,
+        "one weight, through its data": lambda: weight.data[0, 0].add_(0.5),
+        "one weight, on one rank": lambda: weight.data[0, 0].add_(0.5 * pool.rank),
+        "no adapters": model.base_model.disable_adapter_layers,
+        "adapters": model.base_model.enable_adapter_layers,
+        "evaluation": model.eval,
+        "label of one rank": lambda: pool.rank and batch.update(other),
+    }
+    scored()
+    found = {}
+    for name, change in changes.items():
+        change()
+        count[0] = 0
+        values = scored()
+        num_forwards = count[0]
+        found[name] = num_forwards, torch.equal(values, scored(remembered=False))
+    return found
+
+
+def test_rows_are_scored_once_with_the_same_weights(ranks) -> None:
+    plan = of_layout("<2>,<1,1>,<2>")
+    case = ModelCase(lora=(("r", 2), ("target_modules", ["q_proj"])))
+    for found in ranks(2).run(forwards_of_changes, case, plan_to_json(plan), dealt(plan)):
+        assert found.pop("nothing") == found.pop("adapters") == (0, True)
+        assert all(each == (1, True) for each in found.values()), found
