@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.ranks.exit_message import refusals_last
+    from hf_longctx.hf.rules.deepspeed import from_deepspeed
     from hf_longctx.hf.start.sharded_loading import load_sharded
     from hf_longctx.hf.start.stages import load_pipeline_stage
     from hf_longctx.hf.trainer.muon import MuonWithAdamW
@@ -40,6 +41,7 @@ _HOMES = {
     "ShardedStream": "hf_longctx.hf.data.streams.sources",
     "TokenLoss": "hf_longctx.runtime.core.loss",
     "extend_positions": "hf_longctx.hf.models.rope",
+    "from_deepspeed": "hf_longctx.hf.rules.deepspeed",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
     "load_sharded": "hf_longctx.hf.start.sharded_loading",
     "mix_datasets": "hf_longctx.hf.data.mixture",
@@ -64,6 +66,7 @@ __all__ = [
     "TokenLoss",
     "__version__",
     "extend_positions",
+    "from_deepspeed",
     "load_pipeline_stage",
     "load_sharded",
     "mix_datasets",

@@ -1,7 +1,8 @@
 """Reads the settings of a recipe: one YAML file, then `--key value` pairs that override it.
 
 `HfArgumentParser` checks them, but it reads either a file or a command line. So the file's entries are put in front of the
-command line: argparse then checks names, types and choices of both, and what comes later wins.
+command line: argparse then checks names, types and choices of both, and what comes later wins. A DeepSpeed configuration
+(`deepspeed`: a path, or the block itself) is translated, and its settings stand before those of the file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 import json
 import math
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from hf_longctx.hf.rules.deepspeed import differing, from_deepspeed
 from hf_longctx.plan.core.messages import shortened, shown
 
 # settings whose value may be a path that starts with recipes/, which outside the repository is looked up in the package, as are
@@ -38,6 +40,15 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
         words = [*_words_of_file(Path(words[0])), *words[1:]]
     elif late := [word for word in words if word.endswith((".yaml", ".yml"))]:
         raise SystemExit(f"{late[0]} comes after other settings; give the YAML file first")
+    source, words = _without_deepspeed(words)
+    found = None
+    if source is not None:
+        try:
+            found = from_deepspeed(source, has_stages=given_settings(words).get("stages", "1") != "1")
+        except ValueError as error:
+            raise SystemExit(f"settings: deepspeed: {error}") from None
+        # own settings come later; those that differ are refused below
+        words = [*_words_of({**found.config, **found.arguments}), *words]
     if empty := next((word for word in words if word.startswith("--") and word.endswith("=--")), None):
         # argparse would leave the value out and hand on an empty list
         raise SystemExit(f"settings: {empty.removesuffix('=--')} has the value '--'; give another, or leave it out")
@@ -62,7 +73,27 @@ def read_settings(dataclasses: tuple[type, ...], arguments: list[str] | None = N
         known = [option for action in parser._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0], known, n=3)
         raise SystemExit(f"unknown setting {shown(unknown[0])}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    if found is not None:
+        values = {name: value for each in settings for name, value in vars(each).items()}
+        if problems := differing({**found.config, **found.arguments}, values):
+            raise SystemExit("settings: deepspeed: " + "\n".join(problems))
     return tuple(settings)
+
+
+def _without_deepspeed(words: list[str]) -> tuple[str | None, list[str]]:
+    """Returns the last value of the setting `deepspeed`, a path or JSON, and the other words; None without that setting.
+
+    `TrainingArguments` has a field of this name, which asks for DeepSpeed itself.
+    """
+    source, rest = None, []
+    following = iter(words)
+    for word in following:
+        name, sign, value = word.partition("=")
+        if name != "--deepspeed":
+            rest.append(word)
+        else:
+            source = value if sign else next(following, "")
+    return source, rest
 
 
 def given_settings(arguments: list[str] | None = None) -> dict[str, str]:
@@ -140,6 +171,14 @@ def _words_of_file(path: Path) -> list[str]:
         raise SystemExit(f"{path} is not YAML that can be read: {' '.join(shortened(str(error)).split())}") from None
     if not isinstance(settings, dict):
         raise SystemExit(f"{path}: expected one `key: value` per line, found a {type(settings).__name__}")
+    try:
+        return _words_of(settings)
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+
+
+def _words_of(settings: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that gives these settings; raises ValueError for a value without words."""
     words: list[str] = []
     for key, value in settings.items():
         # a setting without a value keeps its default
@@ -147,7 +186,7 @@ def _words_of_file(path: Path) -> list[str]:
             try:
                 values = [_shipped(word) if key in _PATHS else word for word in _words_of_value(_with_paths(value))]
             except (TypeError, ValueError) as error:
-                raise SystemExit(f"{path}: {shown(key)} holds a value that is no text, number or list: {error}") from None
+                raise ValueError(f"{shown(key)} holds a value that is no text, number or list: {error}") from None
             # argparse would take a value like --- for a setting
             words += [f"--{key}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [f"--{key}", *values]
     return words

@@ -20,6 +20,7 @@ from error_pages import SUBJECTS, error_page
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import CHAT_COLUMNS, MESSAGE_FIELDS, TOKEN_COLUMNS, Column, MessageField
+from hf_longctx.hf.rules.deepspeed import FIELDS
 from hf_longctx.hf.rules.training_arguments import SETTINGS, Setting
 
 DOCS = Path(__file__).parents[1]
@@ -67,8 +68,29 @@ def arguments_page() -> str:
             "|---|---|---|",
             *rows,
             "",
+            *_deepspeed_lines(),
+            "",
         ]
     )
+
+
+def _deepspeed_lines() -> list[str]:
+    """The section with every field of DeepSpeed's configuration; fields with the same words share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, row in FIELDS.items():
+        rows.setdefault((row.state, row.note), []).append(f"`{name}.{row.switch}`" if row.switch else f"`{name}`")
+    kinds = {"translated": "🟢 | {} | {}", "refused": "🔴 | {} | refused: {}", "no effect": "⚪ | {} | no effect: {}"}
+    return [
+        "## DeepSpeed's configuration",
+        "",
+        "🟢 translated · 🔴 refused by name, unless it is off · ⚪ no effect, which the line says. The value `auto` leaves a",
+        "field to the arguments; unknown names are refused with the nearest known one. `python docs/scripts/generated_pages.py`",
+        "writes this table from `FIELDS` of `hf/rules/deepspeed.py`.",
+        "",
+        "| | field | here |",
+        "|---|---|---|",
+        *(f"| {kinds[state].format(', '.join(names), note)} |" for (state, note), names in rows.items()),
+    ]
 
 
 def _state(setting: Setting) -> str:

@@ -55,6 +55,7 @@ _KNOWN = {
     "BitsAndBytesConfig(": ("four_bits", 1),
     "load_pipeline_stage(": ("stages", 8),
     "MuonWithAdamW": ("muon", 1),
+    "from_deepspeed(": ("deepspeed", 2),
     "stream_readers=8": ("stream", 2),
     "train_dataset=ShardedStream(make)": ("loaders", 2),
 }
@@ -111,6 +112,7 @@ def stand_ins(folder: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {"output_dir": str(Path(folder, "out")), "max_steps": 2, "use_cpu": True, "report_to": "none"}
     names |= {"model": model, "dataset": rows, "eval_dataset": rows.select(range(4)), "path": "checkpoints/llama-70b"}
     names |= {"args": TrainingArguments(**arguments), "tokenizer": word_tokenizer()}
+    names["TrainingArguments"] = partial(TrainingArguments, max_steps=2, use_cpu=True, report_to="none")
     stream = datasets.load_dataset("json", data_files="documents/*.jsonl", split="train", streaming=True)
     names |= {"datasets": datasets, "tokenise": tokenise, "stream": stream.map(tokenise, remove_columns=["text"])}
     names["conversations"] = datasets.Dataset.from_list(
@@ -160,6 +162,7 @@ def run(code: str, name: str, folder: str) -> tuple[str, int]:
 def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path) -> None:
     transformers.LlamaForCausalLM(model_config()).save_pretrained(folder / "checkpoints" / "llama-70b")
     write_texts(folder / "documents")
+    (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}))
     code, num_ranks = codes[name]
     (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder))
     assert steps == 0 if name == "evaluation" else steps >= 2

@@ -246,3 +246,45 @@ def test_a_length_beyond_the_models_positions_is_refused_before_data_is_read(con
         check('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}')
     with pytest.raises(SystemExit, match=r"settings: .*hidden size \(8\) is not a multiple"):
         check('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 32}')
+
+
+def with_deepspeed(folder: Path, source: str) -> list[str]:
+    path = folder / "deepspeed.yaml"
+    path.write_text(f"{FILE}deepspeed: {source}\n")
+    return [str(path)]
+
+
+CLIPPED = '{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5, "bf16": {"enabled": "auto"}}'
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_deepspeed_configuration_becomes_settings(tmp_path: Path, is_file: bool) -> None:
+    (tmp_path / "ds.json").write_text(CLIPPED)
+    words = with_deepspeed(tmp_path, str(tmp_path / "ds.json") if is_file else CLIPPED)
+    _, config, args = read_settings(ALL, words)
+    assert (config.parameters, args.max_grad_norm, args.learning_rate, args.deepspeed) == ("sharded", 0.5, 1e-3, None)
+    # the command line names another one, or the same value again
+    assert read_settings(ALL, [*words, "--deepspeed", "{}"])[1].parameters == "replicated"
+    assert read_settings(ALL, [*words, "--parameters", "sharded", "--max_grad_norm", "0.5"])[2].max_grad_norm == 0.5
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--max_grad_norm", "1"], "asks for max_grad_norm=0.5, but max_grad_norm is 1.0; give both the same"),
+        (["--parameters", "gathered_per_round"], "asks for parameters='sharded', but parameters is 'gathered_per_round'"),
+        (["--deepspeed", "nowhere.json"], "nowhere.json does not exist; give the path of a JSON file"),
+        (["--deepspeed={"], "is not JSON that can be read"),
+        (["--deepspeed"], "does not exist"),
+        (["--deepspeed", '{"fp16": {"enabled": true}}'], "fp16 is .*; set bf16.enabled"),
+    ],
+)
+def test_a_deepspeed_configuration_that_cannot_be_obeyed_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        read_settings(ALL, [*with_deepspeed(tmp_path, CLIPPED), *words])
+
+
+def test_stages_decide_what_stage_2_becomes(tmp_path: Path) -> None:
+    words = with_deepspeed(tmp_path, "{zero_optimization: {stage: 2}}")
+    assert read_settings(ALL, words)[1].parameters == "gathered_per_round"
+    assert read_settings(ALL, [*words, "--stages", "2"])[1].parameters == "gathered_per_step"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Degrees = list[int] | Literal["all"]
     Stages = int | Literal["auto"]
 
-_USES_FSDP = "ACCELERATE_USE_FSDP"
+_USES_FSDP, _USES_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 
 # launcher of plain processes -> variables with the number of processes started together, and the number of this one
 _TASKS = {
@@ -73,7 +73,7 @@ class LaunchEnvironment:
             mixed_precision=text("ACCELERATE_MIXED_PRECISION", "no"),
             compile_backend=text("ACCELERATE_DYNAMO_BACKEND", "no"),
             uses_fsdp=text(_USES_FSDP, "false") == "true",
-            uses_deepspeed=text("ACCELERATE_USE_DEEPSPEED", "false") == "true",
+            uses_deepspeed=text(_USES_DEEPSPEED, "false") == "true",
             # FSDP version 2 sets true or false, version 1 the name of a strategy
             fsdp_reshard=text("FSDP_RESHARD_AFTER_FORWARD", text("FSDP_SHARDING_STRATEGY", "true")),
             fsdp_offload=text("FSDP_OFFLOAD_PARAMS", "false") == "true",
@@ -128,15 +128,16 @@ def separate_runs(num_ranks: int) -> list[str]:
 
 
 @contextmanager
-def without_fsdp() -> Iterator[None]:
-    """Context in which the environment does not enable FSDP, so that accelerate makes no plugin for it."""
-    asked = os.environ.pop(_USES_FSDP, None)
+def without_plugins() -> Iterator[None]:
+    """Context in which the environment enables neither FSDP nor DeepSpeed, so that accelerate makes no plugin for them."""
+    names = (_USES_FSDP, _USES_DEEPSPEED)
+    asked = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        os.environ.pop(_USES_FSDP, None)
-        if asked is not None:
-            os.environ[_USES_FSDP] = asked
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(asked)
 
 
 def on_first_rank(record: logging.LogRecord) -> bool:

@@ -62,6 +62,10 @@ _LOW_BITS = {"adamw_torch_8bit": 8, "adamw_torch_4bit": 4}
 # the reason against FSDP where the trainer's own loop, or a trainer that is already built, would shard
 _BY_OTHERS = "shards parameters without the planner knowing"
 _ONLY_OURS = "leave it out, or use LongContextTrainer, which translates it into LongContextConfig(parameters=...)"
+# remedy for DeepSpeed there
+_FROM_DEEPSPEED = (
+    "leave it out, and set what hf_longctx.from_deepspeed(file) returns, or use LongContextTrainer, which translates it"
+)
 
 # arguments that need the logits of all rows, which only classifiers and TRL's own loops have
 OF_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
@@ -160,6 +164,12 @@ def _is_unused(name: str, run: Facts) -> bool:
 _ARGUMENTS = {
     **VALUES,
     "fsdp": Rule(f"fsdp={{args.fsdp!r}} {_BY_OTHERS}", _ONLY_OURS, lambda run: bool(run.args.fsdp), "args.fsdp = 'full_shard'"),
+    "deepspeed": Rule(
+        f"deepspeed={{args.deepspeed!r}} {_BY_OTHERS}",
+        _FROM_DEEPSPEED,
+        lambda run: bool(run.args.deepspeed),
+        "args.deepspeed = 'zero3.json'",
+    ),
     "gradient-accumulation-kwargs": Rule(
         "accelerator_config gradient_accumulation_kwargs={found!r} is not supported",
         "set gradient_accumulation_steps",
@@ -380,8 +390,8 @@ _LAUNCH = {
         "launch = replace(launch, compile_backend='inductor')",
     ),
     "deepspeed-of-accelerate": Rule(
-        "the accelerate configuration asks for DeepSpeed, which is not supported",
-        "use distributed_type MULTI_GPU without it and set LongContextConfig(parameters='sharded')",
+        f"the accelerate configuration's DeepSpeed {_BY_OTHERS}",
+        _FROM_DEEPSPEED,
         lambda run: run.launch.uses_deepspeed,
         "launch = replace(launch, uses_deepspeed=True)",
     ),

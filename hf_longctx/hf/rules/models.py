@@ -68,6 +68,12 @@ def lacking_problems(facts: ModelFacts) -> list[str]:
     model = facts.model
     if not decoder_layers(model)[1]:
         return [f"{facts.name} has no decoder layers (num_hidden_layers=0); give its config at least one layer"]
+    if partitioned := [name for name, weight in model.named_parameters() if hasattr(weight, "ds_id")]:
+        return [
+            f"DeepSpeed has partitioned {len(partitioned)} weights (first {partitioned[0]}), as it does while TrainingArguments "
+            f"with ZeRO stage 3 exist; load the model before these are made, or make them of what "
+            f"hf_longctx.from_deepspeed(file) returns"
+        ]
     empty = [name for name, weight in model.named_parameters() if weight.is_meta]
     if empty and source_of(model) is None and facts.loaded_ranges is None:
         return [

@@ -1,4 +1,4 @@
-"""Lists the effect of every field of `TrainingArguments` under plans; translates accelerate's FSDP and checkpointing settings.
+"""Lists the effect of every field of `TrainingArguments` under plans; translates FSDP, DeepSpeed and checkpointing settings.
 
 The checks at start read the table, docs/reference/training-arguments.md repeats it, and a test compares it with the installed
 version.
@@ -17,9 +17,11 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_fsdp
+from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_plugins
+from hf_longctx.hf.rules.deepspeed import DECIDED, asked_deepspeed, decided, differing, translated
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.types import Parameters, frees_every_round
@@ -203,9 +205,9 @@ SETTINGS: dict[str, Setting] = {
         "`parameters` and `shard_ranks`; a line says which; `cpu_offload`, `xla` and unknown strategies are refused, and "
         "`cpu_ram_efficient_loading` on several ranks"
     ),
-    "deepspeed": _only(
-        (None, ""),
-        "start without a DeepSpeed config and set LongContextConfig(parameters='sharded')",
+    "deepspeed": _translated(
+        "[settings of both kinds](#deepspeeds-configuration); a line says which; fields without a counterpart, and values that "
+        "differ from those of the arguments, are refused",
     ),
     "debug": _only(("", []), "leave it out: a step whose numbers are not finite is stopped, and names the module (on_nonfinite)"),
     "skip_memory_metrics": _own(),
@@ -373,6 +375,7 @@ _NO_CHECKPOINTING: dict[str, Any] = {
     "activation_checkpointing_kwargs": None,
 }
 _FSDP: dict[str, Any] = {"fsdp": None, "fsdp_plugin_args": None}
+_DEEPSPEED: dict[str, Any] = {"deepspeed": None, "deepspeed_plugin": None, "hf_deepspeed_config": None}
 
 
 @dataclass(frozen=True)
@@ -397,7 +400,7 @@ class _Fsdp:
 
 
 def translate(config: LongContextConfig, args: TrainingArguments, launch: LaunchEnvironment) -> Translation:
-    """Translates settings of `args` and of the launcher's FSDP configuration into fields of `config` that the user left open."""
+    """Translates settings of `args`, of accelerate's FSDP and of DeepSpeed into fields of `config` that the user left open."""
     lines: list[str] = []
     problems: list[str] = []
     asked = _asked_fsdp(args, launch)
@@ -406,6 +409,10 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
         if asked.strategy in _STRATEGIES and config.parameters != "auto":
             config, line = _with_shards(config, asked, launch)
             lines.append(line)
+    if args.deepspeed or launch.uses_deepspeed:
+        config, line, found = _with_deepspeed(config, args)
+        lines += [line] if line else []
+        problems += found
     if wish := _checkpointing(args, asked):
         lines.append(_checkpointing_line(wish, config))
     return Translation(config, tuple(lines), tuple(problems))
@@ -414,8 +421,23 @@ def translate(config: LongContextConfig, args: TrainingArguments, launch: Launch
 @contextmanager
 def hidden_from_trainer(args: TrainingArguments | None) -> Iterator[dict[str, Any]]:
     """Context that hides translated settings from `Trainer` and accelerate; gives the user's values."""
-    with without_fsdp(), with_values(args, {**_NO_CHECKPOINTING, **_FSDP}) as users:
+    values = {**_NO_CHECKPOINTING, **_FSDP, **_DEEPSPEED, **({} if args is None else decided(args))}
+    with without_plugins(), without_partitions(args), with_values(args, values) as users:
         yield users
+
+
+@contextmanager
+def without_partitions(args: TrainingArguments | None) -> Iterator[None]:
+    """Context in which `from_pretrained` does not partition weights, as it does while arguments with ZeRO stage 3 exist."""
+    kept = getattr(args, "hf_deepspeed_config", None) or getattr(getattr(args, "deepspeed_plugin", None), "dschf", None)
+    if kept is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(kept)
 
 
 @contextmanager
@@ -537,6 +559,26 @@ def _with_shards(config: LongContextConfig, asked: _Fsdp, launch: LaunchEnvironm
         f"{asked.origin} ({asked.strategy}) becomes LongContextConfig({said}); layers are wrapped and prefetched as plans need, "
         f"and checkpoints are ordinary ones"
     )
+
+
+def _with_deepspeed(config: LongContextConfig, args: TrainingArguments) -> tuple[LongContextConfig, str, list[str]]:
+    """The config with DeepSpeed's settings where the user left its fields open, the line, and problems."""
+    source = asked_deepspeed(args)
+    if source is None:
+        return (
+            config,
+            "",
+            ["accelerate's launcher asks for DeepSpeed, but the training arguments were made before; make them after"],
+        )
+    found = translated(source, args.world_size, config.may_have_stages, vars(args))
+    defaults = LongContextConfig()
+    own = {name: getattr(config, name) for name in found.config}
+    changes = {name: value for name, value in found.config.items() if own[name] == getattr(defaults, name)}
+    kept = [f"{name}={value!r}" for name, value in own.items() if name not in changes and value != found.config[name]]
+    line = found.line + (f"; {', '.join(kept)} of LongContextConfig stays" if kept else "")
+    asked = {name: value for name, value in found.arguments.items() if name not in DECIDED}
+    problems = [*found.problems, *differing(asked, vars(args))]
+    return (config if problems else replace(config, **changes)), line, problems
 
 
 def _checkpointing(args: TrainingArguments, asked: _Fsdp | None) -> str:

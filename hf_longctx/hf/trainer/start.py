@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 import transformers
+from accelerate import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import (
@@ -98,6 +99,11 @@ class StartMixin(_TrainerBase):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         words = translate(config, args, LaunchEnvironment.read())
         self._lines = words.lines
+        state = args.distributed_state
+        if not words.problems and state is not None and state.distributed_type == DistributedType.DEEPSPEED:
+            # accelerate would look for DeepSpeed's plugin, which is hidden; the ranks and their groups are ordinary ones
+            on_cuda = args.device.type == "cuda"
+            state.distributed_type = DistributedType.MULTI_GPU if on_cuda else DistributedType.MULTI_CPU
         return words.config, list(words.problems)
 
     def _open_stages(
@@ -121,11 +127,13 @@ class StartMixin(_TrainerBase):
 
     def _log_settings(self) -> None:
         """Logs what became of settings of other systems, and which settings have no effect."""
-        if self.is_fsdp_enabled:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             self.longctx_run.close()
+            name = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
             raise ValueError(
-                "accelerate was started with FSDP before the trainer was made (by an Accelerator of your own), so it would shard "
-                "parameters, too; make the trainer first, or leave FSDP out and set LongContextConfig(parameters='sharded')"
+                f"accelerate was started with {name} before the trainer was made (by an Accelerator of your own), so it would "
+                f"shard parameters, too; make the trainer first, or leave {name} out and set "
+                f"LongContextConfig(parameters='sharded')"
             )
         draws = not is_scored(type(self))
         # a trainer that draws its own batches evaluates them itself, too

@@ -93,7 +93,7 @@ SHOWN_BY = {
     "train_sampling_strategy": "test_order_strategies_that_mean_something_are_accepted",
     "fsdp": "test_an_fsdp_configuration_becomes_our_setting",
     "fsdp_config": "test_an_fsdp_configuration_becomes_our_setting",
-    "deepspeed": "test_a_rule_applies_to_its_example_and_to_no_plain_run",
+    "deepspeed": "test_a_deepspeed_configuration_becomes_our_settings",
     "debug": _REFUSED,
 }
 

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from hf_longctx import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
-from hf_longctx.hf.rules.training_arguments import translate
+from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, translate
 
 PLAIN = LaunchEnvironment(8, 4, "no", "no", uses_fsdp=True, uses_deepspeed=False, fsdp_reshard="true", fsdp_offload=False)
 
@@ -99,3 +99,60 @@ def test_checkpointing_is_one_line_whoever_asks(tmp_path: Path, activations: Any
     for lines in (by_name, by_fsdp):
         assert len(lines) == 1 and words in lines[0]
     assert translate(config, arguments(tmp_path), alone).lines == ()
+
+
+ZERO3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+
+
+def test_deepspeeds_configuration_fills_what_is_left_open(tmp_path: Path) -> None:
+    alone = replace(PLAIN, uses_fsdp=False)
+    args = arguments(tmp_path, deepspeed={**ZERO3, "gradient_clipping": "auto"})
+    found = translate(LongContextConfig(max_length=64), args, alone)
+    assert found.config == LongContextConfig(max_length=64, parameters="sharded", layer_weights="host")
+    assert len(found.lines) == 1 and found.problems == ()
+    own = LongContextConfig(parameters="gathered_per_step", stages=2)
+    found = translate(own, arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 3}}), alone)
+    assert found.config == own and found.lines[0].endswith("parameters='gathered_per_step' of LongContextConfig stays")
+    staged = translate(LongContextConfig(stages=2), arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}), alone)
+    assert staged.config.parameters == "gathered_per_step"
+
+
+# DeepSpeed's configuration on eight ranks -> the arguments, and the refusal
+AGAINST: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"gradient_clipping": 0.5}, {}, "asks for max_grad_norm=0.5, but max_grad_norm is 1.0; give both the same"),
+    ({"bf16": {"enabled": True}}, {}, "asks for bf16=True, but bf16 is False"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, "asks for learning_rate=0.001"),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}}, {"learning_rate": 1e-3}, "max_steps is -1"),
+    ({"train_batch_size": 64}, {"per_device_train_batch_size": 4}, "are 32; give numbers that agree"),
+    ({"fp16": {"enabled": True}}, {}, "fp16 is {'enabled': True}; set bf16.enabled"),
+    ("nowhere.json", {}, "nowhere.json does not exist"),
+]
+
+
+@pytest.mark.parametrize("source,changes,message", AGAINST)
+def test_arguments_against_deepspeeds_configuration_are_refused_with_both_values(
+    tmp_path: Path, source: Any, changes: dict[str, Any], message: str
+) -> None:
+    args = arguments(tmp_path, deepspeed=source, **changes)
+    found = translate(LongContextConfig(), args, replace(PLAIN, uses_fsdp=False))
+    assert message in "\n".join(found.problems) and found.config == LongContextConfig()
+
+
+def test_optimizer_and_schedule_are_deepspeeds_whatever_the_arguments_say(tmp_path: Path) -> None:
+    source = {"optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
+    source |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    args = arguments(tmp_path, deepspeed=source, optim="adafactor")
+    assert translate(LongContextConfig(), args, replace(PLAIN, uses_fsdp=False)).problems == ()
+    with hidden_from_trainer(args):
+        assert (args.optim, args.lr_scheduler_type, args.deepspeed) == ("adamw_torch_fused", "constant_with_warmup", None)
+    assert (args.optim, args.lr_scheduler_type, args.deepspeed) == ("adafactor", "linear", source)
+    # one of the two forms of the same optimizer is left as it is
+    args.optim = "adamw_torch"
+    with hidden_from_trainer(args):
+        assert args.optim == "adamw_torch"
+
+
+def test_a_launcher_that_asks_for_deepspeed_after_the_arguments_were_made_is_refused(tmp_path: Path) -> None:
+    launch = replace(PLAIN, uses_fsdp=False, uses_deepspeed=True)
+    (problem,) = translate(LongContextConfig(), arguments(tmp_path), launch).problems
+    assert "the training arguments were made before; make them after" in problem

@@ -14,6 +14,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from accelerate import DistributedType
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
@@ -25,7 +26,7 @@ from transformers.hyperparameter_search import OptunaBackend
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
-from hf_longctx import LongContextCallback, LongContextTrainer
+from hf_longctx import LongContextCallback, LongContextTrainer, from_deepspeed
 from hf_longctx.hf.rules.training_arguments import SETTINGS
 from hf_longctx.hf.trainer import trainer as trainer_module
 
@@ -128,6 +129,71 @@ def refusal(folder: str, variables: dict[str, str]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+# stage and offloading of a DeepSpeed configuration -> our settings
+ZEROS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stage 2": ({"stage": 2, "overlap_comm": True}, {"parameters": "gathered_per_round"}),
+    "stage 3": ({"stage": 3}, {"parameters": "sharded"}),
+    "on the host": (
+        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        {"parameters": "sharded", "optimizer_states": "host", "layer_weights": "host"},
+    ),
+}
+# the blocks of optimizer and schedule, with the rate of STEPS and a schedule that is not the arguments' own
+DEEPSPEED: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}},
+    "gradient_clipping": 0.5,
+}
+OURS: dict[str, Any] = {
+    **{"weight_decay": 0.1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "max_grad_norm": 0.5},
+    **{"max_steps": 4, "optim": "adamw_torch_fused"},
+}
+# values that DeepSpeed's configuration replaces, whatever the arguments say
+OTHERS = {"lr_scheduler_type": "linear", "optim": "adafactor"}
+
+
+def run_of_dictionary(folder: str, source: dict[str, Any]) -> dict[str, Any]:
+    """Trains with the settings that a DeepSpeed configuration becomes."""
+    found = from_deepspeed(source)
+    return run(folder, found.config, {**found.arguments, "max_steps": 4}, {})
+
+
+def run_with_field(folder: str, source: dict[str, Any], mark: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Trains with the field `deepspeed`, set on finished arguments as if DeepSpeed were installed; returns weights and warnings.
+
+    mark: the state of accelerate says DeepSpeed, as on CUDA after `TrainingArguments(deepspeed=...)`.
+    """
+    args = training_arguments(folder, per_device_train_batch_size=4, **{**STEPS, **OURS, **OTHERS})
+    args.deepspeed = source
+    kind = args.distributed_state.distributed_type
+    if mark:
+        args.distributed_state.distributed_type = DistributedType.DEEPSPEED
+    rows, heard = datasets.Dataset.from_list(ROWS), Warnings()
+    logging.getLogger("hf_longctx").addHandler(heard)
+    try:
+        trainer = LongContextTrainer(build_model(CASE), args, train_dataset=rows, longctx_config=quiet_config())
+    finally:
+        logging.getLogger("hf_longctx").removeHandler(heard)
+    assert args.deepspeed == source and trainer.accelerator.distributed_type == kind and not trainer.is_deepspeed_enabled
+    trainer.train()
+    assert args.deepspeed == source and {name: getattr(args, name) for name in OTHERS} == OTHERS
+    return {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()}, heard.messages
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_deepspeed_configuration_becomes_our_settings(ranks, tmp_path: Path, name: str) -> None:
+    zero, config = ZEROS[name]
+    source, pool = {**DEEPSPEED, "zero_optimization": zero}, ranks(2)
+    own = pool.run(run, str(tmp_path / "own"), config, OURS, {})
+    found = pool.run(run_of_dictionary, str(tmp_path / "translated"), source)
+    by_field = pool.run(run_with_field, str(tmp_path / "field"), source, name == "stage 3")
+    for rank, (ours, theirs, (weights, said)) in enumerate(zip(own, found, by_field, strict=True)):
+        assert ours["parameters"] == theirs["parameters"] == config["parameters"]
+        assert equal(ours["weights"], theirs["weights"]) and ours["loss"] == theirs["loss"]
+        assert equal(ours["weights"], weights)
+        assert sum("becomes LongContextConfig(parameters=" in line for line in said) == (rank == 0)
 
 
 def test_checkpointing_becomes_a_line_and_trains_as_without(plain, tmp_path: Path) -> None:
