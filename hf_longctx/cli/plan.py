@@ -179,6 +179,12 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
     )
     how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
     how.add_argument(
+        "--frozen-weights",
+        choices=("unchanged", "fp8"),
+        default="unchanged",
+        help="fp8: the frozen matrices below adapters are rounded to eight bits (default: %(default)s)",
+    )
+    how.add_argument(
         "--host-gib",
         type=_finite,
         help="host memory of each rank, for states and layers that lie there and for saved tensors beside them (default: the "

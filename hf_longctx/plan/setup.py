@@ -1038,7 +1038,7 @@ def _on_host(what: str, setting: str, memory: DeviceMemory, model: ModelSpec, pl
 
 
 def can_leave(model: ModelSpec) -> bool:
-    """Whether shards of the model's layers can lie on the host; weights in four bits and spread experts cannot."""
+    """Whether shards of the model's layers can lie on the host; packed weights and spread experts cannot."""
     return model.packed.is_empty and not model.experts.are_spread
 
 

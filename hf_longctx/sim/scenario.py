@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hf_longctx.plan.core.settings import (
+    ASSUMED_FP8_RATIO,
     SOLVERS,
     USABLE_SHARE,
     ActivationBudget,
@@ -87,6 +88,8 @@ class Request:
     lora_experts: bool = False
     # "nf4" freezes the weights below the adapters in four bits
     quantize: str = ""
+    # "fp8" rounds them to fp8
+    frozen_weights: str = "unchanged"
     # host memory for each rank (below 0: that of the profile)
     host_bytes: int = -1
     # "auto" recomputes and offloads if needed, "keep" never does
@@ -224,6 +227,13 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         host_bytes=_host_bytes(request, cluster, notes),
         keeps_everything=memory.is_measured or request.activations == "keep" or bool(kept),
     )
+    if model.packed.fp8_parameters:
+        ratio = cluster.hardware.fp8_ratio
+        source = "as was measured there" if ratio else "an assumption, not measured on this hardware"
+        notes.append(
+            f"products in fp8 count as {ratio or ASSUMED_FP8_RATIO:g} times as fast as in bf16, {source}; rounding what they "
+            f"multiply, and putting weights into the other order, count by their bytes"
+        )
     if not calibration:
         notes.append(
             f"{request.name or request.model} was not measured on {profile.spec.name}: seconds come from operation counts and "
@@ -251,11 +261,13 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage, profile.measured)
     if must_fit:
         _check_fits(scenario)
-    if must_fit and request.quantize:
-        longest = build_scenario(replace(request, quantize=""), must_fit=False).longest_tokens
+    if must_fit and not model.packed.is_empty:
+        option = "--quantize" if request.quantize else "--frozen-weights"
+        plain = replace(request, quantize="", frozen_weights="unchanged")
+        longest = build_scenario(plain, must_fit=False).longest_tokens
         if longest > scenario.longest_tokens:
             why = (
-                f"{longest:,} tokens fit without --quantize: over weights of four bits attention runs all its heads at once, and "
+                f"{longest:,} tokens fit without {option}: over {model.packed.words} attention runs all its heads at once, and "
                 f"its workspace takes more than these weights save"
             )
             scenario = replace(scenario, unquantized_tokens=longest, notes=(*scenario.notes, why))
@@ -405,6 +417,10 @@ def _model(
             f"the costs of {request.model} on {request.hardware} were measured, in the dtype of that run; --dtype has no effect, "
             f"leave it out"
         )
+    if request.frozen_weights == "fp8" and calibration:
+        raise ValueError(
+            f"the costs of {request.model} on {request.hardware} were measured with weights in bf16; leave --frozen-weights out"
+        )
     if MOMENT_BYTES[request.optim] and calibration:
         raise ValueError(
             f"the memory of {request.model} on {request.hardware} was measured with plain AdamW; leave --optim {request.optim} "
@@ -458,7 +474,9 @@ def _shares_calls(model: ModelSpec, hardware: str) -> bool:
 
 
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
-    """`model`, with layer weights in four bits if the request asks for that."""
+    """`model`, with layer weights in four bits or in fp8 if the request asks for that."""
+    if request.frozen_weights == "fp8":
+        return _in_fp8(request, model)
     if not request.quantize:
         return model
     if request.quantize != "nf4":
@@ -468,6 +486,19 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
     if model.experts.num_experts:
         raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False, cuts_heads=False)
+
+
+def _in_fp8(request: Request, model: ModelSpec) -> ModelSpec:
+    if request.quantize:
+        raise ValueError(f"--frozen-weights fp8 and --quantize {request.quantize} pack the same weights; leave one of them out")
+    if not request.lora_rank:
+        raise ValueError("--frozen-weights fp8 rounds weights that are not trained; give --lora-rank too, or leave it out")
+    if not model.gated_mlp or model.kv_rank or model.query_rank or not model.states.is_empty or model.bytes_per_element != 2:
+        raise ValueError(
+            f"--frozen-weights fp8 is counted for models in bf16 with attention and gated MLPs like Llama's, and "
+            f"{request.model} has others; leave it out"
+        )
+    return replace(model, packed=PackedSpec.fp8(model), cuts_heads=False)
 
 
 def _spread(request: Request, model: ModelSpec) -> ModelSpec:
@@ -565,7 +596,9 @@ def _check_layers_leave(memory: DeviceMemory, placement: Placement) -> None:
             "hardware"
         )
     if not can_leave(memory.model):
-        raise ValueError("--layer-weights host moves neither weights in four bits nor experts that are spread; leave it out")
+        raise ValueError(
+            "--layer-weights host moves neither weights in four bits or fp8 nor experts that are spread; leave it out"
+        )
 
 
 def _check_fits(scenario: Scenario) -> None:

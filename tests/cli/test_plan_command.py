@@ -102,6 +102,13 @@ def test_the_answer_fits_a_screen_and_says_what_steps_and_epochs_take_and_cost(l
             "--model llama-3.1-8b --gpus 1 --hardware h200 --lora-rank 16 --quantize nf4",
             [r"longer .*no --quantize \(1,1\d\d,\d{3}\), since attention over weights of four bits"],
         ),
+        (
+            "--model llama-3.1-8b --gpus 1 --hardware h200 --lora-rank 16 --frozen-weights fp8",
+            [
+                r"LoRA of rank 16 over weights in fp8",
+                r"longer .*no --frozen-weights \(1,1\d\d,\d{3}\), since attention over weights in fp8",
+            ],
+        ),
     ],
 )
 def test_the_answer_says_what_would_be_longer_and_how_ranks_are_linked(command: str, rows: list[str], capsys) -> None:
@@ -348,6 +355,9 @@ def refused(arguments: list[str], capsys) -> str:
         (["--lora-rank", "-1"], "--lora-rank is -1"),
         (["--quantize", "nf4"], "--quantize freezes all weights, so nothing would be trained; give --lora-rank"),
         (["--quantize", "int8", "--lora-rank", "4"], "--quantize is 'int8'; give nf4"),
+        (["--frozen-weights", "fp8"], "--frozen-weights fp8 rounds weights that are not trained; give --lora-rank"),
+        (["--frozen-weights", "fp8", "--lora-rank", "4", "--quantize", "nf4"], "pack the same weights; leave one of them out"),
+        (["--frozen-weights", "fp8", "--lora-rank", "4", "--dtype", "float32"], "is counted for models in bf16 with attention"),
         (["--host-gib", "-2"], "--host-gib is -2"),
         (["--dtype", "int8"], "dtype 'int8' is not one of bfloat16, float32"),
     ],
@@ -595,6 +605,7 @@ def test_the_next_step_names_an_optimizer_of_few_bits(options: str, words: str, 
         ),
         ("--parameters replicated --tokens-per-rank 9000 --lora-rank 8", "lora_rank 8 tokens_per_rank 9000 host_gib 116"),
         ("--parameters sharded --shard-ranks 4 --bf16-updates", "parameters sharded shard_ranks 4 fp32_master_weights False"),
+        ("--lora-rank 16 --frozen-weights fp8", "lora_rank 16 frozen_weights fp8 parameters sharded host_gib 116"),
         ("--lora-rank 16 --quantize nf4 --method ulysses", "lora_rank 16 load_in_4bit True parameters sharded method ulysses"),
         (
             "--activations keep --parameters sharded --degrees 1,4 --solver lp",

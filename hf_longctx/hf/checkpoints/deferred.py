@@ -5,6 +5,8 @@ weight's shape: it takes no memory, code that reads shapes, types and devices wo
 cannot be written to, and computing with it gives NaN. Buffers are real, since files do not hold most of them: the constructor of
 a second model makes them, whose parameters have no values.
 
+Frozen weights in fp8 are rounded while they are read: each rank rounds its own rows, since each row has its own scale.
+
 If a weight has the same name and shape in the checkpoint as in the model, every rank reads its own slice. All other weights, such
 as experts that transformers fuses, are read by transformers on rank 0, which sends them one at a time.
 """
@@ -33,6 +35,9 @@ from transformers.utils.hub import cached_file
 
 from hf_longctx.hf.checkpoints.weights import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.quantised import fp8_layers
+from hf_longctx.runtime.core import fp8
+from hf_longctx.runtime.parameters.gradients import first_row
 
 # attribute of a model whose weights are still to be read
 SOURCE = "longctx_source"
@@ -106,7 +111,12 @@ def forget_source(model: Any) -> None:
 
 def is_unread(weight: Tensor) -> bool:
     """Whether a tensor, which is no shard, stands for a weight that is still to be read."""
-    return weight.is_floating_point() and weight.numel() > 0 and bool(weight.detach().flatten()[0].isnan())
+    if not weight.numel():
+        return False
+    first = weight.detach().flatten()[:1]
+    # weights in fp8 are bytes
+    first = first.view(fp8.DTYPE).float() if first.dtype == torch.uint8 else first
+    return first.is_floating_point() and bool(first.isnan())
 
 
 def deferred_problems(model: Any) -> list[str]:
@@ -116,12 +126,13 @@ def deferred_problems(model: Any) -> list[str]:
         return []
     base = base_of(model)
     problems, found = [], set()
+    scales = {id(layer.scale) for layer in fp8_layers(base).values()}
     for name, weight in base.named_parameters(remove_duplicate=False):
         own = _own_name(name)
         found.add(own)
         if own in source.shapes and (weight.shape != source.shapes[own] or not is_unread(weight)):
             problems.append(f"{own} was changed after load_sharded, which has not read it yet; {_WHOLE}, and change that")
-        if own not in source.shapes and bool(weight.detach().isnan().any()):
+        if own not in source.shapes and id(weight) not in scales and bool(weight.detach().isnan().any()):
             problems.append(
                 f"{name} was computed from weights that load_sharded has not read yet, as DoRA and trained rows of "
                 f"the embedding are; {_WHOLE}"
@@ -162,18 +173,45 @@ def read_deferred(model: Any, device: torch.device) -> None:
     for name, tensor in tensors.items():
         if (own := _own_name(name)) in source.shapes:
             targets.setdefault(own, []).append(tensor)
+    scales: dict[int, Tensor] = {id(layer.weight): layer.scale for layer in fp8_layers(base).values()}
     done: set[int] = set()
     for path in checkpoint_files(source.folder):
         with safe_open(path, framework="pt", device="cpu") as reader:
             for name in sorted(source.plain.intersection(reader.keys())):
                 for target in targets[name]:
-                    read_own(target, reader.get_slice(name))
+                    if id(target) in scales:
+                        _read_rounded(target, scales[id(target)], reader.get_slice(name), base.dtype)
+                    else:
+                        read_own(target, reader.get_slice(name))
                     done.add(id(target))
     # a tied weight is one tensor under two names
     rest = {name: found for name, found in sorted(targets.items()) if any(id(target) not in done for target in found)}
+    rounded = {name: f"{name} scale" for name, found in rest.items() if id(found[0]) in scales}
+    rest |= {scale: [scales[id(target)] for target in rest[name]] for name, scale in rounded.items()}
+
+    def load() -> dict[str, Tensor]:
+        whole = source.load().state_dict()
+        for name, scale in rounded.items():
+            values_NC, whole[scale] = fp8.rows_in_fp8(whole[name])
+            whole[name] = values_NC.view(torch.uint8)
+        return whole
+
     if rest:
-        send_from_first(lambda: source.load().state_dict(), rest, dist.group.WORLD if dist.is_initialized() else None)
+        send_from_first(load, rest, dist.group.WORLD if dist.is_initialized() else None)
     forget_source(model)
+
+
+def _read_rounded(bytes_NC: Tensor, scale_N1: Tensor, found: Any, dtype: torch.dtype) -> None:
+    """Rounds this rank's rows of a matrix in a file, a slice of `safe_open`, to fp8. dtype: of the model's own weights."""
+    if torch.Size(found.get_shape()) != bytes_NC.shape:
+        raise ValueError(
+            f"the checkpoint has a weight of shape {found.get_shape()}, but the model one of {bytes_NC.shape}; {_WHOLE}"
+        )
+    first, num_rows = (first_row(bytes_NC), len(bytes_NC.to_local())) if isinstance(bytes_NC, DTensor) else (0, len(bytes_NC))
+    if num_rows:
+        values_nC, scale_n1 = fp8.rows_in_fp8(found[first : first + num_rows].to(dtype))
+        for target, value in ((bytes_NC, values_nC.view(torch.uint8)), (scale_N1, scale_n1)):
+            (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
 
 
 def _tied(model: nn.Module, shapes: Collection[str]) -> list[frozenset[str]]:

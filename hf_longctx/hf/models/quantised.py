@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.towers import text_layers
-from hf_longctx.plan.model.model_spec import PackedSpec
+from hf_longctx.plan.model.model_spec import FP8_WORKSPACE_BYTES, PackedSpec
 from hf_longctx.runtime.activations.adapted_projection import changed_problem
 from hf_longctx.runtime.core import fp8
 from hf_longctx.runtime.core.products import FP8Linear
@@ -224,12 +224,22 @@ def _matrix_problem(model: nn.Module, name: str, linear: nn.Linear) -> str:
 
 
 def round_frozen(model: nn.Module) -> None:
-    """Rounds the frozen matrices of all layers to fp8, one after the other, in place of the model's own."""
+    """Rounds the frozen matrices of all layers to fp8, one after the other, in place of the model's own.
+
+    A weight that is still to be read, one NaN expanded to its shape, becomes one in fp8.
+    """
     for name, linear in _named_for_rounding(model).items():
-        _put_in_place(model, name, FP8Linear.rounded(linear.weight).train(linear.training))
+        weight_NC = linear.weight
+        if weight_NC.untyped_storage().nbytes() < weight_NC.nbytes:
+            values_NC, scale_N1 = fp8.rows_in_fp8(weight_NC[:1, :1])
+            new = FP8Linear(values_NC.view(torch.uint8).expand(weight_NC.shape), scale_N1.expand(len(weight_NC), 1))
+        else:
+            new = FP8Linear.rounded(weight_NC)
+        put_in_place(model, name, new.train(linear.training))
 
 
-def _put_in_place(model: nn.Module, name: str, new: nn.Module) -> None:
+def put_in_place(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Replaces the module of this name."""
     place, _, own = name.rpartition(".")
     setattr(model.get_submodule(place), own, new)
 
@@ -261,7 +271,8 @@ def packed_spec(model: nn.Module) -> PackedSpec:
     own = [{id(p): p.nbytes for name, p in layer.named_parameters() if "lora_" not in name} for layer in layers]
     scales = [sum(map(scale_bytes, four_bit_layers(layer).values())) for layer in layers]
     unpacked = max(map(unpacked_bytes, packed.values()))
-    return PackedSpec(max(sum(sizes.values()) for sizes in own), max(scales), unpacked)
+    in_fp8 = [sum(_num_elements(each) for each in fp8_layers(layer).values() if each.block is None) for layer in layers]
+    return PackedSpec(max(sum(sizes.values()) for sizes in own), max(scales), unpacked, max(in_fp8))
 
 
 def largest_packed(specs: Sequence[PackedSpec]) -> PackedSpec:
@@ -283,7 +294,7 @@ def unpacked_bytes(layer: Any) -> int:
     For fp8 with scales of rows: the bytes in the other order, with those of a sibling, and rounded gradients.
     """
     if isinstance(layer, FP8Linear):
-        return 2 * _num_elements(layer) + (fp8.WORKSPACE_BYTES if layer.block is None else 12 * fp8.ROUNDED)
+        return 2 * _num_elements(layer) + (FP8_WORKSPACE_BYTES if layer.block is None else 12 * fp8.ROUNDED)
     stored, computed = layer.weight.quant_state.dtype, layer.compute_dtype
     return _num_elements(layer) * max(stored.itemsize + (computed.itemsize if computed != stored else 0), computed.itemsize)
 

@@ -755,6 +755,12 @@ _PLACEMENT = {
         lambda run: run.config.layer_weights != "device" and run.config.expert_ranks is not None,
         "config = LongContextConfig(layer_weights='host', parameters='sharded', expert_ranks=2)",
     ),
+    "layer-weights-in-fp8": Rule(
+        f"{_NEEDS} is not tested with frozen_weights='fp8'",
+        _OUT,
+        lambda run: run.config.layer_weights != "device" and run.config.frozen_weights == "fp8",
+        "model = lora(model); config = LongContextConfig(layer_weights='host', parameters='sharded', frozen_weights='fp8')",
+    ),
     "layer-weights-in-four-bits": Rule(
         f"{_NEEDS} cannot move weights in four bits, which have scales beside them",
         _OUT,

@@ -101,7 +101,12 @@ class ReplicatedPlacement:
     def __init__(self, control: dist.ProcessGroup | None, num_stages: int = 1) -> None:
         self.control, self.num_stages = control, num_stages
 
-    def prepare(self, model: Any) -> None: ...
+    def prepare(self, model: Any) -> None:
+        """Reads weights that are still to be read, and that are rounded meanwhile. The first call is then collective."""
+        if source_of(model) is not None:
+            device = next(weight.device for weight in model.parameters() if weight.requires_grad)
+            without_placeholders(model)
+            read_deferred(model, device)
 
     def clip(self, max_norm: float) -> Tensor | None:
         return None
@@ -114,6 +119,7 @@ class ReplicatedPlacement:
     def load(self, model: Any, folder: str) -> bool:
         if not needs_own_reader(model):
             return False
+        self.prepare(model)
         read_weights(model, folder)
         return True
 

@@ -24,12 +24,13 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
 from hf_longctx.hf.models.heads import head_kind
-from hf_longctx.hf.models.quantised import in_full, own_elements, packed_layers
+from hf_longctx.hf.models.quantised import in_full, own_elements, packed_layers, put_in_place
 from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.states import leave_kernels_out, mixers_of
 from hf_longctx.hf.models.towers import tower_names, tower_parameters
 from hf_longctx.hf.self_test.independent import independent_copy
 from hf_longctx.runtime.core.binding import HOOKS, global_hooks, is_written_by, own_forward
+from hf_longctx.runtime.core.products import FP8Linear
 
 # number of token ids that the copy keeps
 NUM_TOKEN_IDS = 1024
@@ -118,15 +119,19 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     towers = [tower for tower in map(base.get_submodule, tower_names(base)) if type(tower).__name__ not in MODULES.run_on_text]
     memo |= {id(tower): Identity(tower) for tower in towers}
     num_token_ids = _cut_vocabulary(base, memo)
-    if dtype is not None:
+    is_unread_yet = source_of(model) is not None
+    if dtype is not None or is_unread_yet:
         # packed layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in packed_layers(layers[place]).values()}
     names = {id(module): name for name, module in model.named_modules()}
     copied = independent_copy(model, memo)
     own = {place: copied.get_submodule(names[id(layers[place])]) for place in kept}
     inner = base_of(copied)
-    if source_of(copied) is not None:
+    if is_unread_yet:
         _make_weights(copied, seed)
+        for place in kept:
+            for packed in packed_layers(layers[place]).values():
+                _round_again(copied, names[id(packed)], inner.dtype, is_full=dtype is not None)
     config = inner.config.get_text_config()
     was_shortened = _shorten_windows(copied, inner.config, longest_window)
     generator = torch.Generator().manual_seed(seed)
@@ -299,6 +304,16 @@ def _make_weights(copied: Any, seed: int) -> None:
                 base._init_weights(module)
         for weight in filter(is_unread, base.parameters()):
             weight.data.normal_(0.0, _NOISE)
+
+
+def _round_again(copied: Any, name: str, dtype: torch.dtype, is_full: bool) -> None:
+    """Rounds a random weight that stands for one in fp8. is_full: it stays in a plain module, rounded and unpacked."""
+    plain: Any = copied.get_submodule(name)
+    rounded = FP8Linear.rounded(plain.weight.to(dtype))
+    if is_full:
+        plain.weight.data = in_full(rounded).weight.data
+    else:
+        put_in_place(copied, name, rounded)
 
 
 def _make_plain(base: Any) -> None:

@@ -357,7 +357,8 @@ def settings_for(config: LongContextConfig, setup: Setup, num_tokens: int) -> st
 
 
 def _describe_states(spec: ModelSpec) -> str:
-    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{'' if spec.packed.is_empty else ' in four bits'}"
+    packed = "" if spec.packed.is_empty else " in fp8" if spec.packed.fp8_parameters else " in four bits"
+    total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{packed}"
     if spec.adapters.is_empty:
         return f"weights, gradients and Adam states {total}"
     trained, _ = spec.adapters.sizes(spec.num_layers, True, True)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.hf.checkpoints.deferred import defer_weights, deferred_problems, source_of
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.models.quantised import fp8_layers
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.plan.setup import Setup
 
@@ -22,7 +23,8 @@ def load_sharded(
     Each rank then reads only its own shards from the safetensors files, and holds no more than these and one weight. Weights that
     transformers renames or fuses when it reads them, such as those of experts, are read on rank 0 alone, which holds the whole
     model on its host and sends one weight at a time. Until then every weight is NaN; adapters may be put over them. With
-    replicated parameters or on one rank, this is `from_pretrained`; with `parameters="auto"`, the trainer chooses among shards.
+    replicated parameters or on one rank, this is `from_pretrained`, except with `frozen_weights="fp8"`, where matrices are
+    rounded while they are read, one at a time; with `parameters="auto"`, the trainer chooses among shards.
     `settings` go to `from_pretrained`. Not collective, but every rank must call this. Raises ValueError if the checkpoint lacks
     weights or is quantised, and if the ranks have not joined yet.
 
@@ -40,7 +42,7 @@ def load_sharded(
             f"the launcher started {launched} processes, but only {num_ranks} of them joined; make the TrainingArguments before "
             f"the model is loaded (without a GPU, set use_cpu=True in them)"
         )
-    if config.parameters == "replicated" or num_ranks == 1:
+    if (config.parameters == "replicated" or num_ranks == 1) and config.frozen_weights != "fp8":
         return AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype, **settings)
     return defer_weights(name_or_path, dtype=dtype, **settings)
 
@@ -49,7 +51,7 @@ def unread_problems(model: Any, setup: Setup) -> list[str]:
     """Returns why weights of a model from `load_sharded` cannot be read in a run of this setup; empty if they can."""
     if source_of(model) is None:
         return []
-    if setup.costs.parameters == "replicated":
+    if setup.costs.parameters == "replicated" and not fp8_layers(model):
         return [
             "the model is one of load_sharded, whose weights are read in shards, but this run keeps parameters whole on every "
             "rank; give load_sharded and the trainer the same config, with parameters='sharded'"

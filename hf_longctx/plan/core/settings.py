@@ -176,7 +176,13 @@ class HardwareSpec:
     elementwise_bytes_per_s: float = 0.0
     # keys that attention computes at once, masked ones included (0: count visible pairs only)
     tile_keys: int = 0
+    # rate of products in fp8 divided by matmul_flops_per_s (0: unknown, see `ASSUMED_FP8_RATIO`)
+    fp8_ratio: float = 0.0
 
+
+# rate of products in fp8 with scales of rows divided by that in bf16, where it was not measured: others' measurements on H100 are
+# 1.5 to 1.88 (FBGEMM#2546, torchao#2185)
+ASSUMED_FP8_RATIO = 1.5
 
 # share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process
 USABLE_SHARE = 0.8

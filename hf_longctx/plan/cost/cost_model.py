@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from hf_longctx.plan.core.settings import ClusterSpec, GroupMethod
+from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Parameters
 from hf_longctx.plan.cost.traffic import (
     Traffic,
@@ -534,7 +534,7 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
         step_s=0.0,
         source=hardware.source or "default",
     )
-    found = with_adapters(found, model)
+    found = _with_fp8(with_adapters(found, model), model, cluster)
     if not hardware.elementwise_bytes_per_s:
         return found
     forward_bytes, backward_bytes = elementwise_bytes(model)
@@ -544,6 +544,42 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
         forward=_with_elementwise(found.forward, layer_byte_s * forward_bytes),
         backward=_with_elementwise(found.backward, layer_byte_s * backward_bytes),
     )
+
+
+# bytes read and written for a value of an input that is rounded to fp8, and for one of an output's gradient in half precision,
+# which is multiplied by the scales of a matrix first
+_ROUNDED_INPUT, _ROUNDED_GRADIENT = 2 + 2 + 1, (2 + 2) + 2 + (2 + 1)
+
+
+def _with_fp8(costs: CostCoefficients, model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
+    """Returns coefficients of a model whose frozen matrices multiply in fp8, given those in the model's dtype.
+
+    Rounding counts by its bytes, for every token; in backward, the bytes of a matrix in the other order, for every chunk.
+    """
+    hardware, count = cluster.hardware, model.num_layers * model.packed.fp8_parameters
+    if not count:
+        return costs
+    saved = 1 - 1 / (hardware.fp8_ratio or ASSUMED_FP8_RATIO)
+    forward, backward = costs.forward, costs.backward
+    # shares of the products of a pass
+    share = count / model.token_products
+    back_share = share / (2 * backward_share(model))
+    forward, backward = _with_products(forward, 1 - share * saved), _with_products(backward, 1 - back_share * saved)
+    rate = hardware.elementwise_bytes_per_s or hardware.memory_bytes_per_s
+    if not rate:
+        return replace(costs, forward=forward, backward=backward)
+    d, inner = model.hidden_size, 0 if model.experts.num_experts else model.intermediate_size
+    inputs = 2 * d + model.output_size + inner
+    outputs = model.query_size + model.kv_size + 2 * d + (1 + model.gated_mlp) * inner
+    forward = _with_elementwise(forward, model.num_layers * _ROUNDED_INPUT * inputs / rate)
+    backward = _with_elementwise(backward, model.num_layers * _ROUNDED_GRADIENT * outputs / rate)
+    turned_s = 2 * count / (hardware.memory_bytes_per_s or rate)
+    return replace(costs, forward=forward, backward=replace(backward, chunk_s=backward.chunk_s + turned_s))
+
+
+def _with_products(costs: PassCoefficients, factor: float) -> PassCoefficients:
+    """Multiplies seconds of every token, without changing the output head's."""
+    return replace(costs, token_s=factor * costs.token_s, head_factor=costs.head_factor / factor)
 
 
 def _with_elementwise(costs: PassCoefficients, token_s: float) -> PassCoefficients:

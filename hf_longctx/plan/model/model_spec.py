@@ -122,6 +122,8 @@ def split_adapters(
 
 # (kind, share of layers) of some layers
 KindShares = tuple[tuple[LayerKind, float], ...]
+# bytes of rounded gradients, and of those that are being rounded, beside a matrix in fp8 whose bytes are in the other order
+FP8_WORKSPACE_BYTES = 2**27 + 2**26
 # fields of a config with the cap of logits after the head
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # fields of a config with the rate of dropout of attention weights
@@ -142,6 +144,8 @@ class PackedSpec:
     layer_scale_bytes: int = 0
     # the largest matrix while a product unpacks it
     unpacked_bytes: int = 0
+    # matrix parameters of a layer whose products run in fp8
+    fp8_parameters: int = 0
 
     @classmethod
     def nf4(cls, model: ModelSpec) -> PackedSpec:
@@ -149,9 +153,26 @@ class PackedSpec:
         count, largest = model.layer_weights, model.hidden_size * max(model.intermediate_size, model.query_size)
         return cls(count // 2, -(-count // 64) + 4 * -(-count // (64 * 256)), largest * model.bytes_per_element)
 
+    @classmethod
+    def fp8(cls, model: ModelSpec) -> PackedSpec:
+        """Sizes of layers whose attention and MLPs are in fp8, with an fp32 scale for each row; experts stay as they are."""
+        d, inner = model.hidden_size, 0 if model.experts.num_experts else model.intermediate_size
+        matrices = [(model.query_size + model.kv_size, d), (d, model.output_size), ((1 + model.gated_mlp) * inner, d), (d, inner)]
+        count = sum(rows * columns for rows, columns in matrices)
+        own = (model.layer_weights - count) * model.bytes_per_element
+        largest = max(rows * columns for rows, columns in matrices)
+        return cls(own + count + 4 * sum(rows for rows, columns in matrices if columns), 0, largest + FP8_WORKSPACE_BYTES, count)
+
     @property
     def is_empty(self) -> bool:
         return self.layer_bytes == 0
+
+    @property
+    def words(self) -> str:
+        """Words for the weights, after "over"; empty without packed weights."""
+        if self.is_empty:
+            return ""
+        return "weights in fp8" if self.fp8_parameters else "weights of four bits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,8 @@ DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
 # least largest element of a row, below which its scale would be no normal number
 _LEAST = _LARGEST * torch.finfo(torch.float32).tiny
-# elements of gradients that are multiplied at once, and that are rounded or unpacked at once, which takes copies in fp32
+# elements of gradients that are multiplied at once, and that are rounded or unpacked at once, which takes copies
 MULTIPLIED, ROUNDED = 2**27, 2**24
-# bytes of these while the gradient of an input is made
-WORKSPACE_BYTES = MULTIPLIED + 4 * ROUNDED
 # operators take matrices whose sizes are multiples of this
 SIZES = 16
 # dtypes of inputs and results of products in fp8
@@ -117,15 +115,15 @@ def input_gradient(gradients: Sequence[Tensor], matrices: Sequence[Tensor], scal
 
 
 def _rounded_gradients(gradients: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rounds gradients of outputs times the scales of their matrices, side by side; some tokens at a time are in fp32."""
+    """Rounds gradients of outputs times the scales of their matrices, side by side; some tokens at a time in their own dtype."""
     sizes = [each.shape[1] for each in gradients]
     values_TN = gradients[0].new_empty(len(gradients[0]), sum(sizes), dtype=DTYPE)
     scale_T1 = gradients[0].new_empty(len(values_TN), 1, dtype=torch.float32)
     for tokens in _blocks(len(values_TN), sum(sizes), ROUNDED):
-        wide_TN = gradients[0].new_empty(values_TN[tokens].shape, dtype=torch.float32)
-        for part_Tn, gradient_Tn, scale_n1 in zip(wide_TN.split(sizes, 1), gradients, scales, strict=True):
+        scaled_TN = gradients[0].new_empty(values_TN[tokens].shape)
+        for part_Tn, gradient_Tn, scale_n1 in zip(scaled_TN.split(sizes, 1), gradients, scales, strict=True):
             torch.mul(gradient_Tn[tokens], scale_n1.T, out=part_Tn)
-        _round(wide_TN, values_TN[tokens], scale_T1[tokens])
+        _round(scaled_TN, values_TN[tokens], scale_T1[tokens])
     return values_TN, scale_T1
 
 

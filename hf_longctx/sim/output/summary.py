@@ -55,7 +55,7 @@ def _where(scenario: Scenario) -> str:
     states = states_words(placement)
     trained = "all weights trained" if not memory.lora_rank else f"LoRA of rank {memory.lora_rank}"
     trained += ", on experts too" if memory.model.adapters.splits_experts else ""
-    trained += "" if memory.model.packed.is_empty else " over weights of four bits"
+    trained += "" if memory.model.packed.is_empty else f" over {memory.model.packed.words}"
     where = "one node" if cluster.num_ranks <= cluster.ranks_per_node else f"{cluster.ranks_per_node} per node"
     return f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name} ({where}), {trained}, states {states}"
 
@@ -212,7 +212,9 @@ def _longer(forecast: Forecast) -> Iterator[tuple[str, str]]:
         found += sorted((one for one in able if one.is_setting and one.trains_all), key=lambda one: "--bf16" in one.change)[:1]
     changes = [f"{one.change[one.change.index('--') :]} ({one.longest_tokens:,})" for one in found]
     if longest := forecast.scenario.unquantized_tokens:
-        changes.append(f"no --quantize ({longest:,}), since attention over weights of four bits runs all its heads at once")
+        packed = forecast.scenario.memory.model.packed
+        option = "--frozen-weights" if packed.fp8_parameters else "--quantize"
+        changes.append(f"no {option} ({longest:,}), since attention over {packed.words} runs all its heads at once")
     if changes:
         yield "longer", "; ".join(changes)
 
@@ -263,7 +265,8 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "dtype": "bfloat16" if is_half else "",
         "lora_rank": str(memory.lora_rank or ""),
         "lora_experts": "true" if model.adapters.splits_experts else "",
-        "load_in_4bit": "" if model.packed.is_empty else "true",
+        "load_in_4bit": "" if model.packed.is_empty or model.packed.fp8_parameters else "true",
+        "frozen_weights": "fp8" if model.packed.fp8_parameters else "",
         "stages": str(len(placement.ranges)) if placement.is_pipeline else "",
         "parameters": placement.parameters if is_sharded else "",
         "expert_ranks": str(model.experts.num_ranks) if model.experts.are_spread else "",

@@ -372,7 +372,8 @@ def _use_lines(use: MemoryUse) -> list[str]:
 def _longest(forecast: Forecast) -> list[str]:
     scenario, memory = forecast.scenario, forecast.scenario.memory
     planned, positions = scenario.longest_tokens, scenario.costs.model.max_positions
-    over = "" if scenario.costs.model.packed.is_empty else " over weights of four bits"
+    packed = scenario.costs.model.packed
+    over = "" if packed.is_empty else f" over {packed.words}"
     trained = f"LoRA of rank {memory.lora_rank}{over}" if memory.lora_rank else "all weights trained"
     if memory.is_measured:
         how = "as was measured"

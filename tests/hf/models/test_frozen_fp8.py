@@ -26,6 +26,7 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.model_spec import PackedSpec
 from hf_longctx.runtime.core import fp8
 
 CPU = torch.device("cpu")
@@ -222,10 +223,13 @@ def test_plans_count_the_bytes_that_lie_in_memory() -> None:
     matrices, rows = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32, 2 * 32 + 2 * 16 + 2 * 48 + 32
     # a byte each, fp32 scales of rows, and two norms
     assert found.packed.layer_bytes == matrices + 4 * rows + 2 * 32 * 2
-    assert found.packed.layer_scale_bytes == 0 and found.packed.unpacked_bytes == 2 * 48 * 32 + fp8.WORKSPACE_BYTES
+    assert found.packed.layer_scale_bytes == 0 and found.packed.unpacked_bytes == 2 * 48 * 32 + fp8.MULTIPLIED + 4 * fp8.ROUNDED
     assert (found.num_parameters, found.idle_parameters) == (plain.num_parameters, 0)
     assert found.bytes_per_element == 2 and found.can_keep_qkv and not found.cuts_heads
     assert found.adapters == replace(plain.adapters, cut_bytes=0)
+    # a forecast counts no norms
+    forecast = PackedSpec.fp8(replace(plain, bytes_per_element=2))
+    assert replace(forecast, layer_bytes=forecast.layer_bytes + 2 * 32 * 2) == found.packed
     beside = packed_spec(model).unpacked_bytes
     gained = 2 * (2 * matrices - matrices - 4 * rows - 2 * 32 * 2)
     assert ByteModel(plain).states() - (ByteModel(found).states() - beside) == gained

@@ -87,7 +87,7 @@ def test_both_passes_are_the_slow_ones(shape: tuple[int, int, int], dtype: torch
     y = linear(x)
     y.backward(dy)
     (w8, sw), (x8, sx) = by_hand(drawn(num_outputs, num_inputs, seed=11)), by_hand(x.detach())
-    g8, sg = by_hand(dy.float() * sw.float().T)
+    g8, sg = by_hand((dy.float() * sw.float().T).to(dtype))
     rounding = FP32 if dtype == torch.float32 else 2**-8
     assert y.dtype == dtype and error(y.detach(), (x8 * sx) @ (w8 * sw).T) <= rounding
     assert x.grad is not None and error(x.grad, (g8 * sg) @ w8) <= rounding
@@ -160,7 +160,7 @@ def test_projections_of_one_input_are_one_node_with_one_rounded_input(
     # one after the other, by hand
     x8, sx = by_hand(x.detach())
     weights = [by_hand(drawn(size, 64, seed=30 + n)) for n, size in enumerate(sizes)]
-    side = torch.cat([dys[place].float() * weights[place][1].float().T for place in used], 1)
+    side = torch.cat([dys[place].float() * weights[place][1].float().T for place in used], 1).bfloat16()
     g8, sg = by_hand(side)
     dx = (g8 * sg) @ torch.cat([weights[place][0] for place in used])
     for place, ((a, b), (w8, sw)) in enumerate(zip(pairs, weights, strict=True)):
