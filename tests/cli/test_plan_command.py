@@ -105,7 +105,7 @@ def test_the_answer_fits_a_screen_and_says_what_steps_and_epochs_take_and_cost(l
         (
             "--model llama-3.1-8b --gpus 1 --hardware h200 --lora-rank 16 --frozen-weights fp8",
             [
-                r"LoRA of rank 16 over weights in fp8",
+                r"model .*LoRA of rank 16 over weights in fp8",
                 r"longer .*no --frozen-weights \(1,1\d\d,\d{3}\), since attention over weights in fp8",
             ],
         ),

@@ -348,7 +348,7 @@ def test_weights_below_adapters_may_be_in_fp8() -> None:
         build_scenario(Request("llama-3.1-70b", "h200", 8, lora_rank=16, frozen_weights=kind)) for kind in ("unchanged", "fp8")
     )
     layer = 2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192
-    scales = 4 * (2 * 8192 + 2 * 1024 + 2 * 28672 + 8192 - 8192)
+    scales = 4 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
     # gate and up in the other order, and what is rounded at once
     beside = 2 * 28672 * 8192 + 2**27 + 2**26
     saved = 80 * (layer - scales) - beside
@@ -476,7 +476,7 @@ KEPT_LAYERS = {
     "whole weights": ({"parameters": "replicated"}, "needs parameters that two or more ranks share"),
     "one rank": ({"num_ranks": 1}, "needs parameters that two or more ranks share"),
     "gathered at once": ({"parameters": "gathered_per_round"}, "needs parameters that two or more ranks share"),
-    "four bits": ({"lora_rank": 8, "quantize": "nf4"}, "moves neither packed weights"),
+    "four bits": ({"lora_rank": 8, "quantize": "nf4"}, "moves neither weights in four bits"),
     "no room on the host": ({"host_bytes": 2**30}, "--layer-weights host needs 1.6 GiB of host memory on each rank"),
     "no room between steps": (
         {"model": "llama-3.1-70b", "num_ranks": 2, "lora_rank": 8},
