@@ -148,7 +148,12 @@ def attention_adapters(name: str) -> Lora:
     left_out = {"gate_proj"} if blocks else {"dt_proj", "out_proj"}
     blocks = blocks or list(mixers_of(text).values())
     # PEFT takes grouped ones for plain ones
-    linears = {key for block in blocks for key, each in block.named_modules() if type(each) is torch.nn.Linear}
+    linears = {
+        key
+        for block in blocks
+        for key, each in block.named_modules()
+        if isinstance(each, torch.nn.Linear) and "Grouped" not in type(each).__name__
+    }
     # numbers of lists are names of layers, too
     found = {name for name in (key.split(".")[-1] for key in linears) if not name.isdigit()} - left_out
     return (("r", 2), ("lora_alpha", 8), ("target_modules", tuple(sorted(found))))

@@ -41,7 +41,7 @@ UNBUILT = (
 # whose default configs transformers itself cannot build; the tiny ones have both kinds of MLP and of attention
 NO_DEFAULT = (
     *("CohereCompassForCausalLM", "DbrxForCausalLM", "Dots1ForCausalLM", "HunYuanDenseV1ForCausalLM"),
-    *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MinistralForCausalLM", "NemotronForCausalLM"),
+    *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MinistralForCausalLM", "NemotronForCausalLM", "Qwen4ExpForCausalLM"),
 )
 AT_LEAST_EXACT = 144
 
