@@ -203,6 +203,13 @@ class StartMixin(_TrainerBase):
         args, run, config = self.args, self.longctx_run, self.longctx_config
         problems = late_problems(args, run.args, self._at_start, self._train_batch_size)
         facts = Facts(config=config, args=args, draws_batches=not is_scored(type(self)))
+        found = translate(config, args, LaunchEnvironment.read())
+        problems += found.problems
+        if found.config != config:
+            problems.append(
+                "fsdp or deepspeed was changed after the trainer was made, which has placed parameters already; make the trainer "
+                "with them, or set them back"
+            )
         with hidden_from_trainer(args):
             problems += argument_problems(facts)
         problems += refusals(STOPPING, replace(facts, given={"callbacks": self.callback_handler.callbacks}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -194,6 +195,32 @@ def test_a_deepspeed_configuration_becomes_our_settings(ranks, tmp_path: Path, n
         assert equal(ours["weights"], theirs["weights"]) and ours["loss"] == theirs["loss"]
         assert equal(ours["weights"], weights)
         assert sum("becomes LongContextConfig(parameters=" in line for line in said) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"max_grad_norm": 1.0}, "asks for max_grad_norm=0.5, but max_grad_norm is 1.0"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp or deepspeed was changed after the trainer was made"),
+        ({"deepspeed": {"stage": 3}}, "stage is unknown; did you mean zero_optimization.stage?"),
+        ({"fsdp": True}, "fsdp or deepspeed was changed after the trainer was made"),
+    ],
+)
+def test_what_is_translated_cannot_change_after_the_trainer_was_made(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    args = training_arguments(str(tmp_path), per_device_train_batch_size=4, max_steps=1)
+    args.deepspeed = {"gradient_clipping": 0.5}
+    rows = datasets.Dataset.from_list(ROWS)
+    trainer = LongContextTrainer(build_model(CASE), args, train_dataset=rows, longctx_config=quiet_config())
+    before = {name: getattr(args, name) for name in changes}
+    for name, value in changes.items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer.train()
+    for name, value in before.items():
+        setattr(args, name, value)
+    assert trainer.train().global_step == 1
 
 
 def test_checkpointing_becomes_a_line_and_trains_as_without(plain, tmp_path: Path) -> None:
