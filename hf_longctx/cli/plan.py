@@ -95,7 +95,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--tokenizer",
-        help="counts the tokens of a COLUMN of text or of chat messages: a local folder, a name on the hub, or 'bytes'",
+        help="counts the tokens of a COLUMN of text or of chat messages, also with images (column images, or parts of messages): "
+        "a local folder, a name on the hub, or 'bytes'",
     )
     what.add_argument(
         "--limit", "--max-length", type=_TOKENS, help="most tokens of a sequence; longer sequences are left out and counted"
@@ -467,6 +468,8 @@ class TokenCounter:
 
     def __init__(self, name: str) -> None:
         self.name, self.was_used = name, False
+        # counts the tokens of images; None before the first row with images
+        self._images: Any = None
 
     def __call__(self, rows: Sequence[UncountedRow]) -> list[int]:
         """Returns the number of tokens of each row; 0 for a text without characters, which training skips."""
@@ -474,8 +477,35 @@ class TokenCounter:
         tokenizer = self._load()
         counts: list[int] = []
         for first in range(0, len(rows), _BATCH_ROWS):
-            counts += _counted(tokenizer, rows[first : first + _BATCH_ROWS])
+            counts += _counted(tokenizer, rows[first : first + _BATCH_ROWS], self._with_images)
         return counts
+
+    def _with_images(self, row: UncountedRow) -> int:
+        """Returns the number of tokens of a conversation with images, as `tokenise_chat` makes them."""
+        from hf_longctx.hf.data.chat import read_messages, read_tools, render_text
+        from hf_longctx.hf.data.media.messages import images_of_row, place_images
+        from hf_longctx.hf.data.media.processors import ImageTokens, expanded, processor_problem, tokenizer_of
+
+        if self._images is None:
+            from transformers import AutoProcessor
+
+            try:
+                found = AutoProcessor.from_pretrained(self.name)
+                reason = processor_problem(found)
+            except (OSError, ValueError, KeyError, ImportError) as error:
+                reason = str(error).strip().split("\n")[0]
+            if reason:
+                raise ValueError(
+                    f"{row.place}: a conversation with images, whose tokens {self.name!r} cannot count ({reason}); give "
+                    f"--tokenizer a multimodal model's folder or name"
+                )
+            self._images = ImageTokens(found)
+        tokenizer, messages = tokenizer_of(self._images.processor), read_messages(row.value, row.place, True)
+        given = images_of_row(dict(row.images), row.place)
+        messages, references = place_images(messages, given, self._images.processor.image_token, row.place)
+        text = render_text(tokenizer, messages, read_tools(row.tools, row.place), row.place)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return len(expanded(ids, ids, references, self._images, row.place, -100)[0])
 
     def _load(self) -> Any:
         from transformers import AutoTokenizer, ByT5Tokenizer
@@ -494,13 +524,23 @@ class TokenCounter:
             ) from error
 
 
-def _counted(tokenizer: Any, rows: Sequence[UncountedRow]) -> Iterator[int]:
+def _counted(tokenizer: Any, rows: Sequence[UncountedRow], with_images: Callable[[UncountedRow], int]) -> Iterator[int]:
     texts = [row for row in rows if isinstance(row.value, str) and row.value]
     ids = tokenizer([row.value for row in texts], verbose=False)["input_ids"] if texts else []
     end = tokenizer.eos_token_id
     by_place = {row.place: len(own) + (end is not None and own[-1:] != [end]) for row, own in zip(texts, ids, strict=True)}
     for row in rows:
-        yield by_place.get(row.place, 0) if isinstance(row.value, str) else _chat_tokens(tokenizer, row)
+        if isinstance(row.value, str):
+            yield by_place.get(row.place, 0)
+        else:
+            yield with_images(row) if _has_images(row) else _chat_tokens(tokenizer, row)
+
+
+def _has_images(row: UncountedRow) -> bool:
+    """Whether a conversation has images, in parts of its messages or beside them."""
+    contents = [message.get("content") for message in row.value]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(row.images.values()) or any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 def _chat_tokens(tokenizer: Any, row: UncountedRow) -> int:

@@ -10,8 +10,8 @@ import csv
 import gzip
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from zlib import error as ZlibError
@@ -74,6 +74,8 @@ _FORMS = (
     "one length per line (.gz too), a histogram file ('length count' lines), a column (FILE.jsonl:COLUMN, .json, .csv, "
     ".parquet), or lognormal:MU,SIGMA"
 )
+# columns with the images of a conversation
+_IMAGES = ("images", "image")
 _NEEDED = "a list of token ids (integers) or an integer is needed, or text or messages with --tokenizer"
 _EXAMPLE = "lognormal:6.963,1.6 for a median of exp(6.963) = 1057 tokens"
 # most sequences drawn without replacement; with more, replacement makes no difference
@@ -95,6 +97,8 @@ class UncountedRow:
     place: str
     value: Any
     tools: Any = None
+    # values of the columns with images, by their names
+    images: Mapping[str, Any] = field(default_factory=dict)
 
 
 # returns the number of tokens of every row; 0 for rows to skip
@@ -316,7 +320,8 @@ def _json_rows(path: Path, column: str) -> Iterator[UncountedRow]:
         if not isinstance(row, dict) or column not in row:
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{path}, {where}: no column {column!r}; found {found:.500}")
-        yield UncountedRow(f"{path}, {where}", row[column], row.get("tools"))
+        images = {name: row[name] for name in _IMAGES if name in row}
+        yield UncountedRow(f"{path}, {where}", row[column], row.get("tools"), images)
 
 
 def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) -> IntArray:
@@ -329,7 +334,8 @@ def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) 
         names = pyarrow.parquet.read_schema(path).names
         if column not in names:
             raise ValueError(f"{path}: no column {column!r}; found {', '.join(names)}")
-        read = pyarrow.parquet.read_table(path, columns=[column, *(["tools"] if "tools" in names and column != "tools" else [])])
+        beside = [name for name in ("tools", *_IMAGES) if name in names and name != column]
+        read = pyarrow.parquet.read_table(path, columns=[column, *beside])
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise ValueError(
             f"{path} is not a Parquet file ({error}); give one, or name a file of another kind by its ending"
@@ -342,8 +348,11 @@ def _parquet_lengths(path: Path, column: str, count_tokens: CountTokens | None) 
     if is_list and types.is_integer(kind.value_type):
         values = pyarrow.compute.list_value_length(values)
     elif is_list or types.is_string(kind) or types.is_large_string(kind):
-        tools = read["tools"].to_pylist() if "tools" in read.column_names else [None] * len(values)
-        rows = [UncountedRow(f"{path}, row {i}", *each) for i, each in enumerate(zip(values.to_pylist(), tools, strict=True))]
+        others = read.select(beside).to_pylist() if beside else [{}] * len(values)
+        rows = [
+            UncountedRow(f"{path}, row {i}", value, other.get("tools"), {name: other[name] for name in _IMAGES if name in other})
+            for i, (value, other) in enumerate(zip(values.to_pylist(), others, strict=True))
+        ]
         return _lengths_of(rows, column, count_tokens)
     elif not types.is_integer(kind):
         raise ValueError(f"{path}: column {column!r} holds {kind}; {_NEEDED}")

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 from helpers.models.chats import conversation, word_tokenizer
+from helpers.models.tiny_processors import picture, tiny_processor
 from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import tokenise_chat
@@ -83,3 +84,33 @@ def test_a_tokenizer_that_cannot_count_is_refused_in_one_line(tmp_path: Path, ca
     assert main(["plan", *MACHINE, "--lengths", file, *words]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_conversations_with_images_have_the_lengths_of_training(form: str, tmp_path: Path) -> None:
+    processor = tiny_processor("llava")
+    processor.save_pretrained(tmp_path / "model")
+    picture(40, 28).save(tmp_path / "a.png")
+    image = {"type": "image", "text": None}
+    said = [{"type": "text", "text": "what is this?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "one two"}]}
+    rows = [
+        {"messages": [{"role": "user", "content": [image, *said]}, answer], "images": [str(tmp_path / "a.png")]},
+        {"messages": [{"role": "user", "content": said}, answer], "images": []},
+    ]
+    expected = [len(ids) for ids in tokenise_chat(datasets.Dataset.from_list(rows), processor)["input_ids"]]
+    path = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workload = read_workload(f"{path}:messages", count_tokens=TokenCounter(str(tmp_path / "model")))
+    assert sorted(workload.lengths) == sorted(expected)
+    assert max(expected) - min(expected) == 16
+
+
+def test_conversations_with_images_need_a_processor(tokenizer, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: a conversation with images, whose tokens .* cannot count \("):
+        read_workload(f"{tmp_path / 'rows.jsonl'}:messages", count_tokens=TokenCounter(tokenizer[0]))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,7 +24,7 @@ from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import ScannedRows
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
-from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.chunk_inputs import ChunkInputs, ChunkMedia
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
 
 
@@ -233,7 +234,13 @@ class LongContextCollator:
     `chunks[r][c]` the inputs of chunk c in this rank's micro-batch r, `num_label_tokens` the label tokens of this rank's losses,
     `total_weight` the sum of their `loss_weights` (their number if the dataset has none), `step` the planned step. If a row has
     changed, the batch has no inputs, and `changed` describes the row.
+
+    have_media: for every sequence of the index whether it has images, if weights are sharded: in steps with images, the backward
+    of every chunk then reaches all trained weights of towers.
     """
+
+    def __init__(self, have_media: NDArray[np.bool_] | None = None) -> None:
+        self.have_media = have_media
 
     def __call__(self, items: Sequence[tuple[PlannedStep, Mapping[int, TokenSequence] | ChangedRow]]) -> dict[str, Any]:
         ((step, sequences),) = items
@@ -244,6 +251,8 @@ class LongContextCollator:
         rank_plan = step.plan.for_rank(step.rank)
         _, position = step.plan.place(step.rank)
         chunks = [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rank_plan.rounds]
+        if self.have_media is not None and self.have_media[list(step.sequences)].any():
+            chunks = [[reaching_all(inputs) for inputs in round_chunks] for round_chunks in chunks]
         return step_batch(step, chunks)
 
 
@@ -261,6 +270,12 @@ def step_batch(step: PlannedStep, chunks: list[list[ChunkInputs]]) -> dict[str, 
         "total_weight": sum(Targets.of(inputs).total_weight() for inputs in flat) if has_loss else 0.0,
         "step": step,
     }
+
+
+def reaching_all(inputs: ChunkInputs) -> ChunkInputs:
+    """Returns the inputs of a chunk whose backward reaches all trained weights of towers."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return replace(inputs, media=replace(inputs.media or ChunkMedia((), none, none), reaches_all=True))
 
 
 def _num_dummies(step: PlannedStep) -> int:

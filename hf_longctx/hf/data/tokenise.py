@@ -6,7 +6,6 @@ every token counts, so they have no column `labels`. `datasets` caches results b
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ from hf_longctx.hf.data.fields import (
 )
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, list_lengths
 from hf_longctx.hf.data.media.messages import Reference, images_of_row, place_images
-from hf_longctx.hf.data.media.processors import ImageTokens, expanded, processor_problem
+from hf_longctx.hf.data.media.processors import ImageTokens, expanded, tokenizer_of
 from hf_longctx.hf.data.media.rows import FILES_FEATURE, MEDIA_FEATURE
 from hf_longctx.hf.data.padding import MASK, Padding, padding_of, unpadded
 from hf_longctx.hf.data.scan import PACKED, column_problem, mask_problems
@@ -146,7 +145,7 @@ def tokenise_chat(
     """
     images = None
     if isinstance(tokenizer, ProcessorMixin):
-        images, tokenizer = ImageTokens(tokenizer), _tokenizer_of(tokenizer)
+        images, tokenizer = ImageTokens(tokenizer), tokenizer_of(tokenizer)
         dataset = _undecoded(dataset)
     tokenizer = chat_tokenizer(tokenizer, "tools" in dataset.column_names)
     read = _check_chat_columns(dataset, messages_column, tokenizer)
@@ -158,17 +157,6 @@ def tokenise_chat(
         else Features({**_TOKENS_AND_LABELS, MEDIA: MEDIA_FEATURE, MEDIA_FILES: FILES_FEATURE})
     )
     return _mapped(dataset, encoder, made, "message of the assistant that is learnt")
-
-
-def _tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
-    """Returns a processor's tokenizer with the processor's chat template."""
-    if problem := processor_problem(processor):
-        raise DataError(problem)
-    tokenizer: PreTrainedTokenizerBase = processor.tokenizer
-    if (template := getattr(processor, "chat_template", None)) and template != tokenizer.chat_template:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = template
-    return tokenizer
 
 
 def _undecoded(dataset: Dataset) -> Dataset:

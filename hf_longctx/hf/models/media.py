@@ -97,18 +97,44 @@ def _with_media(
     if media.positions is not None:
         # the first row counts tokens, as masks read it
         changed["position_ids"] = torch.cat([keywords["position_ids"].unsqueeze(0), media.positions.unsqueeze(1)])
-    if not len(media.places):
+    trained = _trained_beside(around, text) if media.reaches_all else []
+    if not len(media.places) and not trained:
         return args, changed
     embeds_1TC = text.get_input_embeddings()(keywords["input_ids"])
+    changed["input_ids"] = None
+    if trained:
+        embeds_1TC = _Reaching.apply(embeds_1TC, *trained)
+    if not len(media.places):
+        return args, changed | {"inputs_embeds": embeds_1TC}
     tables = [feature_tables(around, each) for each in media.media]
     # one level for embeddings, then those that layers add
     levels = [torch.cat(level).index_select(0, media.rows).to(embeds_1TC.dtype) for level in zip(*tables, strict=True)]
-    changed["input_ids"], changed["inputs_embeds"] = None, embeds_1TC.index_copy(1, media.places, levels[0].unsqueeze(0))
+    changed["inputs_embeds"] = embeds_1TC.index_copy(1, media.places, levels[0].unsqueeze(0))
     if len(levels) > 1:
         is_medium_1T = torch.zeros_like(keywords["input_ids"], dtype=torch.bool)
         changed["visual_pos_masks"] = is_medium_1T.index_fill(1, media.places, True)
         changed["deepstack_visual_embeds"] = levels[1:]
     return args, changed
+
+
+def _trained_beside(around: Any, text: nn.Module) -> list[nn.Parameter]:
+    """Returns the trained weights of the towers in the module around a text model."""
+    own = {id(weight) for weight in text.parameters()}
+    return [weight for weight in around.parameters() if weight.requires_grad and id(weight) not in own]
+
+
+class _Reaching(torch.autograd.Function):
+    """Passes embeddings on, and gives weights beside them gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, embeds_1TC: Tensor, *weights: Tensor) -> Tensor:
+        ctx.weights = weights
+        return embeds_1TC.view_as(embeds_1TC)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1TC: Tensor) -> tuple[Tensor, ...]:
+        weights, ctx.weights = ctx.weights, ()
+        return gradient_1TC, *map(torch.zeros_like, weights)
 
 
 def feature_tables(around: Any, medium: TowerInputs) -> list[Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,20 @@ def tower_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     head: Any = wrapper.get_output_embeddings()
     own = {id(parameter) for part in (text_part(wrapper), head) for parameter in part.parameters()}
     yield from (parameter for parameter in wrapper.parameters() if id(parameter) not in own)
+
+
+def unit_classes(model: Any, gathers_towers: bool) -> tuple[str, ...]:
+    """Names of the classes whose modules are units of shards: as the model's class says.
+
+    gathers_towers: without those of towers, which then belong to the unit of the rest and are gathered by every forward, so that
+    ranks may run them equally often or not.
+    """
+    names: Iterable[str] = model._no_split_modules or ()
+    if not gathers_towers:
+        return tuple(names)
+    wrapper: Any = wrapper_of(model)
+    in_towers = {type(module).__name__ for name in tower_names(model) for module in wrapper.get_submodule(name).modules()}
+    return tuple(name for name in names if name not in in_towers)
 
 
 def freeze_towers(model: nn.Module) -> Callable[[], None]:

@@ -36,11 +36,6 @@ def media_problems(facts: ModelFacts, processor: Any, setup: Setup, is_attached:
             f"rows have images, but {setup.num_stages} stages train rows of text alone so far; set stages=1, with parameters "
             f"whole on every rank"
         )
-    if setup.costs.parameters != "replicated":
-        problems.append(
-            f"rows have images, but parameters={setup.costs.parameters!r} train rows of text alone so far; set "
-            f"parameters='replicated', and adapters (LoRA) if a rank cannot hold the model's states"
-        )
     if dropping := tower_dropout(model):
         problems.append(
             f"towers drop at random in training ({', '.join(dropping[:3])}), but an image between two chunks runs in both; set "

@@ -44,6 +44,7 @@ from hf_longctx.hf.models.adapters import hidden_dtype, is_adapted, saved_parame
 from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.refusing import refuse_saving
+from hf_longctx.hf.models.towers import unit_classes
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.start.stages import load_stage
 from hf_longctx.plan.core.types import Ranges
@@ -136,17 +137,17 @@ class ReplicatedPlacement:
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them.
-
-    spreads_experts: each rank of a block gets whole experts, to which tokens travel, in place of a shard of all experts.
-    layers_on_host: shards of layers lie on the host while a step computes.
-    """
+    """The ranks of `mesh`, among which every parameter is divided, and how to divide a model among them."""
 
     mesh: DeviceMesh
     device: torch.device
     fp32_gradients: bool
+    # each rank of a block gets whole experts, to which tokens travel, in place of a shard of all experts
     spreads_experts: bool = False
+    # shards of layers lie on the host while a step computes
     layers_on_host: bool = False
+    # see `unit_classes`
+    gathers_towers: bool = False
 
     def divide(self, model: Any) -> None:
         """Shards a whole `model` layer by layer, and reads weights that are still to be read.
@@ -158,7 +159,8 @@ class Shards:
             if self.spreads_experts:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
-            shard_model(model, tuple(model._no_split_modules or ()), self.mesh, self.fp32_gradients, self.layers_on_host)
+            units = unit_classes(model, self.gathers_towers)
+            shard_model(model, units, self.mesh, self.fp32_gradients, self.layers_on_host)
             refuse_saving(model, "every rank holds a shard of them", takes_weights=True)
         free_gathered(model)
         read_deferred(model, self.device)

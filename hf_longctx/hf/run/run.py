@@ -422,7 +422,7 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
         setup=setup,
         control=control,
         sets=basis.sets,
-        placement=lends or _placement(config, setup, args, stage, mesh, source.pool),
+        placement=lends or _placement(config, setup, args, stage, mesh, source.pool, gathers_towers=basis.sets.reads_media),
         stage=stage,
         source=source,
         activations=activations,
@@ -592,8 +592,10 @@ def _placement(
     stage: StageModel,
     mesh: DeviceMesh | None,
     pool: GroupPool,
+    *,
+    gathers_towers: bool,
 ) -> Placement:
-    ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host
+    ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host, gathers_towers
     shards = None if mesh is None else Shards(mesh, args.device, *ways)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool, setup.ranges)

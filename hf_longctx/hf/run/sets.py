@@ -120,6 +120,8 @@ class SequenceSets:
         self.processor, self.is_attached = processor, is_attached
         # the model, whose towers read images
         self._facts: ModelFacts | None = None
+        # whether rows of a set that was given at the start have images; None before these sets were read
+        self._reads_media: bool | None = None
         # the rows of scanned sets as the collator makes them
         self._rows: dict[str, Any] = {}
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
@@ -161,6 +163,7 @@ class SequenceSets:
             settings[f"tokens of {name}"] = scan.digest
         problems += self._differing_rows({name: self._scans[name][1] for name in given})
         raise_together(problems, self.control, alike=settings)
+        self._reads_media = any(map(self.has_media, given))
 
     def _differing_rows(self, scans: Mapping[str, DatasetScan]) -> list[str]:
         """Problems with the first row that differs between ranks, for sets that run code to make rows. Collective."""
@@ -212,9 +215,21 @@ class SequenceSets:
         """The rows of a set as they were at the start."""
         return ScannedRows(name, self._scans[name][1])
 
+    @property
+    def reads_media(self) -> bool:
+        """Whether rows of a set that was given at the start have images."""
+        return bool(self._reads_media)
+
     def has_media(self, name: str) -> bool:
         """Whether rows of a scanned set have images; False for a set that was not scanned, such as a stream."""
         return name in self._scans and self._scans[name][1].media_features is not None
+
+    def have_media(self, name: str, index: SequenceIndex) -> NDArray[np.bool_] | None:
+        """Whether each sequence of a set has images, if weights are sharded; None if no loader needs to know."""
+        features = self._scans[name][1].media_features
+        if features is None or self.setup.costs.parameters == "replicated":
+            return None
+        return features[index.rows] > 0
 
     def reader(self, name: str) -> ImageReader | None:
         """Opens the images of a scanned set; None if its rows have none."""
@@ -267,7 +282,7 @@ class SequenceSets:
                     f"that counts; raise max_length in the trainer's arguments, or check the dataset's path, split and labels"
                 ]
             if not problems and scan.media_features is not None:
-                problems = self._media_problems(name, scan)
+                problems = self._media_problems(name, scan) + self._late_media_problems(name)
             if not problems and self.config.long_sequences == "error":
                 problems = [
                     f"{problem}{self._room_for(int(scan.sequence_lengths.max()))}"
@@ -291,6 +306,15 @@ class SequenceSets:
             f"{name} row {row} has {lengths[row]} tokens, {scan.media_features[row]} of them for images, above the limit of "
             f"{self.longest_sequence}, and rows with images are not cut so far; raise max_length, lower the number of pixels in "
             f"the processor's settings, or remove such rows"
+        ]
+
+    def _late_media_problems(self, name: str) -> list[str]:
+        """Problem with images in a set that comes after the start, if shards of towers were made for rows of text."""
+        if self._reads_media is not False or self.setup.costs.parameters == "replicated":
+            return []
+        return [
+            f"{name} has rows with images, but the sets at the start of the run had none, and its shards are made for text; give "
+            f"this set to the trainer at the start (eval_dataset)"
         ]
 
     def _room_for(self, num_tokens: int) -> str:

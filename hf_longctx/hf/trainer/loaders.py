@@ -110,7 +110,7 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
     name = "train_dataset"
     tokens = token_rows(run.sets.rows(name), run.task)
     rows = PlannedDataset(tokens, index, run.sets.scanned(name), run.task, run.sets.reader(name))
-    return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
+    return _loader(run, name, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done))
 
 
 def eval_loader(run: Run, name: str, dataset: Any, marks: bool = False) -> DataLoader[Any]:
@@ -120,16 +120,16 @@ def eval_loader(run: Run, name: str, dataset: Any, marks: bool = False) -> DataL
     sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
     task = replace(run.sets.task_of(name), marks=marks)
     rows = PlannedDataset(token_rows(run.sets.rows(name), run.task), index, run.sets.scanned(name), task, run.sets.reader(name))
-    return _loader(run, rows, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
+    return _loader(run, name, rows, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False))
 
 
-def _loader(run: Run, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataLoader[Any]:
+def _loader(run: Run, name: str, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataLoader[Any]:
     args, num_workers = run.args, run.args.dataloader_num_workers
     seed = partial(seed_worker, num_workers=num_workers, rank=args.process_index)
     loader = LongContextDataLoader(
         rows,
         batch_sampler=steps,
-        collate_fn=LongContextCollator(),
+        collate_fn=LongContextCollator(run.sets.have_media(name, rows.index)),
         num_workers=num_workers,
         pin_memory=_pins_memory(run),
         prefetch_factor=args.dataloader_prefetch_factor,

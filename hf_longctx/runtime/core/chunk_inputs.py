@@ -33,6 +33,9 @@ class ChunkMedia:
     rows: Tensor
     # [3, T], positions of all tokens in time, height and width; None for a model that counts tokens
     positions: Tensor | None = None
+    # whether the backward must reach all trained weights of the towers, even without an image: ranks that share weights in shards
+    # sum gradients of the same ones
+    reaches_all: bool = False
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkMedia:
         """Applies `change` to every tensor."""
@@ -40,7 +43,7 @@ class ChunkMedia:
             replace(each, tensors={name: change(tensor) for name, tensor in each.tensors.items()}) for each in self.media
         )
         positions = None if self.positions is None else change(self.positions)
-        return ChunkMedia(media, change(self.places), change(self.rows), positions)
+        return ChunkMedia(media, change(self.places), change(self.rows), positions, self.reaches_all)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from helpers.models.media_rows import CASES, MediaCase, TinyReader, num_labels, 
 from helpers.plans.layouts import plan_of
 from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
-from helpers.ranks.rank_steps import group_pool
+from helpers.ranks.rank_steps import group_pool, mesh, whole
 
 import hf_longctx.hf.data.collator as collator_module
 import hf_longctx.hf.models.media as media_module
@@ -23,12 +23,14 @@ from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.patch import patch_model
+from hf_longctx.hf.models.towers import unit_classes
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.chunk_inputs import ChunkMedia
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups import GroupPool
 
 HERE = sorted({*CASES} & {*dir(transformers)})
@@ -37,11 +39,11 @@ FIRST = sorted(f"{name}ForConditionalGeneration" for name in ("Qwen3VL", "Qwen3_
 TOLERANCE = 1e-12
 
 
-def inputs_of(plan: Any, rows: Any, reader: Any, rank: int) -> Any:
+def inputs_of(plan: Any, rows: Any, reader: Any, rank: int, have_media: Any = None) -> Any:
     lengths = np.array([len(row["input_ids"]) for row in rows])
     index = SequenceIndex.build(lengths, int(lengths.max()), "error")
     dataset = PlannedDataset(rows, index, reader=reader)
-    return LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])["chunks"]
+    return LongContextCollator(have_media)([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])["chunks"]
 
 
 def planned_step(case: MediaCase, plan: Any, rows: Any, reader: Any, pool: GroupPool | None = None) -> Any:
@@ -192,3 +194,52 @@ def test_towers_of_another_size_are_refused_by_both_numbers() -> None:
     _, reader = case.rows(model)
     with wide_floats(), pytest.raises(ValueError, match=r"give 16 features for a medium \(image\) of 15 tokens"):
         media_module.feature_tables(media_module.around_text(model), replace(reader.opened[0], num_features=15))
+
+
+def sharded_step(case: MediaCase, plan_json: str) -> Any:
+    """Runs one step of a plan with the weights in shards on a rank of a pool."""
+    rows, reader = case.rows(case.build())
+    plan, pool, model = plan_from_json(plan_json), group_pool(), case.build()
+    patch_model(model)
+    shard_model(model, unit_classes(model, True), mesh(pool.num_ranks))
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
+    with_media = np.array([bool(row["media"]) for row in rows])
+    with wide_floats():
+        inputs = inputs_of(plan, rows, reader, pool.rank, with_media)
+        result = executor.run(plan.for_rank(pool.rank), inputs, num_labels(rows))
+    return float(result.loss), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", FIRST)
+def test_shards_are_exact_also_if_a_rank_has_no_image(name: str, frozen: bool, parameters: Any, ranks: Any) -> None:
+    case = MediaCase(name, frozen=("visual", "vision_tower", "projector") if frozen else ())
+    model = case.build()
+    rows, reader = case.rows(model)
+    expected_loss, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    everything = (0, 1, 2, 3)
+    plans = [
+        plan_of([[(2, everything)]], lengths, 2),
+        sliced_plan(lengths, slices_of(lengths), num_ranks=2, ulysses=1),
+        # the second rank has no image, and then no tokens in the second micro-batch
+        plan_of([[(1, (0,)), (1, (1,))], [(2, (2, 3))]], lengths, 2),
+    ]
+    for plan in plans:
+        for loss, gradients in ranks(2).run(sharded_step, case, plan_to_json(replace(plan, parameters=parameters))):
+            assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+            # weights of a tower that no image reaches get zeros here
+            extra = gradients.keys() - expected.keys()
+            assert not any(gradients[each].any() for each in extra)
+            assert all("vision" in each for each in extra)
+            found = {each: gradient for each, gradient in gradients.items() if each in expected}
+            assert max(worst_errors(found, expected).values()) <= TOLERANCE
+
+
+def test_shards_without_images_in_a_step_leave_towers_without_gradients(ranks: Any) -> None:
+    case = MediaCase("Qwen3VLForConditionalGeneration", layouts=((9,), (14,)))
+    plan = replace(plan_of([[(1, (0,)), (1, (1,))]], [9, 14], 2), parameters="sharded")
+    for _, gradients in ranks(2).run(sharded_step, case, plan_to_json(plan)):
+        assert gradients
+        assert not any("visual" in name for name in gradients)

@@ -12,7 +12,9 @@ import torch
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import relative_error
 from helpers.models.tiny_processors import file_of, picture, tiny_processor
+from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import training_arguments
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer, tokenise_chat
@@ -107,11 +109,56 @@ def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_process
     assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
 
 
-def trainer_with(model: Any, processor: Any, rows: Any, folder: Path, **config: Any) -> LongContextTrainer:
+def training_on_rank(folder: str, parameters: str) -> dict[str, torch.Tensor]:
+    """Trains two steps on this rank of a pool; returns the whole weights."""
+    rows, processor = rows_and_processor()
+    model = qwen3_vl(processor)
+    trainer = trainer_with(model, processor, rows, Path(folder), per_device=2, parameters=parameters)
+    with wide_floats():
+        trainer.train()
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "replicated"])
+def test_two_ranks_train_as_plain_transformers_with_whole_weights_and_in_shards(
+    parameters: str, ranks: Any, tmp_path: Path
+) -> None:
+    rows, processor = rows_and_processor()
+    expected = plain_training(qwen3_vl(processor), rows, processor)
+    for after in ranks(2).run(training_on_rank, str(tmp_path), parameters):
+        assert after.keys() == expected.keys()
+        assert max(relative_error(after[name], expected[name]) for name in after) <= 1e-9
+
+
+def with_lora(model: Any) -> Any:
+    torch.manual_seed(5)
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64) * 0.1
+    return adapted
+
+
+def test_low_rank_adapters_on_towers_are_trained_as_in_plain_transformers(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    plain, model = (with_lora(qwen3_vl(processor)) for _ in range(2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = plain_training(plain, rows, processor)
+    with wide_floats():
+        trainer_with(model, processor, rows, tmp_path).train()
+    after = dict(model.named_parameters())
+    trained = [name for name, p in after.items() if p.requires_grad]
+    assert any("visual" in name for name in trained)
+    assert any("language_model" in name for name in trained)
+    assert not [name for name in trained if torch.equal(after[name], before[name])]
+    assert max(relative_error(after[name], expected[name]) for name in trained) <= 1e-9
+
+
+def trainer_with(model: Any, processor: Any, rows: Any, folder: Path, per_device: int = 4, **config: Any) -> LongContextTrainer:
     settings = {"tokens_per_rank": 256, "report_steps": False, "timeline_steps": 0} | config
     return LongContextTrainer(
         model=model,
-        args=training_arguments(str(folder), **STEPS),
+        args=training_arguments(str(folder), **STEPS | {"per_device_train_batch_size": per_device}),
         train_dataset=rows,
         processing_class=processor,
         longctx_config=LongContextConfig(**settings),

@@ -6,6 +6,7 @@ image of each size, and the answer is kept; pixels are read only by the rank tha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.data.chat import DataError
@@ -127,6 +128,17 @@ def processor_problem(processor: Any) -> str:
         )
     missing = [name for name in ("image_processor", "image_token", "tokenizer") if getattr(processor, name, None) is None]
     return f"the processor ({type(processor).__name__}) has no {missing[0]}, so it reads no images" if missing else ""
+
+
+def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
+    """Returns a processor's tokenizer with the processor's chat template. Raises DataError for one that reads no images."""
+    if problem := processor_problem(processor):
+        raise DataError(problem)
+    tokenizer: PreTrainedTokenizerBase = processor.tokenizer
+    if (template := getattr(processor, "chat_template", None)) and template != tokenizer.chat_template:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def tokens_problem(model: nn.Module, processor: Any) -> str:
