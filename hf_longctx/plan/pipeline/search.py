@@ -19,7 +19,7 @@ import numpy as np
 from hf_longctx.plan.core.orders import in_turns
 from hf_longctx.plan.core.types import FloatArray, MicroBatch, StepPlan, frees_every_round
 from hf_longctx.plan.groups.placement import PlacedGroup
-from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, padded
+from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, dealt_groups, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.predict.evaluate import Evaluation
 from hf_longctx.plan.predict.planning import Planning
@@ -34,6 +34,9 @@ class SearchConstants:
     equal: float = 1.03
     # number of candidates that get room among those that may fit, the quickest first
     most_fits: int = 3
+    # if nothing fits, so many of the quickest layouts get room with the longest sequence in these numbers of slices
+    most_layouts: int = 2
+    slices: tuple[int, ...] = (1, 2, 4, 8)
     # factor on the seconds with everything kept beyond which a plan is compared with finer chunks, of which fewer need to
     # be recomputed
     much_lost: float = 1.05
@@ -293,11 +296,30 @@ class PipelineSearch:
                 fitting = self._made_to_fit(candidate)
             if fitting is not None and (best is None or fitting.run.step_s < best.run.step_s):
                 best = fitting
+        if best is None and len(members) > 1:
+            best = self._made_fastest(self._in_other_slices(candidates, members))
         if best is not None and self._loses_much(best):
             most_tokens = _most_tokens(best.plan.micro_batches[0])
             finer = (each for each in self._least(members) if _most_tokens(each.micro_batch) < most_tokens)
             best = self._made_fastest(finer, best)
         return best
+
+    def _in_other_slices(self, candidates: Sequence[Candidate], members: tuple[int, ...]) -> list[Candidate]:
+        """The quickest layouts of these candidates in all numbers of slices that may fit, the quickest first.
+
+        Slices hold keys, values and gradients for one another, so that whole sequences may fit where no slices do.
+        """
+        if self._room is None:
+            return []
+        degrees = (tuple(group.degree for group in each.micro_batch.groups if group.num_tokens) for each in candidates)
+        found = [
+            each
+            for layout in [*dict.fromkeys(degrees)][: _CHOICE.most_layouts]
+            for each in self.candidates.sliced(dealt_groups(self.staged, layout, members), _CHOICE.slices)
+            if self._may_fit(each)
+        ]
+        room = self._room
+        return sorted(found, key=lambda each: max(map(room.kept_s, each.micro_batch.groups)))
 
     def _faster(self, candidates: list[Candidate], others_s: FloatArray) -> list[Candidate]:
         """The candidates with which the step may beat `most_s`, since room only adds seconds; raises NotFaster if none does.

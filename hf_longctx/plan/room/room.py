@@ -589,6 +589,8 @@ class PipelineRoom(Room):
         self._fullest = sorted({0, *sizes.values(), len(stages) - 1})
         # predictions of the latest group in least memory, which a refusal describes
         self._least: list[Trial] = []
+        # the latest answer of a program for that group, which may fit on some stages only
+        self._latest: Trial | None = None
 
     def fitting(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[SequenceGroup, ...]:
         """The groups of a micro-batch with their policies; raises ValueError if nothing fits one of them.
@@ -633,7 +635,7 @@ class PipelineRoom(Room):
             yield [lambda: [self.trial(group)]]
         if found:
             return
-        self._least = []
+        self._least, self._latest = [], None
         if self.is_hopeless(group):
             self._least.append(Trial(group, math.inf, self.least_over_bytes(group)))
             return
@@ -734,11 +736,17 @@ class PipelineRoom(Room):
         return self.predictions.over[key][1]
 
     def _least_trials(self, lean: _LeastMemory, keeps_attention: bool, host_bytes: int) -> list[Trial]:
-        """Predicts a group in least memory, unless a bound proves that it does not fit, and keeps it for a refusal."""
+        """Predicts a group in least memory, unless a bound proves that it does not fit, and keeps it for a refusal.
+
+        Also predicts it with the latest program's answer on those stages where that fits, which recomputes less.
+        """
         group = lean(keeps_attention, host_bytes)
         over_bytes = tuple(next(of_stage) for of_stage in self._least_over(group, [group]))
         self._least.append(Trial(group, math.inf, over_bytes) if max(over_bytes) > 0 else self.trial(group))
-        return self._least[-1:]
+        found = self._least[-1:]
+        if self._latest is not None and found[0].fits and (places := _fitting_places(self._latest)):
+            found.append(self.trial(with_stages_of(group, self._latest.group, places)))
+        return found
 
     def _programmed(self, kept: Trial, keeps_attention: bool, moves_needed: bool) -> list[Trial]:
         """The group with layers recomputed and shares offloaded, and without offloading if that may be faster, if they fit.
@@ -777,7 +785,8 @@ class PipelineRoom(Room):
             if levels is None:
                 return None
             again_s = (levels.layers * cells.cells.layer_s).reshape(len(group.stages), -1).sum(axis=1).max()
-            return self.trial(cells.under(levels.layers, levels.offload), counted_s=float(again_s))
+            self._latest = self.trial(cells.under(levels.layers, levels.offload), counted_s=float(again_s))
+            return self._latest
 
         def next_room(room: _StageRoom, trial: Trial) -> _StageRoom | None:
             device_bytes, host_bytes = room

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.plan.core.settings import ClusterSpec, PlannerConfig
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import Parameters, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.sim.scenario import Request, build_scenario
+from hf_longctx.sim.workloads import read_workload
 
 # factor by which a step may be slower than one with less room: candidates and programs are searched, not proven
 EQUAL = 1.015
@@ -76,3 +80,32 @@ def test_more_room_never_makes_a_step_slower(
     gib: list[float], seed: int, count: int, ranks: tuple[int, int], host_gib: int, parameters: Parameters
 ) -> None:
     assert worst_rise(steps_s(tuple(sorted(gib)), seed, count, *ranks, host_gib, parameters)) <= EQUAL
+
+
+def cluster_step(model: str, stages: int, shard_ranks: int) -> StepPlan:
+    """A step of 256 long sequences on eight nodes of a slow network, with sharded stages."""
+    workload = read_workload("lognormal:10.5,0.6", 184_000, 256, 0, None)
+    lengths = workload.draw_steps(1, 256, 0)[0]
+    how: dict[str, Any] = {"stages": stages, "parameters": "sharded", "shard_ranks": shard_ranks, "network_gbit": 100.0}
+    how |= {"longest_tokens": workload.longest, "step_lengths": tuple(lengths)}
+    setup = build_scenario(Request(model, "h100", 64, **how), must_fit=False).setup
+    return plan_step(0, lengths, setup.costs, setup.planner)
+
+
+def test_whole_sequences_run_on_small_groups_where_slices_do_not_fit() -> None:
+    """Groups over all ranks of a stage exchange over the network, and would need six times the bound."""
+    found = cluster_step("qwen3-32b", 2, 8)
+    assert found.estimate.counted_s < 1.35 * found.estimate.lower_bound_s
+    assert {group.degree for micro_batch in found.micro_batches for group in micro_batch.groups} == {8}
+
+
+def test_stages_with_room_recompute_no_more_because_others_recompute_everything() -> None:
+    found = cluster_step("llama-3.1-70b", 16, 4)
+    (group,) = found.micro_batches[0].groups
+
+    def recomputed(place: int) -> int:
+        layers = [layer for policy in group.stages[place].activations for layer in policy.layers]
+        return sum(any(share.recompute for share in layer.shares) for layer in layers)
+
+    assert recomputed(15) < recomputed(0) / 2
+    assert found.estimate.counted_s < 1.35 * found.estimate.lower_bound_s
