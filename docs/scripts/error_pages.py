@@ -38,7 +38,7 @@ SUBJECTS = {
         {
             "Rows, labels and lengths": (
                 "hf/data hf/trainer/loaders hf/run/sets hf/run/steps:check_planned hf/run/steps:label_sums "
-                "hf/trainer/trainer:_check_planned_set hf/trainer/trainer:_check_loader "
+                "hf/trainer/trainer:_check_planned_set hf/trainer/trainer:_take_loader "
                 "hf/trainer/trainer:get_train_dataloader"
             ),
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",

@@ -63,14 +63,14 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "bailing_hybrid",
         "BailingHybridForCausalLM",
-        traits=Traits(state="kimi_delta"),
+        traits=Traits(state="kimi_delta", kernels=("gated_norms",)),
         modules=Modules(experts=("BailingHybridExperts",)),
         mixers=(_kimi_delta("BailingHybridDeltaAttention"),),
     ),
     Family(
         "bamba",
         "BambaForCausalLM",
-        traits=Traits(state="bamba", kernels=("gates",)),
+        traits=Traits(state="bamba", kernels=("gated_norms", "gates")),
         modules=Modules(tuples={"BambaDecoderLayer": 2}),
         mixers=(_mamba2("BambaMixer", heads="mamba_n_heads"),),
     ),
@@ -319,7 +319,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
-        traits=Traits(dense_field="shared_intermediate_size", state="bamba"),
+        traits=Traits(dense_field="shared_intermediate_size", state="bamba", kernels=("gated_norms",)),
         modules=Modules(experts=("GraniteMoeHybridExperts",)),
         mixers=(_mamba2("GraniteMoeHybridMambaLayer", heads="mamba_n_heads"),),
     ),
@@ -361,7 +361,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "kimi_linear",
         "KimiLinearForCausalLM",
-        traits=Traits(state="kimi_delta"),
+        traits=Traits(state="kimi_delta", kernels=("gated_norms",)),
         modules=Modules(experts=("KimiLinearExperts",)),
         mixers=(_kimi_delta("KimiLinearDeltaAttention"),),
     ),
@@ -380,7 +380,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "lara_mini",
         "LaraMiniForCausalLM",
-        traits=Traits(qk_norms=True, state="gated_delta"),
+        traits=Traits(qk_norms=True, state="gated_delta", kernels=("gated_norms",)),
         mixers=(_delta_net("LaraMiniGatedDeltaNet"),),
     ),
     Family(
@@ -430,7 +430,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "mamba2",
         "Mamba2ForCausalLM",
-        traits=Traits(mlp="in_mixer", wide_hidden=True, state="mamba2"),
+        traits=Traits(mlp="in_mixer", wide_hidden=True, state="mamba2", kernels=("gated_norms",)),
         modules=Modules(hands_down={"Mamba2ForCausalLM": ("backbone",)}),
         mixers=(_mamba2("Mamba2Mixer", heads="num_heads"),),
     ),
@@ -516,7 +516,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "nemotron_h",
         "NemotronHForCausalLM",
-        traits=Traits(gated_mlp=False, mlp="by_layer_name", layers="of_types", state="nemotron_h"),
+        traits=Traits(gated_mlp=False, mlp="by_layer_name", layers="of_types", state="nemotron_h", kernels=("gated_norms",)),
         modules=Modules(experts=("NemotronHExperts",)),
         mixers=(_mamba2("NemotronHMamba2Mixer", heads="mamba_num_heads", other_types=("moe", "mlp")),),
     ),
@@ -738,7 +738,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "zamba2",
         "Zamba2ForCausalLM",
-        traits=Traits(tiles_mlps=False, mlp="with_attention", tiles_norms=False, state="zamba2"),
+        traits=Traits(tiles_mlps=False, mlp="with_attention", tiles_norms=False, state="zamba2", kernels=("gated_norms",)),
         mixers=(_mamba2("Zamba2MambaMixer", heads="n_mamba_heads", other_types=("hybrid",)),),
     ),
     Family(

@@ -215,7 +215,7 @@ class LongContextConfig:
         default=None,
         metadata={
             "help": "GiB of a device that a rank may use, including the model and communicators of NCCL (half a GiB for each "
-            "process group). Default: four fifths of the device."
+            "process group). Default: four fifths of the device, or 92 % if torch's allocator has expandable segments."
         },
     )
     host_gib: float | None = field(

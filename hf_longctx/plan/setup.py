@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 from hf_longctx.plan.core.settings import (
     GENERIC_GPU,
-    USABLE_SHARE,
     ActivationBudget,
     ClusterSpec,
     GroupMethod,
     PlannerConfig,
     default_degrees,
+    usable_share_bytes,
 )
 from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan, frees_every_round, gathers_every_pass
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
@@ -90,9 +90,9 @@ class DeviceMemory:
     most_offloaded: int = 2**62
 
     @classmethod
-    def by_formula(cls, model: ModelSpec, device_bytes: int) -> DeviceMemory:
-        """Memory without measurements: everything by formula, and four fifths of the device usable."""
-        return cls(model, device_bytes, int(device_bytes * USABLE_SHARE), saved_token_bytes(model))
+    def by_formula(cls, model: ModelSpec, device_bytes: int, is_expandable: bool = False) -> DeviceMemory:
+        """Memory without measurements, by formula. is_expandable: see `usable_share_bytes`."""
+        return cls(model, device_bytes, usable_share_bytes(device_bytes, is_expandable), saved_token_bytes(model))
 
     @property
     def is_measured(self) -> bool:
@@ -267,6 +267,8 @@ class Measured:
     has_communicators: bool = False
     # weights of a reference model, which ranks share as they share the model
     reference_bytes: int = 0
+    # torch's allocator has expandable segments
+    is_expandable: bool = False
 
     def memory_on(self, placement: Placement, costs: CostModel, lends: bool = False) -> DeviceMemory:
         """Memory beside communicators, a reference model, and the parts of the model on the host."""
@@ -275,7 +277,7 @@ class Measured:
             blocks, num_stages = block_sizes(placement.degrees, costs), max(1, len(placement.ranges))
             number = num_communicators(placement.num_ranks, blocks, placement.shard_ranks, num_stages, lends)
             given = max(0, usable - number * COMMUNICATOR_BYTES)
-            usable = given if self.is_given else min(usable, usable_bytes(memory.device_bytes, number))
+            usable = given if self.is_given else min(usable, usable_bytes(memory.device_bytes, number, self.is_expandable))
         if self.reference_bytes:
             # it stays on the device
             whole = replace(memory, model=replace(costs.model, layers_on_host=False)).state_bytes(*placement.sharing)
@@ -789,13 +791,13 @@ def num_communicators(
     return 1 + most + sharding + early_sums
 
 
-def usable_bytes(device_bytes: int, num_communicators: int) -> int:
-    """Returns the bytes of a device that predicted bytes may fill.
+def usable_bytes(device_bytes: int, num_communicators: int, is_expandable: bool = False) -> int:
+    """Returns the bytes of a device that predicted bytes may fill. is_expandable: see `usable_share_bytes`.
 
     Communicators may take half of the rest; each further one lowers the result.
     """
-    share = (1 + USABLE_SHARE) / 2
-    return int(min(device_bytes * USABLE_SHARE, device_bytes * share - num_communicators * COMMUNICATOR_BYTES))
+    usable = usable_share_bytes(device_bytes, is_expandable)
+    return min(usable, (device_bytes + usable) // 2 - num_communicators * COMMUNICATOR_BYTES)
 
 
 def _sequence_groups(

@@ -109,6 +109,8 @@ class Request:
     name: str = ""
     # norms, gated MLPs and rotary embeddings run as kernels (None: on GPUs, as in a run without this setting)
     compile_layers: bool | None = None
+    # torch's allocator will have expandable segments, as the environment of a run decides
+    expandable_segments: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         cluster = _with_network(request.network_gbit, cluster, notes)
     if links := slow_links(cluster):
         notes.append(links)
-    coefficients, memory = _measured_or_assumed(model, cluster, calibration)
+    coefficients, memory = _measured_or_assumed(model, cluster, calibration, request.expandable_segments)
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep; choose one of these")
     if kept := kept_because(request.model):
@@ -249,7 +251,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     is_measured = memory.is_measured
     # a measured run had its communicators beside the usable bytes
     takes_memory = _is_gpu(profile.spec.name) and not is_measured
-    measured = Measured(CostModel(model, cluster, coefficients), memory, is_measured, takes_memory)
+    measured = Measured(
+        CostModel(model, cluster, coefficients), memory, is_measured, takes_memory, is_expandable=request.expandable_segments
+    )
     lengths = Lengths(lambda: request.longest_tokens, lambda: request.step_lengths, list, request.longest_tokens)
     wishes = _wishes(request, model, cluster, _stages(request, model, cluster, is_measured and must_fit), is_measured)
     setup = build_setup(measured, wishes, lengths, partial(_check, request))
@@ -559,11 +563,11 @@ def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int
 
 
 def _measured_or_assumed(
-    model: ModelSpec, cluster: ClusterSpec, calibration: ModelCalibration | None
+    model: ModelSpec, cluster: ClusterSpec, calibration: ModelCalibration | None, is_expandable: bool
 ) -> tuple[CostCoefficients, DeviceMemory]:
     device_bytes = cluster.hardware.device_bytes
     if calibration is None:
-        return default_coefficients(model, cluster), DeviceMemory.by_formula(model, device_bytes)
+        return default_coefficients(model, cluster), DeviceMemory.by_formula(model, device_bytes, is_expandable)
     memory = DeviceMemory(
         model,
         device_bytes,

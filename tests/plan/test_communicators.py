@@ -66,3 +66,13 @@ def test_half_of_what_is_not_usable_is_for_communicators() -> None:
     assert COMMUNICATOR_BYTES == GIB // 2
     assert usable_bytes(40 * GIB, 0) == usable_bytes(40 * GIB, 8) == 32 * GIB
     assert usable_bytes(40 * GIB, 12) == 30 * GIB
+
+
+def test_less_is_left_free_with_expandable_segments() -> None:
+    assert usable_bytes(100 * GIB, 0, is_expandable=True) == 92 * GIB
+    # 4 GiB for eight communicators fill half of the 8 that are free, and another one takes from plans
+    assert usable_bytes(100 * GIB, 8, is_expandable=True) == 92 * GIB
+    assert usable_bytes(100 * GIB, 9, is_expandable=True) == 100 * GIB * 96 // 100 - 9 * COMMUNICATOR_BYTES
+    # 8 % of small devices are less than a process needs, and tiny ones keep what they had
+    assert usable_bytes(16 * GIB, 0, is_expandable=True) == 14 * GIB
+    assert usable_bytes(4 * GIB, 0, is_expandable=True) == usable_bytes(4 * GIB, 0)

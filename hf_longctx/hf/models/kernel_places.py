@@ -7,9 +7,12 @@ kernels are checked here too, and kernels that a user put into a model are found
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -22,7 +25,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.facts import ModelFacts
@@ -50,7 +52,8 @@ _ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", 
 class FusableModule:
     """A module that computes token by token: a norm (with its eps), a gated MLP (its activation) or a rotary embedding.
 
-    is_centred: a norm's weights count from 1, as Gemma's do. A gated norm multiplies its result by the activation of a gate.
+    is_centred: a norm's weights count from 1, as Gemma's do. A gated norm multiplies its result, or its input if `gates_first`,
+    by the activation of a gate; it may norm `groups` of features each by itself, and multiply by its weight in fp32 (`is_wide`).
     """
 
     module: Any
@@ -58,6 +61,9 @@ class FusableModule:
     eps: float = 0.0
     is_centred: bool = False
     activation: str = ""
+    gates_first: bool = False
+    groups: int = 1
+    is_wide: bool = False
 
 
 def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
@@ -71,9 +77,8 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
         elif _is_same(own, modeling_gemma.GemmaRMSNorm.forward):
             if _is_same(type(module)._norm, modeling_gemma.GemmaRMSNorm._norm):
                 yield FusableModule(module, "norm", float(module.eps), is_centred=True)
-        elif _is_same(own, modeling_qwen3_next.Qwen3NextRMSNormGated.forward):
-            if module.activation == "silu":
-                yield FusableModule(module, "gated_norm", float(module.variance_epsilon), activation="silu")
+        elif (gated_norm := _gated_norm(module, own)) is not None:
+            yield gated_norm
         elif _is_same(own, modeling_llama.LlamaMLP.forward):
             if (activation := _ACTIVATIONS.get(type(module.act_fn), "")) and runs_as_written(module.act_fn):
                 yield FusableModule(module, "gated", activation=activation)
@@ -82,6 +87,42 @@ def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
             is_known = _is_same(rotary, modeling_llama.apply_rotary_pos_emb) and _is_same(half, modeling_llama.rotate_half)
             if is_known and own.__closure__ is None:
                 yield FusableModule(module, "rotary")
+
+
+def _gated_norm(module: Any, own: Any) -> FusableModule | None:
+    """The gated norm that a forward of one of the known codes computes; None for other code."""
+    if "Gated" not in type(module).__name__:
+        return None
+    known = next((name for name in _GATED_NORMS if _is_same(own, _forward_of(name))), "")
+    eps, activation = getattr(module, "variance_epsilon", 0.0), getattr(module, "activation", "silu")
+    if not known or activation not in ("silu", "sigmoid"):
+        return None
+    found = FusableModule(module, "gated_norm", float(eps), activation=activation)
+    match known:
+        case "falcon_h1.FalconH1RMSNormGated":
+            return replace(found, gates_first=not module.norm_before_gate, groups=module.n_groups, is_wide=True)
+        case "bamba.BambaRMSNormGated":
+            return replace(found, gates_first=True, groups=module.weight.numel() // module.group_size)
+        case "kimi_linear.KimiLinearRMSNormGated":
+            return replace(found, is_wide=True)
+    return found
+
+
+# one class for each code, in a folder that some versions of transformers do not have
+_GATED_NORMS = (
+    *("qwen3_next.Qwen3NextRMSNormGated", "kimi_linear.KimiLinearRMSNormGated"),
+    *("bamba.BambaRMSNormGated", "falcon_h1.FalconH1RMSNormGated"),
+)
+
+
+@cache
+def _forward_of(name: str) -> Any:
+    """The forward of a class of transformers, given its folder and name; None without it."""
+    folder, kind = name.split(".")
+    module = f"transformers.models.{folder}.modeling_{folder}"
+    if importlib.util.find_spec(f"transformers.models.{folder}") is None:
+        return None
+    return without_renames(getattr(getattr(importlib.import_module(module), kind, None), "forward", None))
 
 
 def runs_as_written(module: nn.Module) -> bool:

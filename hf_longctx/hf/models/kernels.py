@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype
 from hf_longctx.hf.models.expert_adapters import GroupedProducts, bind_expert_adapters
@@ -45,7 +46,12 @@ from hf_longctx.runtime.core.kernels import CompiledFunction, Function
 # origin of the kernels; "": none, the model runs its own code
 Maker = Literal["", "compile", "liger"]
 _NAMES = {"norm": "norms", "gated_norm": "gated norms", "gated": "gated MLPs", "rotary": "rotary embeddings"}
-_GATES: dict[str, Function] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+_GATES: dict[str, Function] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
 # inputs of a kernel with one row for each token
 _ROW_INPUTS = {"norm": 1, "gated_norm": 2, "gated": 2}
 # rows of the comparison at start, and the largest error of a norm that rounding explains
@@ -127,7 +133,7 @@ class FusedLayers:
             dtype = inner_dtype if is_mlp else found.module.weight.dtype
             # whether each input is trained
             trains = (True, True) if is_mlp else ((True,) * _ROW_INPUTS[found.kind] + (found.module.weight.requires_grad,))
-            key = (found.kind, found.eps, found.is_centred, found.activation, width, dtype, trains)
+            key = (*_key(found), width, dtype, trains)
             if key in seen:
                 continue
             seen.add(key)
@@ -148,7 +154,7 @@ class FusedLayers:
 
     def _function(self, found: FusableModule) -> Function:
         """The kernel of a module."""
-        key = (found.kind, found.eps, found.is_centred, found.activation)
+        key = _key(found)
         if key not in self._functions:
             self._functions[key] = self._made(found)
         return self._functions[key]
@@ -200,8 +206,10 @@ class FusedLayers:
         del gate, up
         return module.down_proj(product)
 
-    def _gated_norm(self, module: Any, own: Function, function: Function, hidden_states: Tensor, gate: Tensor) -> Any:
-        if gate.shape != hidden_states.shape or not self._fits(hidden_states, gate, module.weight):
+    def _gated_norm(
+        self, module: Any, own: Function, function: Function, hidden_states: Tensor, gate: Tensor | None = None
+    ) -> Any:
+        if gate is None or gate.shape != hidden_states.shape or not self._fits(hidden_states, gate, module.weight):
             return own(hidden_states, gate)
         rows = (each.reshape(-1, each.shape[-1]).contiguous() for each in (hidden_states, gate))
         return function(*rows, module.weight).view(hidden_states.shape)
@@ -275,19 +283,20 @@ def _norm(found: FusableModule) -> Function:
     return norm
 
 
-class _OfQwen3Next:
-    """Stand-in of a norm whose result is multiplied by a gate."""
-
-    forward = Qwen3NextRMSNormGated.forward
-
-    def __init__(self, weight_C: Tensor, found: FusableModule) -> None:
-        self.weight, self.variance_epsilon, self.activation = weight_C, found.eps, found.activation
+def _key(found: FusableModule) -> tuple[Any, ...]:
+    """All that the function of a module depends on."""
+    return tuple(getattr(found, each.name) for each in fields(found) if each.name != "module")
 
 
 def _own_gated_norm(found: FusableModule) -> Function:
+    """The code of the class, with the weight as an input."""
+    module = found.module
+    run: Any = without_renames(type(module).forward)
+
     def own(x_NC: Tensor, gate_NC: Tensor, weight_C: Tensor) -> Tensor:
-        kind: Any = _OfQwen3Next
-        result: Tensor = kind(weight_C, found).forward(x_NC, gate_NC)
+        stand_in = SimpleNamespace(**{name: value for name, value in vars(module).items() if not name.startswith("_")})
+        stand_in.weight = weight_C
+        result: Tensor = run(stand_in, x_NC, gate_NC)
         return result
 
     return own
@@ -295,13 +304,20 @@ def _own_gated_norm(found: FusableModule) -> Function:
 
 def _gated_norm(found: FusableModule) -> Function:
     """The function of `_own_gated_norm`, without the look-up of its activation, which no compiler takes."""
-    eps, activation = found.eps, _GATES[found.activation]
+    eps, activation, gates_first, groups = found.eps, _GATES[found.activation], found.gates_first, found.groups
+    is_wide = found.is_wide
 
     def gated_norm(x_NC: Tensor, gate_NC: Tensor, weight_C: Tensor) -> Tensor:
-        wide_NC = x_NC.to(torch.float32)
-        normed_NC = wide_NC * torch.rsqrt(wide_NC.pow(2).mean(-1, keepdim=True) + eps)
-        gated: Tensor = weight_C * normed_NC.to(x_NC.dtype) * activation(gate_NC.to(torch.float32))
-        return gated.to(x_NC.dtype)
+        wide_NC, gate = x_NC.to(torch.float32), activation(gate_NC.to(torch.float32))
+        if gates_first:
+            wide_NC = wide_NC * gate
+        wide = wide_NC.unflatten(-1, (groups, -1))
+        normed_NC = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+        weighed = weight_C.to(torch.float32) * normed_NC if is_wide else weight_C * normed_NC.to(x_NC.dtype)
+        if gates_first and not is_wide:
+            # in the wider dtype of weight and input
+            return weighed
+        return (weighed if gates_first else weighed * gate).to(x_NC.dtype)
 
     return gated_norm
 

@@ -64,6 +64,8 @@ class PlanSource:
     ) -> None:
         self.pool, self.costs, self.config, self.alive_s = pool, costs, config, alive_s
         self.planner = planner
+        # settings for less memory than was assumed at the start; a step that does not fit under them is planned by `config`
+        self.tighter: PlannerConfig | None = None
         # seconds that training has waited on rank 0 for plans and the data that they need
         self.waited_s = 0.0
         self.is_timed = is_timed
@@ -98,13 +100,24 @@ class PlanSource:
 
     def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
         """Plans one step on this rank only, however long that takes."""
-        costs, config, planner = self.costs, self.config, self.planner
-        if not self._explores(explore):
-            return planner(step, lengths, costs, config)
-        self._explore_steps -= 1
-        degree = config.degrees[step % len(config.degrees)]
-        config = replace(quick(config), degrees=tuple(d for d in config.degrees if d >= degree))
-        plan = planner(step, lengths, replace(costs, favoured_degree=degree), config)
+        costs, planner = self.costs, self.planner
+        explores = self._explores(explore)
+        self._explore_steps -= explores
+
+        def planned(config: PlannerConfig) -> StepPlan:
+            if not explores:
+                return planner(step, lengths, costs, config)
+            degree = config.degrees[step % len(config.degrees)]
+            config = replace(quick(config), degrees=tuple(d for d in config.degrees if d >= degree))
+            return planner(step, lengths, replace(costs, favoured_degree=degree), config)
+
+        plan: StepPlan | None = None
+        if (tighter := self.tighter) is not None:
+            with suppress(ValueError):
+                plan = planned(tighter)
+        plan = plan or planned(self.config)
+        if not explores:
+            return plan
         # the costs of other degrees were raised on purpose, so the estimate is meaningless
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 

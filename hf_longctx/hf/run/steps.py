@@ -5,6 +5,7 @@ Needs no `Trainer` object; the methods of `LongContextMixin` only call it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_longctx.hf.checkpoints.manifest import read_record
+from hf_longctx.hf.data.collator import PlannedStep
 from hf_longctx.hf.data.labels import LABELS_THAT_COUNT
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.log_probs.rewards import passes_of
@@ -25,6 +27,7 @@ from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasse
 from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.stopping import OrderlyStop
+from hf_longctx.hf.run.free_memory import FreeMemory
 from hf_longctx.hf.run.nonfinite import MODEL_FOLDER, PlanWithInputs, RefusedStep
 from hf_longctx.hf.run.run import Run, reference_run
 from hf_longctx.hf.run.saver import Saver
@@ -81,16 +84,22 @@ class StepRunner:
     """Runs the plans of one training, and forwards of evaluations. All methods that run or agree are collective over all ranks.
 
     counts_tokens: whether steps count tokens that were predicted right, and sum up entropies. was_skipped: whether the present
-    step was left out, because its loss or gradients are not finite.
+    step was left out, because its loss or gradients are not finite. read: makes the batch of a planned step, so that a step can
+    be planned again; None for a stream and for batches of a trainer's own.
     """
 
     def __init__(self, run: Run, saver: Saver, counts_tokens: bool) -> None:
         self.run, self.saver, self.was_skipped = run, saver, False
         self._counts_tokens = counts_tokens
+        self.free = FreeMemory(run.setup, run.source, run.args.device, run.control)
+        self.read: Callable[[PlannedStep], dict[str, Any]] | None = None
+        # gradients that are not of the present step's plans, so that none of them can run again
+        self._has_gradients = False
         # kept between steps, since it owns gradient buffers
         self._executor: StepExecutor | None = None
         # batches of the present optimizer step, until the first of them runs
         self._batches: list[Any] = []
+        self._num_batches = 0
         # plans of the present step that have run, and their loss
         self._done: list[PlanWithInputs] = []
         self._loss: Tensor | None = None
@@ -128,7 +137,8 @@ class StepRunner:
 
         Raises ValueError for a dropout whose rate was raised from 0 since the start.
         """
-        self._batches = batches
+        self._batches, self._num_batches = batches, len(batches)
+        self._has_gradients = any(parameter.grad is not None for parameter in model.parameters())
         check_rates(model)
         if (dropout := self.run.dropout) is not None:
             plans = [batch["step"].plan for batch in batches if "step" in batch]
@@ -160,9 +170,10 @@ class StepRunner:
         own = [sum(batch[name] for batch in batches) for name in ("total_weight", "num_label_tokens")]
         asked = [] if stop is None else [self.saver.is_over, *stop.asked()]
         beside = run.activations.beside_bytes
-        said = [*own, len(changed), beside, beside > 0, *asked]
-        total_weight, num_labels, num_changed, beside_sum, num_full, *num_asked = sums_over_ranks(said, control)
+        said = [*own, len(changed), beside, beside > 0, self.free.is_short, *asked]
+        total_weight, num_labels, num_changed, beside_sum, num_full, num_short, *num_asked = sums_over_ranks(said, control)
         run.activations.agree(int(beside_sum / max(1, num_full)))
+        run.report.say(self.free.agree(num_short))
         if stop is not None:
             num_over, *num_asked = num_asked
             stop.agree(num_asked)
@@ -176,7 +187,25 @@ class StepRunner:
                 f"step {number} has no label that counts ({LABELS_THAT_COUNT}), so it has no mean loss; "
                 f"give a step more sequences, leave rows without labels out, or raise max_length if labels were cut off"
             )
+        if stop is not None:
+            self._plan_again(batches, number)
         return total_weight, int(num_labels)
+
+    def _plan_again(self, batches: list[dict[str, Any]], number: int) -> None:
+        """Replaces batches whose plans fill more memory than ranks have found since, if others need less. Collective."""
+        changed: list[str] = []
+        found = False
+        for place, batch in enumerate(batches):
+            plan = batch["step"].plan if "step" in batch else None
+            if self.read is None or plan is None or plan.estimate.peak_bytes <= self.free.limit_bytes:
+                continue
+            (again,) = self.run.source.plans([(plan.step, list(plan.lengths))], explore=False)
+            if again.estimate.peak_bytes < plan.estimate.peak_bytes:
+                found = True
+                batches[place] = self.read(replace(batch["step"], plan=again))
+                changed += filter(None, [batches[place].get("changed")])
+        if found:
+            raise_together(changed, self.run.control, f"step {number} cannot run")
 
     def run_plan(
         self,
@@ -192,8 +221,59 @@ class StepRunner:
 
         total_weight: sum of the weights of the step's label tokens over all ranks. ends_step: the plan is the last of its step,
         which then reduces gradients, and is left out or refused if it cannot be used. loss: the loss to report in place of that
-        of the tokens. Raises FloatingPointError on every rank for a refused step.
+        of the tokens. Raises FloatingPointError on every rank for a refused step. On a single rank, a plan that runs out of
+        device memory is planned again for less, and the step runs again from its first plan.
         """
+        while True:
+            try:
+                return self._run_plan(model, batch, total_weight, ends_step, refusal, early_updates, loss)
+            except torch.OutOfMemoryError:
+                if (again := self._for_less(batch, early_updates)) is None:
+                    raise
+                batch = again
+            # the error is gone, and with it the tensors of its frames
+            self._run_again(model, total_weight)
+
+    def _for_less(self, batch: Mapping[str, Any], early_updates: HostSteps | None) -> dict[str, Any] | None:
+        """Returns the batch of a plan that ran out of memory, planned for less; None if it cannot run again.
+
+        Other ranks wait inside the plan's collectives, so there must be none. Gradients that have left for the host, or were
+        there before the step, cannot be taken back.
+        """
+        plan, free = batch["step"].plan, self.free
+        is_routed = self._executor is not None and self._executor.routers is not None
+        if not free.is_watched or self.read is None or plan.num_ranks > 1 or self._has_gradients or early_updates is not None:
+            return None
+        if is_routed and self._num_batches > 1:
+            # experts were balanced over all plans of the step before the first of them ran
+            return None
+        free.failed(plan)
+        self.run.report.say(free.agree(free.is_short))
+        batches = [dict(batch)]
+        self._plan_again(batches, plan.step)
+        return batches[0] if batches[0]["step"].plan is not plan else None
+
+    def _run_again(self, model: nn.Module, total_weight: float) -> None:
+        """Frees what a failed plan has left, and repeats the plans of the step before it."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        model.zero_grad(set_to_none=True)
+        executor = self.executor(model)
+        for done in self._done:
+            rank_plan = done.step.plan.for_rank(self.run.pool.rank)
+            executor.run(rank_plan, done.chunks, total_weight, False, engine=self.run.activations.engine(model, rank_plan))
+
+    def _run_plan(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        total_weight: float,
+        ends_step: bool,
+        refusal: Refusal,
+        early_updates: HostSteps | None,
+        loss: Tensor | None,
+    ) -> Tensor:
+        """Runs a plan forward and backward, like `run_plan`, once."""
         run, step, chunks = self.run, batch["step"], batch["chunks"]
         plan, rank = step.plan, run.pool.rank
         executor, rank_plan = self.executor(model), plan.for_rank(rank)
@@ -206,6 +286,7 @@ class StepRunner:
         self._batches = []
         tally = TokenTally(run.args.device) if self._counts_tokens else None
         result = executor.run(rank_plan, chunks, total_weight, ends_step, plan.estimate.peak_bytes, engine, tally)
+        self.free.saw(plan)
         result = result if loss is None else replace(result, loss=loss)
         self._done.append(PlanWithInputs(step, chunks, engine))
         self._loss = result.loss if self._loss is None else self._loss + result.loss

@@ -254,7 +254,7 @@ class StartMixin(_TrainerBase):
         begin, handler = self.callback_handler.on_train_begin, vars(self.callback_handler)
 
         def begin_with_users(*args: Any, **kwargs: Any) -> TrainerControl:
-            self._check_loader(self.callback_handler.train_dataloader)
+            self._take_loader(self.callback_handler.train_dataloader)
             with self._users_arguments():
                 return begin(*args, **kwargs)
 
@@ -270,7 +270,7 @@ class StartMixin(_TrainerBase):
 
         def _report(self) -> None: ...
 
-        def _check_loader(self, loader: Any) -> None: ...
+        def _take_loader(self, loader: Any) -> None: ...
 
         def _users_arguments(self) -> AbstractContextManager[Any]: ...
 

@@ -292,13 +292,15 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Reduces a dataset, or a dict of several, to the columns that the run's collator reads."""
         return read_columns(type(self), dataset, self.longctx_run.sets.collation.reads_all)
 
-    def _check_loader(self, loader: Any) -> None:
-        """Raises ValueError for a loader of the user's own, whose batches have no plans; looked at when a training begins."""
-        if (
-            is_scored(type(self))
-            or not isinstance(loader, DataLoader)
-            or isinstance(loader.dataset, PlannedDataset | PlannedStream)
-        ):
+    def _take_loader(self, loader: Any) -> None:
+        """Notes how a training's loader reads a step, when the training begins, since steps may be planned again.
+
+        Raises ValueError for a loader of the user's own, whose batches have no plans.
+        """
+        if is_scored(type(self)) or not isinstance(loader, DataLoader) or isinstance(loader.dataset, PlannedStream):
+            return
+        if isinstance(rows := loader.dataset, PlannedDataset):
+            self._steps.read = lambda step: loader.collate_fn([rows[step]])
             return
         raise ValueError(
             f"get_train_dataloader of {type(self).__name__} returned a loader of its own ({type(loader).__name__} over "

@@ -186,6 +186,22 @@ ASSUMED_FP8_RATIO = 1.5
 
 # share of a device that predicted bytes may fill; the rest is for fragmentation, communication and the process
 USABLE_SHARE = 0.8
+# share if torch's allocator has expandable segments: a freed block then leaves no gap but parts of pages of 2 MiB, and
+# predicted peaks were 0.3 to 3.2 % above measured ones (docs/benchmarks/h200-2026-11-27.md), so that 8 % are twice the error
+EXPANDABLE_SHARE = 0.92
+# least bytes of a device for the process, whose context does not shrink with the device
+LEAST_RESERVE_BYTES = 2 * 2**30
+
+
+def usable_share_bytes(device_bytes: int, is_expandable: bool) -> int:
+    """Returns the bytes of a device that predicted bytes may fill beside no communicators.
+
+    is_expandable: torch's allocator has expandable segments.
+    """
+    usual = int(device_bytes * USABLE_SHARE)
+    if not is_expandable:
+        return usual
+    return max(usual, min(int(device_bytes * EXPANDABLE_SHARE), device_bytes - LEAST_RESERVE_BYTES))
 
 
 # keys that torch's flash attention for CPUs computes at once

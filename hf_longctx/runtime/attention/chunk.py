@@ -19,7 +19,8 @@ because checkpointing compares these.
 
 Short documents, of up to `PACKED_TOKENS` tokens, run together in one call (a `Run`) if the device has an operator for that.
 Longer ones fill a device on their own, by faster operators. A run has at most `PACKED_ROWS` rows, since its backward needs
-workspace for all of them at once; `plan.memory` counts this workspace by the same numbers.
+workspace for all of them at once; `plan.memory` counts this workspace by the same numbers. Neighbouring documents that fill one
+length of plans share a call as heads, within the same rows, if the device was seen to gain by that (`tiles.stacks`).
 
 Shapes: h query heads and g KV heads of this rank, S tokens of its block or of a run, T tokens of one document, U of its front,
 D head size of queries and keys, E of values, W = D + E.
@@ -30,7 +31,7 @@ Source of slices: Seq1F1B (arXiv 2406.03488), which keeps the prefix as a list o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +52,9 @@ from hf_longctx.runtime.attention.rows import (
     with_sinks,
 )
 from hf_longctx.runtime.tiles.packs import PackInputs, pack_backward, pack_forward
+from hf_longctx.runtime.tiles.patterns import CAUSAL
 from hf_longctx.runtime.tiles.plain import TileInputs
+from hf_longctx.runtime.tiles.stacks import stack_backward, stack_counts, stack_forward
 from hf_longctx.runtime.tiles.tile import tile_backward
 
 
@@ -87,10 +90,18 @@ def documents_of(cu_seqlens: tuple[int, ...], slices: tuple[Slice, ...]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive documents that are computed together. is_packed: by the operator for several documents, even for one."""
+    """Consecutive documents that are computed together.
+
+    is_packed: by the operator for several documents, even for one; otherwise several documents are a stack, see `tiles.stacks`.
+    """
 
     documents: tuple[Document, ...]
     is_packed: bool = False
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether documents share a call as heads of their own."""
+        return len(self.documents) > 1 and not self.is_packed
 
     @property
     def tokens(self) -> slice:
@@ -132,6 +143,21 @@ def packed_runs(documents: Sequence[Document]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def stacked_runs(runs: Sequence[Run], counts: Callable[[Sequence[int]], Sequence[int]]) -> tuple[Run, ...]:
+    """Returns the runs with neighbouring long documents in stacks. counts: see `stacks.stack_counts`, given lengths."""
+    found: list[Run] = []
+    is_long = [not run.is_packed and run.as_slice is None for run in runs]
+    for can_stack, group in itertools.groupby(zip(is_long, runs, strict=True), key=lambda pair: pair[0]):
+        own = [run for _, run in group]
+        if not can_stack or len(own) == 1:
+            found += own
+            continue
+        documents = iter([document for run in own for document in run.documents])
+        for number in counts([run.documents[0].num_tokens for run in own]):
+            found.append(Run(tuple(itertools.islice(documents, number))))
+    return tuple(found)
+
+
 def run_inputs(q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[int], rule: AttentionRule) -> PackInputs:
     """Prepares whole documents with these lengths for one call, under a rule with `bounds`."""
     assert rule.bounds is not None
@@ -144,11 +170,24 @@ def run_inputs(q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, lengths: Sequence[in
 
 def run_forward(inputs: PackInputs, sinks_h: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns output [h, S, E] and LSE [h, S] of a run. sinks_h: see `rows.with_sinks`."""
-    out_hSE, lse_hS = pack_forward(inputs)
+    return _sunk(*pack_forward(inputs), sinks_h)
+
+
+def _sunk(out_hSE: Tensor, lse_hS: Tensor, sinks_h: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns output and LSE of a run with the sinks, if there are any."""
     if sinks_h is None:
         return out_hSE, lse_hS
-    wide, lse_hS = with_sinks(out_hSE, lse_hS, sinks_h)
+    wide, lse_hS = with_sinks(out_hSE.to(lse_hS.dtype), lse_hS, sinks_h)
     return wide.to(out_hSE.dtype), lse_hS
+
+
+def _cut(runs: Sequence[Run], num_rows: int) -> Iterator[Run]:
+    """Yields runs, and the documents of a stack one by one if only its first rows are computed."""
+    for run in runs:
+        if run.is_stacked and run.tokens.stop > num_rows:
+            yield from lone_runs(run.documents)
+        else:
+            yield run
 
 
 def run_backward(
@@ -178,10 +217,17 @@ class ChunkAttention:
     kv_book: KVBook
     layer: Hashable
 
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """Documents that are computed together: short ones if an operator takes several, else each on its own."""
-        return (lone_runs if self.rule.bounds is None else packed_runs)(self.documents)
+    def runs(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor) -> tuple[Run, ...]:
+        """Documents that are computed together, if an operator takes several: short ones, and long ones of one length."""
+        rule = self.rule
+        if rule.bounds is None:
+            return lone_runs(self.documents)
+        runs = packed_runs(self.documents)
+        if rule.pattern != CAUSAL or rule.needs_positions:
+            return runs
+        # shapes are enough, so no head is copied
+        k, v = (rule.readers.gather(x[:, :1]) for x in (k_gSD, v_gSE))
+        return stacked_runs(runs, lambda lengths: stack_counts(q_hSD, k, v, lengths, rule.scores))
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
         """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""
@@ -206,7 +252,8 @@ class _ChunkAttention(torch.autograd.Function):
         kept = None if call.record is None else call.record.take()
         num_rows = q_hSD.shape[1] if kept is None else kept.start
         outs, lses = [], []
-        for run in call.runs:
+        ctx.runs = call.runs(q_hSD, k_gSD, v_gSE)
+        for run in _cut(ctx.runs, num_rows):
             slice_, tokens = run.as_slice, run.tokens
             k, v = k_gSD[:, tokens], v_gSE[:, tokens]
             # a replay writes the keys and values that the K/V book already has, since no later slice has changed them
@@ -216,6 +263,10 @@ class _ChunkAttention(torch.autograd.Function):
                 if run.is_packed:
                     q, k, v = (x[:, rows] for x in (q_hSD, k_gSD, v_gSE))
                     out_hTE, lse_hT = run_forward(run_inputs(q, k, v, run.lengths(rows.stop), rule), sinks_h)
+                elif run.is_stacked:
+                    k, v = map(rule.readers.gather, (k, v))
+                    found = stack_forward(q_hSD[:, rows], k, v, run.lengths(rows.stop), rule.scores)
+                    out_hTE, lse_hT = _sunk(*found, sinks_h)
                 else:
                     own_rule = rule.of_rows(rows, *run.place)
                     out_hTE, lse_hT = rows_forward(q_hSD[:, rows], k, v, front, own_rule, run.place[1], sinks_h)
@@ -237,7 +288,7 @@ class _ChunkAttention(torch.autograd.Function):
         dsinks_h = None
         if sinks_h is not None:
             dsinks_h = sinks_backward(gradient_ShE.transpose(0, 1), out_ShE.transpose(0, 1), lse_hS, sinks_h)
-        runs = call.runs
+        runs: tuple[Run, ...] = ctx.runs
         # buffers that the loop fills run by run; not needed for one run, whose gradients are the chunk's
         num_tokens = q_hSD.shape[1] if len(runs) > 1 else 0
         num_kv, head_dim, value_dim = call.rule.readers.num_kv, q_hSD.shape[2], out_ShE.shape[2]
@@ -256,6 +307,11 @@ class _ChunkAttention(torch.autograd.Function):
                 if run.is_packed:
                     inputs = run_inputs(q_hTD, k, v, run.lengths(tokens.stop), rule)
                     found = run_backward(gradient_hTE, inputs, out_hTE, lse_hT, rule.readers)
+                elif run.is_stacked:
+                    k, v = map(rule.readers.gather, (k, v))
+                    lengths = run.lengths(tokens.stop)
+                    dq, dk, dv = stack_backward(gradient_hTE, q_hTD, k, v, out_hTE, lse_hT, lengths=lengths, scores=rule.scores)
+                    found = dq, rule.readers.fold(dk), rule.readers.fold(dv)
                 else:
                     found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule)
                 num_whole = saved.stop

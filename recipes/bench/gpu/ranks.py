@@ -150,7 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         models = sorted({cases(n, lengths[0])[name].model for n, names in wanted.items() for name in names if name != KILLED})
         if models:
-            list(rows_of(Job(Path(folder), 1, tuple(models), device, options.toy, lengths), deadline_s))
+            ended = list(rows_of(Job(Path(folder), 1, tuple(models), device, options.toy, lengths), deadline_s))
+            failed = [model for model in models if not (Path(folder) / f"{model}.pt").exists()]
+            if ended and failed:
+                print(
+                    f"the reference in one process failed for the model {failed[0]!r}, so nothing is compared: {ended[-1].note}"
+                )
+                return 1
         for num_ranks, names in wanted.items():
             left = list(names)
             while left and time.monotonic() < deadline_s:

@@ -17,7 +17,12 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.policies import replayed
 from helpers.trainers.trainer_runs import make_trainer, plain_training, train_on_rank
 from torch import nn
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from hf_longctx.hf.models import kernels as layer_kernels
@@ -77,10 +82,23 @@ def test_kernels_are_found_by_the_code_of_the_class(family: str) -> None:
     assert all(found.is_centred == (family == "gemma") for found in fusable_modules(model) if found.kind == "norm")
 
 
+# every code of a gated norm, with all that its classes set
+GATED_NORMS: dict[str, Any] = {
+    "Qwen3.5": lambda: Qwen3_5RMSNormGated(24),
+    "Kimi": lambda: KimiLinearRMSNormGated(24),
+    "Bamba, one group": lambda: BambaRMSNormGated(24, 24),
+    "Nemotron H, groups": lambda: NemotronHRMSNormGated(24, group_size=8),
+    "Mamba 2": lambda: MambaRMSNormGated(24, group_size=12),
+    "Falcon H1, gate after": lambda: FalconH1RMSNormGated(24, n_groups=3, norm_before_gate=True),
+    "Falcon H1, gate before": lambda: FalconH1RMSNormGated(24, n_groups=2, norm_before_gate=False),
+}
+
+
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_a_gated_norm_is_that_of_its_class(dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize("kind", GATED_NORMS)
+def test_a_gated_norm_is_that_of_its_class(kind: str, dtype: torch.dtype, limit: float) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(Qwen3_5RMSNormGated(24)).to(dtype)
+    plain = nn.Sequential(GATED_NORMS[kind]()).to(dtype)
     nn.init.normal_(plain[0].weight)
     fused_norm, fused = copy.deepcopy(plain), traced()
     assert [found.kind for found in fusable_modules(fused_norm)] == ["gated_norm"]
@@ -92,14 +110,24 @@ def test_a_gated_norm_is_that_of_its_class(dtype: torch.dtype, limit: float) -> 
         leaves = [x.clone().requires_grad_(), gate.clone().requires_grad_(), norm.weight]
         y = norm(*leaves[:2])
         results.append([y.detach(), *torch.autograd.grad(y, leaves, gradient)])
+    assert results[0][0].dtype == results[1][0].dtype
     assert sum(function.num_compiled for function in fused._functions.values()) > 0
     assert max(relative_error(found, right) for right, found in zip(*results, strict=True)) <= limit
-    # another activation, and a gate of another dtype or shape, run the class's code
-    other = copy.deepcopy(plain)
-    other[0].activation = "sigmoid"
-    assert list(fusable_modules(other)) == []
-    assert torch.equal(fused_norm[0](x, gate.to(torch.float16)), plain[0](x, gate.to(torch.float16)))
+    # a gate of another dtype; one of another shape runs the class's code, and so does another activation
+    narrow = gate.to(torch.float16)
+    assert relative_error(fused_norm[0](x, narrow), plain[0](x, narrow)) <= limit
     assert torch.equal(fused_norm[0](x, gate[:, :1]), plain[0](x, gate[:, :1]))
+    other = copy.deepcopy(plain)
+    other[0].activation = "relu"
+    assert list(fusable_modules(other)) == []
+
+
+def test_gated_norms_that_differ_have_kernels_of_their_own() -> None:
+    fused = traced()
+    for kind in GATED_NORMS:
+        holder = nn.Sequential(GATED_NORMS[kind]())
+        fused._function(next(iter(fusable_modules(holder))))
+    assert len(fused._functions) == len(GATED_NORMS)
 
 
 def test_hybrids_are_told_about_gated_norms() -> None:

@@ -114,6 +114,15 @@ def test_costs_replaced_while_a_plan_is_solved_leave_its_estimate_alone() -> Non
 MANY = [30, 21, 17, 12, 9, 8, 5, 3, 3, 2, 2, 1]
 
 
+def test_less_memory_holds_for_later_plans_unless_a_step_does_not_fit_into_it() -> None:
+    source, costs = lone_source(tiny_costs(4)), tiny_costs(4)
+    source.tighter = PlannerConfig(16, (1, 2, 4))
+    small, large = source.plans([(0, [5, 5, 5]), (1, [200])], explore=False)
+    assert plan_digest(small) == plan_digest(plan_step(0, [5, 5, 5], costs, PlannerConfig(16, (1, 2, 4))))
+    # 4 ranks of 16 tokens cannot hold it, 4 of 64 can
+    assert plan_digest(large) == plan_digest(plan_step(1, [200], costs, PlannerConfig(64, (1, 2, 4))))
+
+
 def degrees_with_work(plan: StepPlan) -> set[int]:
     return {group.degree for mb in plan.micro_batches for group in mb.groups if group.num_tokens}
 

@@ -25,7 +25,7 @@ from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.start import setup as advice
-from hf_longctx.hf.start.setup import allocator_advice, slow_tiles, tf32_offer
+from hf_longctx.hf.start.setup import allocator_advice, has_expandable_segments, slow_tiles, tf32_offer
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import RankPlan, StepPlan
 from hf_longctx.plan.cost.catalog import named_model
@@ -341,6 +341,14 @@ def test_a_gpu_is_advised_to_use_memory_without_gaps() -> None:
     assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in allocator_advice("cuda", {})
     assert not allocator_advice("cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert not allocator_advice("cpu", {})
+
+
+def test_expandable_segments_are_read_from_the_environment() -> None:
+    assert has_expandable_segments("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"})
+    assert has_expandable_segments("cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments: True"})
+    assert not has_expandable_segments("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
+    assert not has_expandable_segments("cuda", {})
+    assert not has_expandable_segments("cpu", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_tiles_without_a_fast_operator_are_named_on_gpus() -> None:

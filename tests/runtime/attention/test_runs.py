@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -18,16 +19,20 @@ from helpers.ranks.lone_steps import check_lone_step
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_longctx.plan.core import sharding
 from hf_longctx.plan.core.sharding import PACKED_ROWS, PACKED_TOKENS
 from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.records import AttentionRecord
+from hf_longctx.runtime.attention import chunk
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of, packed_runs
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
 from hf_longctx.runtime.attention.rows import AttentionRule
 from hf_longctx.runtime.tiles import packs as packs_module
+from hf_longctx.runtime.tiles import stacks
 from hf_longctx.runtime.tiles.packs import PackBounds, PackInputs, pack_backward, pack_forward, takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
+from hf_longctx.runtime.tiles.stacks import stack_forward, stackable
 
 # fp64 on both sides, sums of at most some 30 terms
 TOLERANCE = 1e-12
@@ -115,6 +120,34 @@ def test_boundaries_are_made_once_for_all_layers(flash: FlashPacks) -> None:
     for _ in range(3):
         results(bounds, (4, 2, 0), CAUSAL)
     assert list(bounds.known) == [BOUNDS]
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 0), (4, 2, 0), (6, 2, 2), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("recompute", [None, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_documents_of_one_length_share_a_call(
+    flash: FlashPacks, heads: tuple[int, int, int], recompute: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "BOUNDS", (0, 9, 19, 30, 42, 45, 65, 83, 84))
+    monkeypatch.setattr(sharding, "LEAST_LENGTH_STEP", 4)
+    for module in (chunk, stacks):
+        monkeypatch.setattr(module, "PACKED_TOKENS", 4)
+    calls: list[list[int]] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scores: Scores) -> tuple[Tensor, Tensor]:
+        calls.append(lengths)
+        return stack_forward(q, k, v, lengths, scores)
+
+    monkeypatch.setattr(chunk, "stack_forward", forward)
+    monkeypatch.setattr(chunk, "stack_counts", lambda q, k, v, lengths, scores: stackable(lengths, lambda num_tokens: 4))
+    arguments = heads, CAUSAL, recompute, 8, has_sinks
+    assert error_of(results(PackBounds(), *arguments), results(None, *arguments)) <= TOLERANCE
+    stacked = [[9, 10, 11, 12], [20, 18]]
+    # a replay of the first rows reaches the first stack, of which it needs two documents and a part
+    assert calls == (stacked * 2 if recompute == 1.0 else stacked)
+    calls.clear()
+    results(PackBounds(), heads, AttentionPattern(window=5))
+    assert not calls
 
 
 def test_runs_by_hand() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,16 @@ def test_a_wrong_weight_fails_and_is_named(tmp_path: Path, error: float) -> None
 def test_rows_for_which_no_time_is_left_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert ranks.main(["--toy", "--ranks", "2", "--only", "Ulysses", "--budget-s", "-1"]) == 1
     assert "0 of 1 rows are ok, 1 were not run: the time is up" in capsys.readouterr().out
+
+
+def test_a_reference_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", "raise KeyError('none')"]
+    monkeypatch.setattr(
+        ranks, "start_rank", lambda *_: subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    )
+    assert ranks.main(["--toy", "--ranks", "2", "--only", "Ulysses", "--budget-s", "200"]) == 1
+    said = capsys.readouterr().out
+    assert "the reference in one process failed for the model 'dense', so nothing is compared: KeyError: 'none'" in said, said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

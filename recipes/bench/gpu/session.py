@@ -1,0 +1,141 @@
+"""What to measure when a GPU is there for a quarter of an hour: steps (a) to (f), each one command with its own time limit.
+
+    python recipes/bench/gpu/session.py a b [--folder outputs/session]
+    python recipes/bench/gpu/session.py            # lists the steps, with their limits
+
+A step that is late is ended with all its processes, and the next one begins. What a step prints is printed as it comes, and kept
+in the folder, beside the rows that its script appends to a file as soon as they are measured. Two or three steps fit into a
+quarter of an hour, with the minutes in which a machine starts. Exits with status 1 if a step failed or was late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+
+from hf_longctx.recipes.bench.gpu.rows import end_with_children
+
+_HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. limit_s: seconds after which it is ended. words: script of this folder, or module, and its arguments."""
+
+    what: str
+    limit_s: int
+    words: tuple[str, ...]
+    # the script appends its rows to the file that this option names
+    rows: str = "--json"
+
+
+STEPS = {
+    "a": Step("2 and 4 ranks on one GPU against one process", 250, ("ranks.py", "--budget-s", "230")),
+    "b": Step(
+        "LoRA on mixed lengths: ours, TRL, unsloth",
+        360,
+        (
+            *("trainings.py", "--layers", "32", "--tokens", "131072", "--limit", "32768", "--steps", "1"),
+            *("--methods", "hf_longctx", "TRL selective, Liger", "unsloth, packed, on device", "unsloth, packed"),
+        ),
+    ),
+    "c": Step(
+        "one document of 131,072 tokens, LoRA, 32 layers: ours, TRL, ALST",
+        300,
+        (
+            *("trainings.py", "--layers", "32", "--tokens", "131072", "--limit", "131072", "--steps", "0"),
+            *("--methods", "hf_longctx", "TRL selective, Liger", "DeepSpeed ALST, Liger"),
+        ),
+    ),
+    "d": Step(
+        "Qwen3.5 9B, 8 layers, with fla: ours, transformers' best",
+        300,
+        (
+            *("trainings.py", "--model", "qwen3.5-9b", "--layers", "8", "--tokens", "131072", "--limit", "32768", "--steps", "1"),
+            *("--methods", "hf_longctx", "HF checkpointing, fla"),
+        ),
+    ),
+    "e": Step(
+        "rates of this machine, with kernels",
+        200,
+        ("-m", "hf_longctx.cli.main", "calibrate", "--model", "llama-3.1-8b", "--seconds", "120", "--compile-layers"),
+        "--output",
+    ),
+    "f": Step(
+        "bytes of 4 layers of 8B at 1,048,576 tokens against the prediction",
+        540,
+        ("trainings.py", "--layers", "4", "--tokens", "1048576", "--limit", "1048576", "--steps", "0", "--methods", "hf_longctx"),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the steps that were asked for, in their order; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("steps", nargs="*", choices=[*STEPS, []], metavar="STEP", help="letters of steps; none: list them")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/session"), help="where results go (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if not options.steps:
+        for letter, step in STEPS.items():
+            print(f"{letter}  {step.limit_s:4d} s  {step.what}\n           {' '.join(_command(step, None)[1:])}")
+        return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
+    return max(run(letter, STEPS[letter], options.folder) for letter in options.steps)
+
+
+def run(letter: str, step: Step, folder: Path) -> int:
+    """Runs one step; returns 1 if it failed or was late."""
+    print(f"({letter}) {step.what}: at most {step.limit_s} s", flush=True)
+    start_s = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    command = _command(step, folder / f"{letter}.json")
+    # a group of its own, so that processes which it has started end with it
+    done = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    late: list[bool] = []
+
+    def end() -> None:
+        late.append(True)
+        _end_group(done)
+
+    timer = Timer(step.limit_s, end)
+    timer.start()
+    try:
+        with (folder / f"{letter}.txt").open("w") as kept:
+            for line in done.stdout or ():
+                print(f"    {line}", end="", flush=True)
+                kept.write(line)
+                kept.flush()
+        status = done.wait()
+    finally:
+        timer.cancel()
+        _end_group(done)
+    how = "ended, since it was late," if late else "done" if status == 0 else f"failed with status {status}"
+    print(f"({letter}) {how} after {time.monotonic() - start_s:.0f} s", flush=True)
+    return int(bool(late) or status != 0)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _command(step: Step, rows: Path | None) -> list[str]:
+    first, *rest = step.words
+    script = [first] if first == "-m" else [str(_HERE / first)]
+    return [sys.executable, *script, *rest, *([] if rows is None else [step.rows, str(rows)])]
+
+
+if __name__ == "__main__":
+    end_with_children()
+    sys.exit(main())
