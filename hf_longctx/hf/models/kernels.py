@@ -311,8 +311,8 @@ def _gated_norm(found: FusableModule) -> Function:
         wide_NC, gate = x_NC.to(torch.float32), activation(gate_NC.to(torch.float32))
         if gates_first:
             wide_NC = wide_NC * gate
-        wide = wide_NC.unflatten(-1, (groups, -1))
-        normed_NC = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+        wide = wide_NC.view(*wide_NC.shape[:-1], groups, wide_NC.shape[-1] // groups)
+        normed_NC = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).view(wide_NC.shape)
         weighed = weight_C.to(torch.float32) * normed_NC if is_wide else weight_C * normed_NC.to(x_NC.dtype)
         if gates_first and not is_wide:
             # in the wider dtype of weight and input

@@ -1,4 +1,4 @@
-"""What to measure when a GPU is there for a quarter of an hour: steps (a) to (f), each one command with its own time limit.
+"""Steps (a) to (f) of a session on a GPU, which is there for a quarter of an hour: one command each, with its own time limit.
 
     python recipes/bench/gpu/session.py a b [--folder outputs/session]
     python recipes/bench/gpu/session.py            # lists the steps, with their limits
