@@ -1,1 +1,1 @@
-"""Benchmarks for one GPU: `smoke.py` checks that all paths work, `matrix.py` measures them, `kernel_speed.py` times kernels, `session.py` has it all in order."""
+"""Benchmarks for one GPU: `smoke.py` checks all paths, `matrix.py` measures them, `session.py` runs what fits a quarter of an hour."""
