@@ -13,7 +13,7 @@ from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.heads import HeadKind, head_kind, is_generic, num_outputs
-from hf_longctx.hf.models.quantised import four_bit_layers, fp8_layers
+from hf_longctx.hf.models.quantised import block_layers, four_bit_layers, fp8_layers
 from hf_longctx.hf.models.towers import text_class, text_part
 from hf_longctx.plan.core.types import Ranges
 
@@ -62,7 +62,7 @@ class ModelFacts:
             head_kind=kind,
             num_outputs=num_outputs(model),
             has_four_bits=is_module and bool(four_bit_layers(model)),
-            has_fp8=is_module and bool(fp8_layers(model)),
+            has_fp8=is_module and bool(fp8_layers(model) or block_layers(model)),
             loaded_ranges=loaded_ranges(model),
         )
 

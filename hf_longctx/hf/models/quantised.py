@@ -5,7 +5,8 @@ only for a model that has such layers. Their `weight` is a column of bytes, two 
 the scales of its blocks.
 
 `frozen_weights="fp8"` rounds the frozen matrices of layers once, at the start of a run, each row with a scale of its own
-(`runtime.core.fp8`). Linear modules of transformers that hold fp8 with scales of blocks become ours, which keep these bytes.
+(`runtime.core.fp8`). Linear modules of transformers with weights in fp8 and scales of blocks, as DeepSeek and Qwen publish them,
+become ours at the start of a run: the same bytes, unpacked to bf16 for each product, where transformers' run kernels of the Hub.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import FP8_WORKSPACE_BYTES, PackedSpec
-from hf_longctx.runtime.activations.adapted_projection import changed_problem
+from hf_longctx.runtime.activations.adapted_projection import changed_problem, hook_problem
 from hf_longctx.runtime.core import fp8
+from hf_longctx.runtime.core.binding import own_forward
 from hf_longctx.runtime.core.products import FP8Linear
 
 # dtypes in which products may be computed: without loss scaling gradients would overflow fp16, and the kernels do not write fp64
@@ -35,6 +37,9 @@ ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 # first compute capability of CUDA with operators for fp8
 _FIRST_CAPABILITY = (8, 9)
 _WITHOUT = "or leave frozen_weights out"
+# module of transformers with its classes for weights in fp8
+_TRANSFORMERS_FP8 = "transformers.integrations.finegrained_fp8"
+_IN_BF16 = "load the model in bfloat16 (FineGrainedFP8Config(dequantize=True))"
 
 
 def is_four_bit(module: nn.Module) -> bool:
@@ -57,7 +62,7 @@ def quantised_problems(model: Any) -> list[str]:
     """Returns why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
     layers = four_bit_layers(model)
     if not layers:
-        return _method_problems(model)
+        return block_problems(model) if block_layers(model) else _method_problems(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         return [
             "four-bit weights cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or "
@@ -94,7 +99,7 @@ def quantised_problems(model: Any) -> list[str]:
 
 def _method_problems(model: Any) -> list[str]:
     """Problem with a model quantised by another method, naming the method; empty if there is none."""
-    if not getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False) or fp8_layers(model):
         return []
     method = getattr(model, "quantization_method", None)
     name = str(getattr(method, "value", method) or "an unknown method")
@@ -154,7 +159,46 @@ def fp8_layers(model: nn.Module) -> dict[str, FP8Linear]:
 
 def packed_layers(model: nn.Module) -> dict[str, Any]:
     """All linear modules with frozen weights of few bits by name."""
-    return {**four_bit_layers(model), **fp8_layers(model)}
+    return {**four_bit_layers(model), **fp8_layers(model), **block_layers(model)}
+
+
+def block_layers(model: nn.Module) -> dict[str, Any]:
+    """Linear modules of transformers with weights in fp8 by name, and experts; they are ours once a run has started."""
+    return {name: module for name, module in model.named_modules() if type(module).__module__ == _TRANSFORMERS_FP8}
+
+
+def block_problems(model: nn.Module) -> list[str]:
+    """Returns why adapters cannot be trained over transformers' modules in fp8; empty if they can, or if there are none."""
+    layers = block_layers(model)
+    if layers and not any("lora_" in name for name, _ in model.named_parameters()):
+        return [
+            "weights in fp8 cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or load the "
+            "model in bfloat16"
+        ]
+    for name, layer in layers.items():
+        if type(layer).__name__ != "FP8Linear":
+            return [f"{name} is a {type(layer).__name__}, of which only linear modules in fp8 are tested; {_IN_BF16}"]
+        if layer.block_size is None or layer.activation_scheme != "dynamic" or layer.weight.dtype != fp8.DTYPE:
+            return [f"{name} has one scale for all of its weight, or for all inputs, which is not tested; {_IN_BF16}"]
+        if layer.bias is not None:
+            return [f"{name} has a bias beside its weight in fp8, which is not tested; {_IN_BF16}"]
+        if problem := hook_problem(layer) or ("has a forward that is not its class's" if own_forward(layer) is not None else ""):
+            return [f"{name} {problem}; remove that, or load the model in bfloat16"]
+        if getattr(_adapter_above(model, name), "lora_variant", {}):
+            return [f"{name} is below an adapter (DoRA or another variant) that computes from its weight; use plain LoRA"]
+    return []
+
+
+def keep_blocks(model: nn.Module) -> None:
+    """Replaces transformers' linear modules with weights in fp8 by ours, with the same bytes and scales."""
+    for name, layer in block_layers(model).items():
+        scale = layer.weight_scale_inv.detach().float()
+        new = FP8Linear(layer.weight.detach().view(torch.uint8), scale, tuple(layer.block_size))
+        put_in_place(model, name, new.train(layer.training))
+
+
+def _adapter_above(model: nn.Module, name: str) -> nn.Module | None:
+    return model.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
 
 
 def _named_for_rounding(model: nn.Module) -> dict[str, nn.Linear]:
@@ -217,8 +261,7 @@ def _matrix_problem(model: nn.Module, name: str, linear: nn.Linear) -> str:
     shape = tuple(linear.weight.shape)
     if any(size % fp8.SIZES for size in shape):
         return f"{name} of shape {shape}, since operators in fp8 take multiples of {fp8.SIZES}; {_WITHOUT.removeprefix('or ')}"
-    adapter = model.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
-    if any(getattr(adapter, "lora_variant", {})):
+    if getattr(_adapter_above(model, name), "lora_variant", {}):
         return f"{name}, from whose weight its adapter (DoRA or another variant) computes; use plain LoRA, {_WITHOUT}"
     return ""
 

@@ -756,9 +756,9 @@ _PLACEMENT = {
         "config = LongContextConfig(layer_weights='host', parameters='sharded', expert_ranks=2)",
     ),
     "layer-weights-in-fp8": Rule(
-        f"{_NEEDS} is not tested with frozen_weights='fp8'",
+        f"{_NEEDS} is not tested with weights in fp8",
         _OUT,
-        lambda run: run.config.layer_weights != "device" and run.config.frozen_weights == "fp8",
+        lambda run: run.config.layer_weights != "device" and _has_fp8(run),
         "model = lora(model); config = LongContextConfig(layer_weights='host', parameters='sharded', frozen_weights='fp8')",
     ),
     "layer-weights-in-four-bits": Rule(
@@ -768,6 +768,10 @@ _PLACEMENT = {
         "model = in_four_bits(model); config = LongContextConfig(layer_weights='host', parameters='sharded')",
     ),
 }
+
+
+def _has_fp8(run: Facts) -> bool:
+    return run.config.frozen_weights == "fp8" or bool(run.known.has_fp8)
 
 
 def placement_problems(facts: Facts) -> list[str]:
@@ -855,9 +859,9 @@ STAGES = {
         "model = in_four_bits(model); config = LongContextConfig(stages=2, lend_stages=True)",
     ),
     "lending-in-fp8": Rule(
-        "lend_stages=True is not tested with frozen_weights='fp8'",
-        "leave one of them out",
-        lambda run: _lends(run) and run.config.frozen_weights == "fp8",
+        "lend_stages=True is not tested with weights in fp8",
+        "leave it out, or frozen_weights",
+        lambda run: _lends(run) and _has_fp8(run),
         "model = lora(model); config = LongContextConfig(stages=2, lend_stages=True, frozen_weights='fp8')",
     ),
     "lending-and-balance": Rule(

@@ -410,9 +410,9 @@ PREPARED = {
         "model.longctx_source = 'checkpoints'",
     ),
     "trl-and-fp8": Rule(
-        "frozen_weights='fp8' is not tested with trainers of TRL",
-        "leave it out, or use LongContextTrainer",
-        lambda run: run.config.frozen_weights == "fp8",
+        "frozen weights in fp8 are not tested with trainers of TRL",
+        "leave frozen_weights out and load the model in bfloat16, or use LongContextTrainer",
+        lambda run: run.config.frozen_weights == "fp8" or run.known.has_fp8,
         "config = LongContextConfig(frozen_weights='fp8')",
     ),
     "trl-and-four-bits": Rule(

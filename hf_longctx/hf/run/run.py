@@ -34,7 +34,7 @@ from hf_longctx.hf.models.experts import RouterRuntime
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
 from hf_longctx.hf.models.patch import patch_model, restore_attention
-from hf_longctx.hf.models.quantised import round_frozen
+from hf_longctx.hf.models.quantised import fp8_layers, keep_blocks, round_frozen
 from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.planning.report import RunReport
@@ -293,10 +293,7 @@ def start_run(request: RunRequest) -> Run:
     with joint_call(START, request.config.collective_timeout_s), ExitStack() as failed, ExitStack() as undo:
         task = _read(request, failed)
         checked = _check(request, control, task)
-        if request.config.frozen_weights == "fp8":
-            # the model stays rounded, also if a later phase fails
-            round_frozen(request.facts.model)
-            checked = replace(checked, request=replace(request, facts=replace(request.facts, has_fp8=True)))
+        checked = _pack(checked)
         basis = _set_up(checked, failed)
         run, test, mesh = _take(checked, basis, undo)
         run = _try(checked, run, test, mesh)
@@ -329,6 +326,16 @@ def _check(request: RunRequest, control: dist.ProcessGroup | None, task: HeadTas
     # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
     forward = user_forward(facts.model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
     return _Checked(request, control, task, degrees, token_loss, forward)
+
+
+def _pack(checked: _Checked) -> _Checked:
+    """Rounds frozen weights to fp8 if settings ask for that; the model stays rounded, also if a later phase fails."""
+    request, model = checked.request, checked.facts.model
+    keep_blocks(model)
+    if request.config.frozen_weights == "fp8":
+        round_frozen(model)
+    facts = replace(checked.facts, has_fp8=bool(fp8_layers(model)))
+    return replace(checked, request=replace(request, facts=facts))
 
 
 def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:

@@ -7,6 +7,7 @@ its three bits of mantissa, so there plans are compared by their distance from f
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,23 @@ from helpers.models.tiny_models import ModelCase, adapted, build_model
 from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.sliced_plans import cut, sliced_plan
+from helpers.trainers.trainer_runs import make_trainer
 from torch import Tensor
+from transformers import FineGrainedFP8Config
+from transformers.integrations import finegrained_fp8
 
 from hf_longctx.hf.models.low_rank import bind_adapters
-from hf_longctx.hf.models.quantised import ROUNDED, fp8_layers, in_full, packed_spec, round_frozen, rounding_problems
+from hf_longctx.hf.models.quantised import (
+    ROUNDED,
+    block_layers,
+    fp8_layers,
+    in_full,
+    keep_blocks,
+    packed_spec,
+    quantised_problems,
+    round_frozen,
+    rounding_problems,
+)
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
@@ -276,3 +290,88 @@ def test_sharded_stages_are_exact(ranks: Any) -> None:
     groups = [[(1, [[span] for span in cut(2, [9, 15, 7])]), (1, [[(0, 0, 13), (1, 0, 1)]])], [(2, [[(3, 0, 7)]])]]
     plan = pipeline_plan(LENGTHS, groups, 2, num_layers=2, parameters="sharded")
     assert_equal(ranks(4).run(exact_step_on_rank, replace(CASE, fp8=True), plan_to_json(plan), ROWS, True, timeout_s=280.0))
+
+
+def of_blocks(dtype: torch.dtype = torch.bfloat16, lora: bool = True, **changes: Any) -> Any:
+    """A model with linear modules of transformers in fp8, a scale for each block of 16 by 16, as it loads such checkpoints."""
+    model = build_model(ModelCase(promoted=True, dtype=dtype))
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    config = FineGrainedFP8Config(weight_block_size=(16, 16), **changes)
+    model = finegrained_fp8.replace_with_fp8_linear(model, ["lm_head"], config, True)
+    generator = torch.Generator().manual_seed(9)
+    for name, layer in block_layers(model).items():
+        layer.weight = torch.nn.Parameter(weights[f"{name}.weight"].to(fp8.DTYPE), requires_grad=False)
+        scale = torch.rand(layer.weight_scale_inv.shape, generator=generator) + 0.5
+        layer.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+    # PEFT would give adapters the dtype of the bytes' numbers
+    return adapted(model, autocast=True, **dict(LORA)).train() if lora else model
+
+
+def dequantised(dtype: torch.dtype) -> Any:
+    """The same model with weights as transformers unpacks them."""
+    model = of_blocks(dtype)
+    for name, layer in block_layers(model).items():
+        place, _, own = name.rpartition(".")
+        full = finegrained_fp8._dequantize_fp8_weight(layer.weight, layer.weight_scale_inv, layer.block_size, dtype)
+        linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=dtype)
+        linear.weight = torch.nn.Parameter(full, requires_grad=False)
+        setattr(model.get_submodule(place), own, linear)
+    return model.to(dtype)
+
+
+def test_blocks_of_published_checkpoints_are_kept_and_unpacked_without_a_second_rounding() -> None:
+    model = of_blocks(torch.float64)
+    before = {name: layer.weight.view(torch.uint8).clone() for name, layer in block_layers(model).items()}
+    assert quantised_problems(model) == []
+    keep_blocks(model)
+    found = fp8_layers(model)
+    assert before.keys() == found.keys() and len(found) == 14 and not block_layers(model)
+    assert all(torch.equal(layer.weight, before[name]) for name, layer in found.items())
+    adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for each in adapters.values():
+        each.data = each.data.double()
+    loss, own = reference_step(model, ROWS)
+    plain_loss, expected = reference_step(dequantised(torch.float64), ROWS)
+    assert loss == pytest.approx(plain_loss, rel=1e-12)
+    assert max(relative_error(own[name], each) for name, each in expected.items()) <= 1e-12
+
+
+REFUSED_BLOCKS: dict[str, tuple[Any, str]] = {
+    "no adapters": (lambda: of_blocks(lora=False), "weights in fp8 cannot be trained; put adapters beside them"),
+    "one scale for inputs": (
+        lambda: of_blocks(activation_scheme="static"),
+        "or for all inputs, which is not tested",
+    ),
+    "a hook": (lambda: with_hook(of_blocks()), "q_proj.base_layer has hooks"),
+}
+
+
+def with_hook(model: Any) -> Any:
+    layer_of(model).register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("name", REFUSED_BLOCKS)
+def test_blocks_that_are_not_tested_are_refused(name: str) -> None:
+    make, said = REFUSED_BLOCKS[name]
+    (problem,) = quantised_problems(make())
+    assert said in problem
+
+
+def test_blocks_are_not_rounded_again() -> None:
+    (problem,) = rounding_problems(of_blocks(), CPU, is_autocast=True)
+    assert "q_proj.base_layer, which is a FP8Linear and no plain linear module" in problem
+
+
+def test_a_training_over_blocks_passes_the_self_test(tmp_path: Path) -> None:
+    model = of_blocks()
+    expected = {name: layer.weight.view(torch.uint8).clone() for name, layer in block_layers(model).items()}
+    rows = random_rows([61, 13, 5, 8, 21, 34, 3, 9])
+    settings = {"self_test": True, "tokens_per_rank": 96}
+    trainer = make_trainer(CASE, rows, str(tmp_path), settings, {"max_steps": 2, "bf16": True}, model=model)
+    assert "with fp8 weights unpacked and the run's precision" in trainer.longctx_run.report.opening
+    trainer.train()
+    layers = fp8_layers(trainer.model)
+    assert expected.keys() == layers.keys() and all(torch.equal(expected[name], each.weight) for name, each in layers.items())
+    spec = model_spec(trainer.model, is_autocast=True)
+    assert spec.packed.fp8_parameters == 0 and not spec.packed.is_empty
