@@ -308,7 +308,7 @@ def of_blocks(dtype: torch.dtype = torch.bfloat16, lora: bool = True, **changes:
 
 
 def dequantised(dtype: torch.dtype) -> Any:
-    """The same model with weights as transformers unpacks them."""
+    """That model with weights in plain modules, as transformers unpacks them."""
     model = of_blocks(dtype)
     for name, layer in block_layers(model).items():
         place, _, own = name.rpartition(".")
