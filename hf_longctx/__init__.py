@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.data.mixture import mix_datasets
     from hf_longctx.hf.data.streams.sources import ShardedStream
     from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text
+    from hf_longctx.hf.engine import LongContextEngine, RowValues, TokenRow
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
     from hf_longctx.hf.models.rope import extend_positions
@@ -33,13 +34,16 @@ _HOMES = {
     "DataError": "hf_longctx.hf.data.chat",
     "LongContextCallback": "hf_longctx.hf.callback.callback",
     "LongContextConfig": "hf_longctx.hf.config",
+    "LongContextEngine": "hf_longctx.hf.engine",
     "LongContextEvaluation": "hf_longctx.hf.evaluation.long_evaluation",
     "LongContextMixin": "hf_longctx.hf.trainer.trainer",
     "LongContextTrainer": "hf_longctx.hf.trainer.trainer",
     "MuonWithAdamW": "hf_longctx.hf.trainer.muon",
     "NeedleTask": "hf_longctx.hf.evaluation.needles",
+    "RowValues": "hf_longctx.hf.engine",
     "ShardedStream": "hf_longctx.hf.data.streams.sources",
     "TokenLoss": "hf_longctx.runtime.core.loss",
+    "TokenRow": "hf_longctx.hf.engine",
     "extend_positions": "hf_longctx.hf.models.rope",
     "from_deepspeed": "hf_longctx.hf.rules.deepspeed",
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
@@ -57,13 +61,16 @@ __all__ = [
     "DataError",
     "LongContextCallback",
     "LongContextConfig",
+    "LongContextEngine",
     "LongContextEvaluation",
     "LongContextMixin",
     "LongContextTrainer",
     "MuonWithAdamW",
     "NeedleTask",
+    "RowValues",
     "ShardedStream",
     "TokenLoss",
+    "TokenRow",
     "__version__",
     "extend_positions",
     "from_deepspeed",

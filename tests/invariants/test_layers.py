@@ -40,7 +40,7 @@ hf.rules  sim.output
 hf.start
 hf.calibration  hf.log_probs  hf.self_test
 hf.run
-hf.trainer
+hf.engine  hf.trainer
 cli  hf.callback  hf.evaluation
 """
 

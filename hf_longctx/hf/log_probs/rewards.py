@@ -59,7 +59,7 @@ class RewardPasses(TwoPasses):
         is_trained: they are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on every rank if
         any rank has a batch that plans cannot run.
         """
-        batch, rank = self._planned(args, inputs, explore=is_trained), self.pool.rank
+        batch, rank = self._planned(lambda: self._read(args, inputs), explore=is_trained), self.pool.rank
         executor = scored.executor()
         plan = forward_only(batch.plan.for_rank(rank))
         chunks = batch.chunks(rank)

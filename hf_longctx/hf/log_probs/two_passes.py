@@ -16,8 +16,8 @@ lost or counted once per rank.
 
 A policy and its reference model run in the same way; a reference has only the first pass.
 
-A policy that generates is often scored before its loss: for old log-probabilities, which importance ratios need. Its first pass is
-then left out for rows that were scored with the present weights (`Remembered`).
+A policy that generates is often scored before its loss: for old log-probabilities, which importance ratios need. Its first pass
+is then left out for rows that were scored with the present weights (`Remembered`).
 
 Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values of a token.
 """
@@ -212,7 +212,8 @@ class TwoPasses:
 
         def forward(*args: Any, **keywords: Any) -> Any:
             if keywords.get(FUSED):
-                return self.values(scored, args, keywords, torch.is_grad_enabled() and is_trained)
+                is_leaf = torch.is_grad_enabled() and is_trained
+                return self.values(scored, lambda: self._read(args, keywords), is_leaf, bool(keywords.get(ROUTED)))
             if is_trained and torch.is_grad_enabled() and model.training and "longctx" not in keywords:
                 raise ValueError(
                     f"the loss called {type(model).__name__} without {FUSED}=True, so its gradient would bypass the plans; "
@@ -222,17 +223,20 @@ class TwoPasses:
 
         return replace_forward(model, forward)
 
-    def values(self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool) -> TokenValues:
-        """Runs the first pass: values of this rank's tokens, computed under one plan for the batches of all ranks.
+    def values(
+        self, scored: ScoredModel, read: Callable[[], LocalDocuments], is_trained: bool, is_routed: bool = False
+    ) -> TokenValues:
+        """Runs the first pass: values of this rank's tokens, computed under one plan for the documents of all ranks.
 
-        is_trained: log-probabilities are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on
-        every rank if any rank has a batch that plans cannot run.
+        read: returns those of this rank, perhaps none. is_trained: log-probabilities are a leaf with a gradient, and the batch
+        waits for `second_pass`. is_routed: the balance of the experts is asked for, too. Raises ValueError on every rank if any
+        rank has documents that plans cannot run.
         """
-        batch = self._planned(args, inputs, explore=is_trained)
+        batch = self._planned(read, explore=is_trained)
         executor = scored.executor()
         rank_plan = forward_only(batch.plan.for_rank(self.pool.rank))
         engine = scored.engine(executor.model, rank_plan)
-        routers = executor.routers if is_trained or inputs.get(ROUTED) else None
+        routers = executor.routers if is_trained or is_routed else None
         if routers is not None:
             routers.forget()
         documents, memory = batch.documents, scored.remembered
@@ -316,12 +320,12 @@ class TwoPasses:
         """Drops the batches of an aborted step."""
         self._waiting = []
 
-    def _planned(self, args: Sequence[Any], inputs: dict[str, Any], explore: bool) -> Batch:
-        """Reads this rank's batch, gathers those of all others, and plans them."""
+    def _planned(self, read: Callable[[], LocalDocuments], explore: bool) -> Batch:
+        """Reads this rank's documents, gathers those of all others, and plans them."""
         self._num_plans += 1
-        documents, everyone, _ = agreed_documents(
-            lambda: self._read(args, inputs), None, self.pool.control, "a batch cannot run under a plan"
-        )
+        documents, everyone, _ = agreed_documents(read, None, self.pool.control, "a batch cannot run under a plan")
+        if not any(everyone):
+            raise ValueError("no rank has a row, so there is nothing to plan; leave the call out on all ranks")
         lengths = [length for of_rank in everyone for length in of_rank]
         before = sum(sum(of_rank) for of_rank in everyone[: self.pool.rank])
         own = slice(before, before + sum(documents.lengths))
@@ -332,7 +336,10 @@ class TwoPasses:
     def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
         if args:
             raise ValueError("the model was called with positional arguments; call it with keywords, as TRL does")
-        documents = read_documents({name: value for name, value in inputs.items() if name != ROUTED})
+        return self.checked(read_documents({name: value for name, value in inputs.items() if name != ROUTED}))
+
+    def checked(self, documents: LocalDocuments) -> LocalDocuments:
+        """Returns these documents; raises ValueError for placeholders of images, and for one that is too long."""
         if found := sorted(self.placeholders & set(documents.rows_T2[:, 0].tolist())):
             raise ValueError(
                 f"the batch has token {found[0]}, which stands for an image, sound or video, but plans run rows of text alone; "

@@ -39,6 +39,7 @@ from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.sharded import layer_shards
+from hf_longctx.runtime.process_groups import sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -386,6 +387,34 @@ class StepRunner:
             yield executor, (rank_plan, batch["chunks"], self.run.activations.engine(model, rank_plan)), batch
         if shards is not None:
             shards.come_back()
+
+
+def train_loss(
+    run: Run,
+    passes: TwoPasses,
+    executor: StepExecutor,
+    compute: Callable[[], Tensor],
+    train: Callable[[dict[str, Any], bool, Tensor], None],
+) -> Tensor:
+    """Computes a loss of log-probabilities by `compute`, which ends with its own backward, and trains it in a second pass.
+
+    Returns this rank's own loss. train: runs one batch forward and backward; it gets whether it is the last, and the part that it
+    has in the mean of the loss over ranks. Collective. Raises ValueError on every rank if the loss reads no log-probabilities.
+    """
+    with passes.backward_of_loss(executor.model):
+        own_loss = compute()
+    loss_1 = sum_over_ranks(own_loss.double().reshape(1), run.pool.everyone) / run.pool.num_ranks
+    batches = list(passes.second_pass())
+    if not batches:
+        raise ValueError(
+            "the loss reads no log-probabilities of the model, so nothing is trained; compute it from a forward of the model"
+        )
+    for place, batch in enumerate(batches):
+        if "balance" in batch:
+            executor.balance(*batch["balance"])
+        is_last = place == len(batches) - 1
+        train(batch, is_last, loss_1[0] if is_last else torch.zeros_like(loss_1[0]))
+    return own_loss
 
 
 def check_planned(batches: Iterable[Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -30,22 +30,14 @@ from hf_longctx.hf.log_probs.two_passes import TwoPasses
 from hf_longctx.hf.ranks.agreement import joint_call
 from hf_longctx.hf.rules.arguments import rounds_by_chance
 from hf_longctx.hf.rules.user_code import changes_before_updates
+from hf_longctx.hf.run.optimizers import fit_optimizer
 from hf_longctx.hf.run.placement import Placement
 from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.run.steps import StepRunner
 from hf_longctx.hf.trainer.checkpoint_mixin import CheckpointMixin
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.low_bit import has_low_bit_moments, seed_steps, settle_moments, widen_shards
-from hf_longctx.runtime.parameters.master_weights import (
-    drop_master_weights,
-    has_half_weights,
-    has_host_states,
-    host_steps_of,
-    keep_master_weights,
-    why_no_master_weights,
-)
-from hf_longctx.runtime.parameters.sharded import layer_shards
-from hf_longctx.runtime.parameters.whole_weights import needs_whole_weights, step_on_whole_weights
+from hf_longctx.runtime.parameters.master_weights import drop_master_weights, has_host_states, host_steps_of
 
 SCHEDULER_FILE = "scheduler.pt"
 
@@ -105,40 +97,13 @@ class ParameterMixin(CheckpointMixin):
                 f"the optimizer cannot be made: {error}; change optim, optim_args, optimizer_cls_and_kwargs, or the learning "
                 f"rate and betas that it gets"
             ) from error
-        config, plain = self.longctx_config, self._plain_optimizer
+        plain = self._plain_optimizer
         if has_low_bit_moments(plain):
             widen_shards(plain)
             if rounds_by_chance(self.args):
                 seed_steps(plain, self.args.seed)
-        on_host = self.longctx_run.setup.costs.model.updates_on_host
-        self._step_on_whole_weights(plain, on_host)
-        if not on_host and not (config.fp32_master_weights and has_half_weights(plain)):
-            return optimizer
-        if reason := why_no_master_weights(plain):
-            instead = (
-                f"leave optimizer_states={config.optimizer_states!r} out"
-                if on_host
-                else "load the model in fp32, or set fp32_master_weights=False, which rounds every update to bf16"
-            )
-            raise ValueError(
-                f"no fp32 copies of weights can be kept: {reason}; use another optimizer such as adamw_torch, or {instead}"
-            )
-        shards = layer_shards(self.model)
-        keep_master_weights(plain, on_host, home_of=None if shards is None else shards.home_of)
+        fit_optimizer(self.longctx_run, cast(nn.Module, self.model), plain)
         return optimizer
-
-    def _step_on_whole_weights(self, plain: torch.optim.Optimizer, on_host: bool) -> None:
-        """Makes an optimizer that may be wrong on shards update whole weights; raises ValueError if it cannot."""
-        weights = (weight for group in plain.param_groups for weight in group["params"])
-        if not any(isinstance(weight, DTensor) for weight in weights) or not needs_whole_weights(plain):
-            return
-        if on_host or self._placement.num_stages > 1:
-            setting = f"optimizer_states={self.longctx_config.optimizer_states!r}" if on_host else "pipeline stages"
-            raise ValueError(
-                f"{type(plain).__name__} needs whole weights, which sharded parameters with {setting} do not give it; leave one "
-                f"of them out, or use optim='adamw_torch'"
-            )
-        step_on_whole_weights(plain)
 
     @of_all_ranks("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -74,7 +74,7 @@ from hf_longctx.hf.rules.user_code import reads_between_forwards
 from hf_longctx.hf.run.run import Run, RunRequest, meet, start_run
 from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import TEST_SET, chosen_evaluation_set, evaluation_set_problems, named_sets
-from hf_longctx.hf.run.steps import OWN_LOADER, Forwards, Refusal, StepRunner, check_planned, start_two_passes
+from hf_longctx.hf.run.steps import OWN_LOADER, Forwards, Refusal, StepRunner, check_planned, start_two_passes, train_loss
 from hf_longctx.hf.start.losses import collator_of_own_problems, model_loss_problems, smoother_problems
 from hf_longctx.hf.trainer.loaders import eval_loader, train_loader
 from hf_longctx.hf.trainer.parameters import ParameterMixin, of_all_ranks
@@ -84,7 +84,6 @@ from hf_longctx.hf.trainer.start import StartMixin
 from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import layer_shards
-from hf_longctx.runtime.process_groups import sum_over_ranks
 
 
 class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
@@ -379,27 +378,21 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Runs the trainer's own step up to log-probabilities, which plans then train; returns the mean loss."""
         # made here, since inside a forward FSDP2 keeps weights gathered
         executor = self._steps.executor(self._placed_model())
-        with self._explained():
-            with passes.backward_of_loss(model):
-                own_loss = super().training_step(model, inputs, num_items)
+        counted: list[Tensor] = []
+
+        def compute() -> Tensor:
+            own_loss: Tensor = super(LongContextMixin, self).training_step(model, inputs, num_items)
             if self._reference is not None:
                 # frees weights that its forward has gathered
                 self._reference.placement.prepare(self._reference.stage.model)
-            loss = own_loss.double().reshape(1)
-            loss = sum_over_ranks(loss, self.longctx_run.pool.everyone)[0] / self.longctx_run.pool.num_ranks
-            batches = list(passes.second_pass())
-        if not batches:
-            raise ValueError(
-                f"the loss of {type(self).__name__} reads no log-probabilities of the model, so nothing is trained; compute it "
-                f"from a forward of the model"
-            )
-        for place, batch in enumerate(batches):
-            if "balance" in batch:
-                executor.balance(*batch["balance"])
-            is_last = place == len(batches) - 1
-            part = loss if is_last else torch.zeros_like(loss)
-            counted = self._run_plan(batch, 1.0, is_last and self.accelerator.sync_gradients, part)
-        return counted.to(own_loss.dtype)
+            return own_loss
+
+        def train(batch: dict[str, Any], is_last: bool, part: Tensor) -> None:
+            counted.append(self._run_plan(batch, 1.0, is_last and self.accelerator.sync_gradients, part))
+
+        with self._explained():
+            own_loss = train_loss(self.longctx_run, passes, executor, compute, train)
+        return counted[-1].to(own_loss.dtype)
 
     def _run_plan(self, inputs: dict[str, Any], total_weight: float, reduce: bool, loss: Tensor | None = None) -> Tensor:
         """Runs a plan forward and backward; returns the loss as `Trainer` adds it up.

@@ -17,6 +17,7 @@ from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import group_pool
 from torch import Tensor
 
+from hf_longctx.hf.log_probs.documents import read_documents
 from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
@@ -198,7 +199,7 @@ def forwards_of_changes(case: ModelCase, plan_json: str, rows_of_ranks: list[Row
 
     def scored(remembered: bool = True) -> Tensor:
         used = policy if remembered else ScoredModel(policy.executor, policy.engine)
-        return passes.values(used, (), {**batch, "fused_lm_head": True}, is_trained=False).log_probs
+        return passes.values(used, lambda: read_documents({**batch, "fused_lm_head": True}), is_trained=False).log_probs
 
     weight = next(each for name, each in model.named_parameters() if name.endswith("q_proj.lora_B.default.weight"))
     other = {**batch, "labels": batch["labels"].clone()}

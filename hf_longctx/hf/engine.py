@@ -1,0 +1,294 @@
+"""`LongContextEngine`: plans for any loop of reinforcement learning, below `Trainer`.
+
+A user's own loop asks for log-probabilities, trains any function of them, steps the optimizer and sends weights to a server.
+Every call takes this rank's rows, however many; groups, slices and micro-batches form inside. The two passes are those of the
+mixin before TRL's trainers (`log_probs/two_passes.py`, `train_loss`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import TrainingArguments
+
+from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
+from hf_longctx.hf.checkpoints.optimizer_states import load_whole_optimizer
+from hf_longctx.hf.checkpoints.weight_source import WeightSource
+from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.log_probs.documents import LocalDocuments
+from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
+from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.run.optimizers import fit_optimizer
+from hf_longctx.hf.run.placement import read_weights
+from hf_longctx.hf.run.run import RunRequest, start_run
+from hf_longctx.hf.run.steps import train_loss
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TemperedCrossEntropy
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.master_weights import drop_master_weights, host_steps_of
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row of token ids [n]. is_scored: marks [n] of the tokens whose log-probabilities are wanted; None for all."""
+
+    ids: Sequence[int] | Tensor
+    is_scored: Sequence[bool] | Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """Values [n] of the tokens of each row, 0 for the first token and for those that are not scored.
+
+    log_probs: of each token, given those before it. entropies: of the distribution from which it was drawn; without a gradient.
+    """
+
+    log_probs: list[Tensor]
+    entropies: list[Tensor]
+
+
+class LongContextEngine:
+    """A model, its plans and its optimizer. All methods are collective: every rank calls them, in the same order.
+
+    optimizer: makes the optimizer of trained weights, once they lie where they are trained; None for a model that is only scored.
+    temperature: of the distribution that is trained, unless a call has another. output_dir: for records of the run. Raises
+    ValueError on every rank, listing all problems, for what plans cannot run.
+
+    Example:
+
+        engine = LongContextEngine(model, LongContextConfig(max_length=131072), lambda weights: AdamW(weights, lr=1e-6))
+        old = engine.log_probs(rows).log_probs
+        loss, metrics = engine.forward_backward(rows, lambda values: (policy_loss(values.log_probs, old, advantages), {}))
+        norm = engine.optimizer_step(max_norm=1.0)
+        for name, tensor in engine.weights():
+            ...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: LongContextConfig,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        temperature: float = 1.0,
+        output_dir: str = "engine_output",
+    ) -> None:
+        args = TrainingArguments(
+            output_dir, use_cpu=not torch.cuda.is_available(), bf16=False, report_to="none", disable_tqdm=True, save_strategy="no"
+        )
+        problems = []
+        if config.may_have_stages:
+            problems.append(
+                f"stages={config.stages!r} leaves a rank a part of the model, which an engine cannot send; use stages=1"
+            )
+        if config.parameters == "replicated":
+            model.to(args.device)
+        facts = ModelFacts.of(model)
+        self.run = start_run(RunRequest(config, facts, args, None, problems))
+        self.model, self.temperature, self.device = model, temperature, args.device
+        passes = TwoPasses(self.run.source, self.run.sets.longest_sequence, self.run.setup.placeholders, temperature)
+        self._passes, self._scored = passes, ScoredModel(self._executor, self.run.activations.engine, Remembered())
+        self._kept: StepExecutor | None = None
+        # whether gradients of a whole step are there
+        self._is_reduced = False
+        self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self.run.placement.prepare(model)
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = optimizer([weight for weight in model.parameters() if weight.requires_grad])
+            fit_optimizer(self.run, model, self.optimizer)
+
+    def log_probs(self, rows: Sequence[TokenRow], temperature: float | None = None) -> RowValues:
+        """Scores this rank's rows, perhaps none. Rows that were scored with the present weights are not scored again."""
+        with torch.no_grad():
+            return self._values(rows, temperature, is_trained=False)[0]
+
+    def forward_backward(
+        self,
+        rows: Sequence[TokenRow],
+        loss_fn: Callable[[RowValues], tuple[Tensor, Any]],
+        temperature: float | None = None,
+        is_last: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """Adds the gradients of the mean over ranks of `loss_fn`; returns this rank's own loss, and what else `loss_fn` returns.
+
+        loss_fn: any function of the log-probabilities of this rank's rows, with a loss of its own for no rows. is_last: false if
+        more calls follow before `optimizer_step`, whose gradients are added. Raises ValueError on every rank if the loss depends
+        on the model in other ways, and FloatingPointError if gradients are not finite.
+        """
+        if self._is_reduced:
+            raise ValueError(
+                "the gradients of this step were summed over ranks already (is_last=True); call optimizer_step() or zero_grad(), "
+                "or pass is_last=False in all calls of a step but its last"
+            )
+        executor, others = self._executor(), []
+        self._passes.forget()
+
+        def compute() -> Tensor:
+            with torch.enable_grad():
+                values, leaf = self._values(rows, temperature, is_trained=True)
+                loss, other = loss_fn(values)
+                others.append(other)
+                # a loss of no rows may be a constant
+                (loss + 0.0 * leaf.sum()).backward()
+            return loss.detach()
+
+        def train(batch: dict[str, Any], is_end: bool, part: Tensor) -> None:
+            plan = batch["step"].plan
+            rank_plan = plan.for_rank(self.run.pool.rank)
+            self.run.make_room(plan)
+            engine = self.run.activations.engine(executor.model, rank_plan)
+            reduces = is_end and is_last
+            result = executor.run(rank_plan, batch["chunks"], 1.0, reduces, plan.estimate.peak_bytes, engine)
+            if reduces and not (result.is_finite and math.isfinite(float(part))):
+                self.zero_grad()
+                raise FloatingPointError(
+                    f"the loss ({float(part):g}) or the gradients of this step are not finite, so they were dropped; look at the "
+                    f"loss function and its rows"
+                )
+
+        loss = train_loss(self.run, self._passes, executor, compute, train)
+        self._is_reduced = is_last
+        return loss, others[0]
+
+    def optimizer_step(self, max_norm: float = math.inf) -> float:
+        """Clips gradients to `max_norm`, updates the weights and drops the gradients; returns their norm before that."""
+        if self.optimizer is None or not self._is_reduced:
+            what = "no optimizer" if self.optimizer is None else "no gradients of a whole step"
+            raise ValueError(f"the engine has {what}; pass optimizer=..., and call forward_backward(..., is_last=True) before")
+
+        def clip() -> Tensor:
+            norm = self.run.placement.clip(max_norm)
+            return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm) if norm is None else norm
+
+        host = host_steps_of(self.optimizer)
+        norm = clip() if host is None else host.clipped(clip, max_norm)
+        self.optimizer.step()
+        self.zero_grad()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        self.model.zero_grad(set_to_none=True)
+        self._is_reduced = False
+
+    def weights(self) -> WeightSource:
+        """Whole weights as a checkpoint has them, with adapters added; all ranks walk through them, one tensor at a time."""
+        self.run.placement.prepare(self.model)
+        return WeightSource(self.model)
+
+    def save(self, folder: str) -> None:
+        """Writes a checkpoint of transformers or PEFT to `folder`, which all ranks see, and the states of the optimizer."""
+        model: Any = self.model
+        placement, is_writer = self.run.placement, self.run.args.should_save
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        weights = placement.save(model, folder, is_writer)
+        if not placement.writes_weights and is_writer:
+            model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
+        if self.optimizer is not None and not placement.save_optimizer(model, self.optimizer, folder) and is_writer:
+            torch.save(self.optimizer.state_dict(), Path(folder) / OPTIMIZER_FILE)
+        PartialState().wait_for_everyone()
+
+    def load(self, folder: str) -> None:
+        """Reads what `save` wrote, at any number of ranks. Raises ValueError for a folder without it."""
+        placement, optimizer = self.run.placement, self.optimizer
+        if not placement.load(self.model, folder):
+            read_weights(self.model, folder)
+        if optimizer is None:
+            return
+        if not placement.load_optimizer(self.model, optimizer, folder):
+            if not (Path(folder) / OPTIMIZER_FILE).exists():
+                raise ValueError(f"{folder} has no states of an optimizer; give a folder that save() wrote")
+            load_whole_optimizer(optimizer, str(Path(folder) / OPTIMIZER_FILE))
+        drop_master_weights(optimizer)
+
+    def to_host(self) -> None:
+        """Moves weights, gradients and optimizer states to host memory, for a server on the same device, until `to_device`."""
+        if self._on_host:
+            return
+        self.run.release_model()
+        self.run.placement.prepare(self.model)
+        for storage in _storages(self._tensors()):
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            self._on_host.append((storage, copy))
+            storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def to_device(self) -> None:
+        """Moves back what `to_host` moved; calls that compute do so themselves."""
+        for storage, copy in self._on_host:
+            storage.resize_(len(copy))
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        self._on_host = []
+
+    def close(self) -> None:
+        """Ends the run, and gives the model its own layers back. Idempotent."""
+        self.to_device()
+        self._kept = None
+        self.run.close()
+
+    def _executor(self) -> StepExecutor:
+        """Returns the executor of the placed model, which owns buffers of gradients."""
+        self.to_device()
+        self.run.placement.prepare(self.model)
+        if self._kept is None:
+            self._kept = self.run.executor(self.model, self.run.config.fp32_gradients)
+        else:
+            self.run.fused.bind(self.model)
+        return self._kept
+
+    def _values(self, rows: Sequence[TokenRow], temperature: float | None, is_trained: bool) -> tuple[RowValues, Tensor]:
+        """Returns the values of rows, and the leaf that collects the slopes of all their log-probabilities."""
+        wanted, passes = self.temperature if temperature is None else temperature, self._passes
+        passes.scoring = Scoring(wanted, with_extras=True)
+        self._executor().token_loss = None if wanted == 1 else TemperedCrossEntropy(wanted)
+        lengths = [len(row.ids) for row in rows]
+        values = passes.values(self._scored, lambda: passes.checked(_documents(rows, self.device)), is_trained)
+
+        def by_row(column_BS: Tensor) -> list[Tensor]:
+            # the value at a token is that of the next one
+            parts = nn.functional.pad(column_BS[0], (0, 1))[: sum(lengths)].split(lengths)
+            return [nn.functional.pad(part[:-1], (1, 0)) for part in parts]
+
+        return RowValues(by_row(values.log_probs), by_row(values.entropy.detach())), values.log_probs
+
+    def _tensors(self) -> Iterable[Tensor]:
+        states = [] if self.optimizer is None else [value for each in self.optimizer.state.values() for value in each.values()]
+        weights = list(self.model.parameters())
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        tensors = [each for each in (*weights, *self.model.buffers(), *gradients, *states) if isinstance(each, Tensor)]
+        return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in tensors]
+
+
+def _documents(rows: Sequence[TokenRow], device: torch.device) -> LocalDocuments:
+    """Returns rows as documents, one after the other, each token with the next one as its label if that is scored."""
+    parts = []
+    for number, row in enumerate(rows):
+        ids_n = torch.as_tensor(row.ids, dtype=torch.int64, device=device)
+        scored_n = torch.ones_like(ids_n) if row.is_scored is None else torch.as_tensor(row.is_scored, device=device)
+        if ids_n.dim() != 1 or not len(ids_n) or scored_n.shape != ids_n.shape:
+            raise ValueError(
+                f"row {number} has token ids of shape {tuple(ids_n.shape)} and is_scored of shape {tuple(scored_n.shape)}; give "
+                f"one token id at least, and as many marks"
+            )
+        labels_n = ids_n.where(scored_n.bool(), IGNORE_INDEX)
+        parts.append(torch.stack([ids_n, nn.functional.pad(labels_n[1:], (0, 1), value=IGNORE_INDEX)], dim=1))
+    rows_T2 = torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64, device=device)
+    # without a row there is one column of padding
+    kept_BS = torch.ones(1, len(rows_T2), dtype=torch.bool, device=device) if parts else torch.zeros(1, 1, dtype=torch.bool)
+    return LocalDocuments(rows_T2, [len(part) for part in parts], kept_BS.to(device))
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The memory of tensors, once where several share it, unless it belongs to others, such as a mapped file."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+    return [storage for storage in found.values() if storage.resizable()]
