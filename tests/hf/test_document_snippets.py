@@ -11,16 +11,21 @@ import io
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import pytest
 import torch
 import transformers
+from helpers.models.any_model import build_any
 from helpers.models.chats import conversation, word_tokenizer
 from helpers.models.reference import random_rows
+from helpers.models.tiny_processors import file_of, picture, tiny_processor
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).parents[2]
@@ -45,15 +50,23 @@ _ATTACH = """callback = LongContextCallback(LongContextConfig(max_length=32768))
 callback.attach(trainer)
 trainer.train()
 """
+_IMAGES_MODEL = "Qwen/Qwen3-VL-8B-Instruct"
+# needs a server and tools, with which tests/hf/log_probs/test_server_generation.py trains
+_SERVED = "served"
 # text in a block -> name of the snippet, and how many ranks run it
 _KNOWN = {
-    "trainer = LongContextTrainer(\n": ("trainer", 2),
+    "trainer = LongContextTrainer(\n    model=model": ("trainer", 2),
+    "AutoModelForImageTextToText": ("images", 1),
     "callback.attach(trainer)": ("attached", 2),
     "LongContextConfig(stages=2)).attach(trainer)": ("attached_stages", 2),
     "class LongSFTTrainer": ("trl", 2),
     "NeedleTask(": ("evaluation", 1),
     "BitsAndBytesConfig(": ("four_bits", 1),
     "load_pipeline_stage(": ("stages", 8),
+    "target_parameters=[": ("experts", 2),
+    "in tower_parameters(model)": ("towers", 1),
+    'frozen_weights="fp8"': ("frozen_fp8", 2),
+    "vllm_mode=": (_SERVED, 1),
     "MuonWithAdamW": ("muon", 1),
     "from_deepspeed(": ("deepspeed", 2),
     "stream_readers=8": ("stream", 2),
@@ -75,6 +88,7 @@ for _kind, _text in _BLOCKS:
     ((_name, _num_ranks),) = _names
     # the README repeats one of them
     assert CODES.setdefault(_name, (_code, _num_ranks))[0] == _code, f"two documents print snippet {_name} in different words"
+del CODES[_SERVED]
 WITH_TRL = {
     "trl": CODES.pop("trl"),
     "trl, attached": (f"trainer = {_SFT})\n{_ATTACH}", 2),
@@ -94,6 +108,43 @@ def model_config() -> transformers.LlamaConfig:
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def with_experts() -> transformers.Qwen3MoeForCausalLM:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def with_towers(**settings: Any) -> Any:
+    vision = {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16, "in_channels": 3}
+    text = {"num_hidden_layers": 3, "vocab_size": 1000, "max_position_embeddings": 65536}
+    return build_any("Qwen3VLForConditionalGeneration", "sdpa", vision_config=vision, text_config=text, **settings)
+
+
+def with_adapters() -> Any:
+    import peft
+
+    config = model_config()
+    config.max_position_embeddings = 131072
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+
+
+# snippet -> the model that it takes for given; a trainer trains it if the snippet makes none
+_MODELS: dict[str, Callable[[], Any]] = {"experts": with_experts, "towers": with_towers, "frozen_fp8": with_adapters}
 
 
 def stand_ins(folder: str) -> dict[str, Any]:
@@ -139,6 +190,29 @@ def write_texts(folder: Path) -> None:
         (folder / f"{file}.jsonl").write_text("\n".join(lines))
 
 
+def write_images(folder: Path) -> None:
+    """Writes a model for images and conversations with one image each."""
+    processor = tiny_processor("qwen3_vl")
+    named = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>"}
+    tokens = {field: processor.tokenizer.convert_tokens_to_ids(token) for field, token in named.items()}
+    with_towers(**tokens).save_pretrained(folder / _IMAGES_MODEL)
+    lines = []
+    for number in range(8):
+        (folder / f"{number}.png").write_bytes(file_of(picture(40 + 8 * number, 28)))
+        parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "what is this?"}]
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "it is an answer"}]}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}, answer]}))
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+
+
+def _imported(names: dict[str, Any]) -> dict[str, Any]:
+    """What stands in for names that a snippet imports itself: a saved processor would need torchvision, for videos."""
+    return {
+        "AutoProcessor": SimpleNamespace(from_pretrained=lambda _: tiny_processor("qwen3_vl")),
+        "TrainingArguments": names["TrainingArguments"],
+    }
+
+
 def run(code: str, name: str, folder: str) -> tuple[str, int]:
     """Runs a snippet; returns what it printed and the number of steps that it trained."""
     before = Path.cwd()
@@ -150,7 +224,15 @@ def run(code: str, name: str, folder: str) -> tuple[str, int]:
                 names["trainer"] = names["LongContextTrainer"](
                     model=names["model"], args=names["args"], train_dataset=names["dataset"]
                 )
-            exec(compile(code, f"snippet {name}", "exec"), names)
+            if name in _MODELS:
+                names["model"] = _MODELS[name]()
+            stand_in = patch.multiple(transformers, **_imported(names)) if name == "images" else contextlib.nullcontext()
+            with stand_in:
+                exec(compile(code, f"snippet {name}", "exec"), names)
+            if name in _MODELS and "trainer" not in names:
+                names["trainer"] = names["LongContextTrainer"](
+                    model=names["model"], args=names["args"], train_dataset=names["dataset"]
+                )
             trainer = names["trainer"]
             if "trainer.train()" not in code and name != "evaluation":
                 trainer.train()
@@ -163,6 +245,8 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
     transformers.LlamaForCausalLM(model_config()).save_pretrained(folder / "checkpoints" / "llama-70b")
     write_texts(folder / "documents")
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}))
+    if name == "images":
+        write_images(folder)
     code, num_ranks = codes[name]
     (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder))
     assert steps == 0 if name == "evaluation" else steps >= 2
