@@ -51,6 +51,9 @@ SEVERAL = (*LORA[:4], ("names", ("first", "default", "idle")), ("num_active", 2)
 # the copy of a tied embedding and head is one weight, too
 TIED = (("r", 2), ("target_modules", ["q_proj"]), ("modules_to_save", ["embed_tokens"]), ("ensure_weight_tying", True))
 TOKENS = (("r", 2), ("target_modules", ["q_proj", "down_proj"]), ("trainable_token_indices", [3, 5, 60]))
+# weights of experts and of the router, which PEFT means by these names; and experts alone
+MIXTURE = (("r", 2), ("lora_alpha", 3), ("target_modules", "all-linear"))
+EXPERTS = (("r", 2), ("target_modules", ["q_proj"]), ("target_parameters", ["experts.gate_up_proj", "experts.down_proj"]))
 
 
 def tight(lora: Any) -> dict[str, Any]:
@@ -74,14 +77,18 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "several, whole": (SEVERAL, {}, tight(SEVERAL)),
     "one copy of both ends": (TIED, SHARDED, {}),
     "recomputing": (DORA, tight(DORA), tight(DORA)),
+    "experts": (MIXTURE, SHARDED, STAGES),
+    "spread experts": (EXPERTS, {**SHARDED, "expert_ranks": 2}, STAGES),
 }
+# runs of other models than a Llama
+FAMILY_OF = {"experts": "qwen3_moe", "spread experts": "qwen3_moe_dense"}
 
 
 @resuming
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tmp_path: Path, name: str) -> None:
     lora, config, later = RUNS[name]
-    case = ModelCase(promoted=True, lora=lora, tied=lora is TIED)
+    case = ModelCase(FAMILY_OF.get(name, "llama"), promoted=True, lora=lora, tied=lora is TIED)
     losses, weights = plain_training(case, ROWS, NUM_STEPS)
     saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 5}
     whole = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "whole"), config, saving)
