@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longctx.hf.models.heads import head_of, is_tied
+from hf_longctx.hf.models.packed_experts import packed_elements
 from hf_longctx.hf.models.quantised import is_four_bit, packed_layers
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import AdapterSpec
@@ -201,6 +202,7 @@ def own_dtypes(model: nn.Module) -> tuple[set[torch.dtype], set[torch.dtype]]:
         if not name.startswith("base_layer.")
     }
     packed = {id(parameter) for layer in packed_layers(model).values() for parameter in layer.parameters()}
+    packed |= packed_elements(model).keys()
     dtypes: tuple[set[torch.dtype], set[torch.dtype]] = (set(), set())
     for parameter in model.parameters():
         if id(parameter) not in packed:

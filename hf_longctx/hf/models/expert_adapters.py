@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
+from hf_longctx.hf.models.packed_experts import packed_weight, packed_weights
 from hf_longctx.plan.model.model_spec import AdapterSpec, split_adapters
 from hf_longctx.runtime.core.binding import class_name, replace_forward
 from hf_longctx.runtime.core.expert_products import ExpertMatrices, Rows, enter, grouped_problem, leave
@@ -49,16 +50,38 @@ class AdaptedExperts:
     def matrices(self, name: str) -> ExpertMatrices:
         """The weights `name` of the experts, [E, K, N], with its bias and its adapter."""
         experts = self.experts
-        weight: Tensor = getattr(experts, name)
-        weight_EKN = weight if experts.is_transposed else weight.transpose(1, 2)
+        weight: Any = packed_weight(experts, name)
+        if weight is None:
+            whole: Tensor = getattr(experts, name)
+            weight = whole if experts.is_transposed else whole.transpose(1, 2)
+        dtype = experts_dtype(experts)
         bias_EN = getattr(experts, f"{name}_bias") if experts.has_bias else None
         wrapper = next((each for each in self.wrappers if each.parameter_name == name), None)
         if wrapper is None:
-            return ExpertMatrices(weight_EKN, bias_EN)
+            return ExpertMatrices(weight, dtype, bias_EN)
         (adapter,) = wrapper.active_adapters
         first, second = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
         start = first_expert(experts)
-        return ExpertMatrices(weight_EKN, bias_EN, first, second, wrapper.scaling[adapter], wrapper.num_experts, start)
+        return ExpertMatrices(weight, dtype, bias_EN, first, second, wrapper.scaling[adapter], wrapper.num_experts, start)
+
+
+def experts_dtype(experts: Any) -> torch.dtype:
+    """Dtype of the weights of experts, after unpacking."""
+    if packed_weight(experts, _LEAVING) is not None:
+        dtype: torch.dtype = experts.parametrizations[_LEAVING][0].like.dtype
+        return dtype
+    return getattr(experts, _LEAVING).dtype  # type: ignore[no-any-return]
+
+
+def split_experts(model: nn.Module) -> Iterator[AdaptedExperts]:
+    """Yields the modules of experts that plans run apart from adapters: those with adapters, and packed ones without."""
+    found = list(adapted_experts(model))
+    yield from found
+    inside = {id(each.experts) for each in found}
+    others = {id(module): module for module, _, _ in packed_weights(model) if id(module) not in inside}
+    for name, module in model.named_modules():
+        if id(module) in others:
+            yield AdaptedExperts(name, module, ())
 
 
 def adapted_experts(model: nn.Module) -> Iterator[AdaptedExperts]:
@@ -97,24 +120,32 @@ def _matrices(experts: Any) -> tuple[str, str]:
 
 
 def expert_adapter_spec(found: AdaptedExperts, num_chosen: int) -> AdapterSpec:
-    """Sizes that adapters on the experts of a layer save, for tokens with `num_chosen` experts each."""
-    experts, first = found.experts, found.wrappers[0]
+    """Sizes that experts of a layer and adapters on them save, for tokens with `num_chosen` experts each."""
+    experts = found.experts
     sizes = [(wrapper.r[wrapper.active_adapters[0]], wrapper.in_features, wrapper.out_features) for wrapper in found.wrappers]
-    down: Tensor = getattr(experts, _LEAVING)
-    inner_size, row_size = down.shape[1:] if experts.is_transposed else down.shape[:0:-1]
-    width = first.lora_A[first.active_adapters[0]].weight.element_size()
+    row_size, inner_size = _down_shape(experts)
+    adapters = [each.lora_A[each.active_adapters[0]].weight for each in found.wrappers]
     return split_adapters(
         sizes,
         (row_size, inner_size * (2 if experts.has_gate else 1)),
-        (num_chosen, first.num_experts),
-        (down.element_size(), width),
+        (num_chosen, int(experts.num_experts)),
+        (experts_dtype(experts).itemsize, max((each.element_size() for each in adapters), default=0)),
         reads_rows=any(wrapper.parameter_name != _LEAVING for wrapper in found.wrappers),
     )
 
 
+def _down_shape(experts: Any) -> tuple[int, int]:
+    """Outputs and inputs of an expert's last matrix."""
+    if (found := packed_weight(experts, _LEAVING)) is not None:
+        _, outputs, half = found.codes_ENH.shape
+        return outputs, 2 * half
+    shape = getattr(experts, _LEAVING).shape
+    return (shape[2], shape[1]) if experts.is_transposed else (shape[1], shape[2])
+
+
 def expert_adapter_problems(model: nn.Module) -> list[str]:
     """Returns why adapters on single weights cannot be trained, by layer and class; empty if they can, or if there are none."""
-    found = list(adapted_experts(model))
+    found = list(split_experts(model))
     problems = [f"the adapters on {each.name} ({class_name(each.experts)}) {why}" for each in found if (why := _problem(each))]
     beside = {each.name.rpartition(".")[0] for each in found}
     for name, module in model.named_modules():
@@ -141,13 +172,13 @@ def _problem(found: AdaptedExperts) -> str:
         return f"are several ({', '.join(wrappers[0].lora_A)}); keep one adapter (model.delete_adapter)"
     if any(not wrapper.active_adapters for wrapper in wrappers):
         return "are inactive; call model.set_adapter"
-    weights = [getattr(experts, name) for name in known]
-    if not all(weight.is_floating_point() for weight in weights):
-        return f"are on experts whose weights are quantised ({weights[0].dtype}); load them in bfloat16"
+    weights = [getattr(experts, name) for name in known if packed_weight(experts, name) is None]
+    if other := next((weight.dtype for weight in weights if not weight.is_floating_point()), None):
+        return f"are on experts whose weights are quantised ({other}); load them in bfloat16, and call pack_experts for four bits"
     if any(weight.requires_grad for weight in weights):
         return "are on experts whose own weights are trained too; freeze them with requires_grad_(False)"
     # hooks of the wrappers inside count, too
-    if is_hooked(wrappers[0]):
+    if is_hooked(wrappers[0] if wrappers else experts):
         return "have a hook, which would see other values than in PEFT's forward; remove it, or hook the MLP"
     if not all(map(runs_as_written, wrappers)) or not runs_as_written(experts):
         return "have a forward that other code has replaced; remove it"
@@ -160,7 +191,7 @@ def bind_expert_adapters(model: nn.Module, is_grouped: Callable[[torch.device, t
     is_grouped: whether grouped products of this device and dtype are right.
     """
     undo = []
-    for found in adapted_experts(model):
+    for found in split_experts(model):
         if _problem(found):
             continue
         for wrapper in found.wrappers:
@@ -188,9 +219,8 @@ def _run(
         return result
     experts = found.experts
     entering, leaving = map(found.matrices, _matrices(experts))
-    weight = entering.weight_EKN
-    assert not isinstance(weight, DTensor)
-    rows = Rows(chosen_Tk, len(weight), is_grouped(weight.device, weight.dtype))
+    assert not isinstance(entering.weight, DTensor)
+    rows = Rows(chosen_Tk, len(entering.weight), is_grouped(hidden_TC.device, entering.dtype))
     inner_SN = enter(hidden_TC, entering, rows)
     inner_SF = experts._apply_gate(inner_SN) if experts.has_gate else experts.act_fn(inner_SN)
     return leave(inner_SF, weights_Tk, leaving, rows).to(hidden_TC.dtype)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from hf_longctx.families.registry import MODULES, family_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.execution.experts import RouterBalance
 
 
@@ -53,7 +54,7 @@ def has_balance(model: nn.Module) -> bool:
 
 def spread_experts_of(model: nn.Module) -> list[nn.Module]:
     """The modules of `model` whose experts can be spread over ranks."""
-    return [module for module in model.modules() if type(module).__name__ in MODULES.experts]
+    return [module for module in model.modules() if class_name(module) in MODULES.experts]
 
 
 def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
@@ -66,7 +67,7 @@ def spread_problems(model: nn.Module, expert_ranks: int) -> list[str]:
         ]
     problems = []
     for module in modules:
-        count, name = int(module.num_experts), type(module).__name__  # type: ignore[arg-type]
+        count, name = int(module.num_experts), class_name(module)  # type: ignore[arg-type]
         if count % expert_ranks:
             problems.append(f"expert_ranks {expert_ranks} does not divide the {count} experts of {name}; choose a divisor")
         if any(len(weight) != count or not weight.is_floating_point() for weight in module.parameters()):

@@ -24,7 +24,7 @@ from hf_longctx.hf.models.adapters import (
     tile_bytes,
     trained_sizes,
 )
-from hf_longctx.hf.models.expert_adapters import adapted_experts, expert_adapter_spec
+from hf_longctx.hf.models.expert_adapters import expert_adapter_spec, split_experts
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.kernel_places import KERNEL_NORMS, runs_heads_alike
 from hf_longctx.hf.models.states import mixers_of, num_calls
@@ -128,7 +128,7 @@ def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_a
         tile_bytes=tile_bytes(list(in_mlps.values()), hidden, is_autocast),
         **dict.fromkeys(reads, True),
     )
-    return sum_adapters([beside, *(expert_adapter_spec(each, num_chosen) for each in adapted_experts(layer))])
+    return sum_adapters([beside, *(expert_adapter_spec(each, num_chosen) for each in split_experts(layer))])
 
 
 def _named(module: nn.Module | None) -> list[tuple[str, nn.Module]]:

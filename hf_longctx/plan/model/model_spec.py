@@ -116,7 +116,7 @@ def split_adapters(
         reads_product=True,
         idle_parameters=sum(rank * sum(both) for rank, *both in matrices) * (num_experts - num_chosen),
         splits_experts=True,
-        copied_bytes=num_experts * max(copied),
+        copied_bytes=num_experts * max(copied, default=0),
     )
 
 

@@ -27,8 +27,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def class_name(module: nn.Module) -> str:
-    """Returns the name of a module's class, without the class of torch that sharding puts in front of it."""
-    return type(module).__name__.removeprefix("FSDP")
+    """Returns the name of a module's class, without the class of torch that sharding or a parametrization puts in front of it."""
+    return type(module).__name__.removeprefix("FSDP").removeprefix("Parametrized")
 
 
 def global_hooks() -> list[tuple[str, Any]]:

@@ -13,9 +13,11 @@ import torch
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import relative_error
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_longctx.families.registry import FAMILIES, MODULES
 from hf_longctx.hf.models.expert_adapters import GroupedProducts, adapted_experts, bind_expert_adapters
+from hf_longctx.hf.models.packed_experts import pack_experts, unpacked_copy
 from hf_longctx.runtime.core import expert_products
 
 HIDDEN, NUM_EXPERTS, NUM_CHOSEN, TOKENS = 32, 4, 2, 23
@@ -64,7 +66,7 @@ def inputs(chosen_from: int = 0, tokens: int = TOKENS) -> tuple[Tensor, Tensor, 
 
 def results(model: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """The output, and gradients of hidden states, weights of choices and trained weights."""
-    dtype = next(model.parameters()).dtype
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float64)
     x, weights = (each.to(dtype).requires_grad_() for each in (x, weights))
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     # transformers rounds to fp32 inside
@@ -195,3 +197,72 @@ def test_undone() -> None:
     for each in reversed(bind_expert_adapters(model, lambda device, dtype: False)):
         each()
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"])
+@pytest.mark.parametrize("weights", [BOTH, ()], ids=["adapted", "frozen"])
+def test_packed_experts_have_the_gradients_of_unpacked_ones(name: str, kind: Any, weights: tuple[str, ...]) -> None:
+    model, given = adapted(name) if weights else Holder(experts_of(name)).requires_grad_(False), inputs()
+    before = {each.data_ptr() for each in model.parameters() if each.dim() == 3}
+    pack_experts(model, kind)
+    assert not before & {each.data_ptr() for each in model.parameters()}
+    # the class's own forward unpacks everything; PEFT's needs whole weights
+    plain = copy.deepcopy(model)
+    (owner,) = [module for module in plain.modules() if hasattr(module, "parametrizations")]
+    outer = next((module for module in plain.modules() if getattr(module, "base_layer", None) is owner), None)
+    if outer is not None:
+        outer.base_layer = unpacked_copy(owner)
+        with pytest.raises(AttributeError):
+            copy.deepcopy(model)(*given)
+    expected = results(plain, *given)
+    found = results(bound(model), *given)
+    assert worst(found, expected) <= 1e-14
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_some_experts_at_a_time_give_the_bits_of_whole_weights(kind: Any, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes, scales = expert_products.packed(torch.randn(8, 64, 48, generator=generator), kind)
+    chosen = torch.randint(0, 7, (50, 1), generator=generator)
+    x, dy = (torch.randn(50, size, generator=generator).to(dtype) for size in (64, 48))
+    rows = expert_products.Rows(chosen, 8, False)
+    found = []
+    for at_once in (8, 3, 1):
+        weight = expert_products.PackedMatrices(codes.view(torch.uint8), scales.view(torch.uint8), kind, at_once)
+        products = expert_products._Products(None, None, None, expert_products.ExpertMatrices(weight, dtype), rows)
+        found.append((products.forward(x)[0], products.input_gradient(dy, None)))
+    whole = weight.unpacked(0, 8, dtype)
+    products = expert_products._Products(whole, None, None, expert_products.ExpertMatrices(whole, dtype), rows)
+    for y, dx in found:
+        assert torch.equal(y, products.forward(x)[0]) and torch.equal(dx, products.input_gradient(dy, None))
+
+
+def test_blocks_of_gpt_oss_are_kept_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # [experts, outputs, blocks, 16 bytes] and [experts, outputs, blocks], as in its checkpoints
+    blocks = torch.randint(0, 256, (2, 24, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 130, (2, 24, 3), dtype=torch.uint8, generator=generator)
+    plain = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    assert torch.equal(expert_products.PackedMatrices(blocks.flatten(2), scales, "mxfp4").unpacked(0, 2, torch.bfloat16), plain)
+    again = expert_products.PackedMatrices(*expert_products.packed(plain, "mxfp4"), "mxfp4")
+    assert torch.equal(again.unpacked(0, 2, torch.bfloat16), plain)
+
+
+def test_four_bits_round_to_the_nearest_value() -> None:
+    weight = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
+    for kind, most in (("mxfp4", 0.13), ("nf4", 0.1)):
+        codes, scales = expert_products.packed(weight, kind)
+        assert codes.shape == (2, 16, 32) and scales.shape == (2, 16, 64 // expert_products.FOUR_BIT_BLOCKS[kind])
+        found = expert_products.PackedMatrices(codes, scales.view(torch.uint8), kind).unpacked(0, 2, torch.float32)
+        assert float((found - weight).norm() / weight.norm()) <= most
+    with pytest.raises(ValueError, match="have 7 inputs"):
+        expert_products.packed(torch.randn(2, 7, 16), "nf4")
+
+
+def test_other_kinds_and_models_without_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be packed as 'int4'; give one of mxfp4, nf4"):
+        pack_experts(Holder(experts_of("Qwen3MoeExperts")), "int4")
+    with pytest.raises(ValueError, match="Linear has no experts of a class that can be packed"):
+        pack_experts(nn.Linear(2, 2), "nf4")

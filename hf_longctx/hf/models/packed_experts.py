@@ -1,0 +1,110 @@
+"""Keeps the frozen weights of experts in four bits: MXFP4 as in GPT-OSS's checkpoints, or NF4.
+
+A packed weight is a parametrization of torch: the module still has `gate_up_proj` and `down_proj`, which are unpacked whole at
+every access, so the class's own forward and copies work as before; PEFT's forward, which would add adapters to them, raises an
+error. While plans run, products read the codes and unpack some experts at a time (`runtime.core.expert_products`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hf_longctx.families.registry import MODULES
+from hf_longctx.runtime.core.binding import class_name
+from hf_longctx.runtime.core.expert_products import FourBits, PackedMatrices, packed
+
+
+class FourBitWeight(nn.Module):
+    """Unpacks the weights of experts from codes and scales, whole, in the dtype to which the module was cast last."""
+
+    like: Tensor
+
+    def __init__(self, kind: FourBits, dtype: torch.dtype, is_transposed: bool) -> None:
+        super().__init__()
+        self.kind, self.is_transposed = kind, is_transposed
+        # casts of the model reach it
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Returns the weight [E, K, N] of a transposed class, else [E, N, K]."""
+        weight_EKN = PackedMatrices(codes, scales, self.kind).unpacked(0, len(codes), self.like.dtype)
+        return weight_EKN if self.is_transposed else weight_EKN.transpose(1, 2)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Packs a weight."""
+        parts = [packed(part if self.is_transposed else part.transpose(1, 2), self.kind) for part in weight.detach().split(1)]
+        codes, scales = zip(*parts, strict=True)
+        scales = tuple(each.view(torch.uint8) for each in scales)
+        return torch.cat(codes), torch.cat(scales)
+
+
+def pack_experts(model: nn.Module, kind: FourBits) -> int:
+    """Packs the weights of all experts of `model`, in place, and freezes them; returns the bytes that they take.
+
+    kind: "mxfp4", which is exact for weights that were unpacked from it, or "nf4". Call it before `get_peft_model`. Raises
+    ValueError for another kind, and for a model without experts of a class that adapters may be on.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained("gpt-oss-20b-bf16", dtype=torch.bfloat16)
+        pack_experts(model, "mxfp4")
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    """
+    if kind not in get_args(FourBits):
+        raise ValueError(f"experts cannot be packed as {kind!r}; give one of {', '.join(get_args(FourBits))}")
+    found = [module for module in model.modules() if class_name(module) in MODULES.experts and hasattr(module, "is_transposed")]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts of a class that can be packed ({', '.join(sorted(MODULES.experts))}); leave "
+            f"pack_experts out"
+        )
+    num_bytes = 0
+    for experts in found:
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            weight.requires_grad_(False)
+            if weight.dim() == 3:
+                unpack = FourBitWeight(kind, weight.dtype, bool(experts.is_transposed))
+                parametrize.register_parametrization(experts, name, unpack, unsafe=True)
+        num_bytes += sum(weight.nbytes for weight in experts.parameters())
+    return num_bytes
+
+
+def unpacked_copy(experts: Any) -> Any:
+    """A copy of a module of experts with whole weights, frozen; PEFT's own forward cannot add adapters to packed ones."""
+    copied = copy.deepcopy(experts)
+    weights = {name: getattr(copied, name).detach() for name in experts.parametrizations}
+    del copied.parametrizations
+    # the class with properties belongs to both modules, so it stays as it is
+    copied.__class__ = type(experts).__bases__[0]
+    for name, weight in weights.items():
+        copied.register_parameter(name, nn.Parameter(weight.clone(), requires_grad=False))
+    return copied
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[Any, str, PackedMatrices]]:
+    """Yields modules of experts, names of their packed weights, and these."""
+    for module in model.modules():
+        for name in getattr(module, "parametrizations", {}):
+            if (found := packed_weight(module, name)) is not None:
+                yield module, name, found
+
+
+def packed_weight(module: Any, name: str) -> PackedMatrices | None:
+    """The weight `name` in four bits; None if it is not packed."""
+    parts = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()
+    if not parts or not isinstance(unpack := parts[0], FourBitWeight):
+        return None
+    return PackedMatrices(parts.original0, parts.original1, unpack.kind)
+
+
+def packed_elements(model: nn.Module) -> dict[int, int]:
+    """Elements of packed weights by the ids of their parameters: scales have none."""
+    counts = {}
+    for _, _, found in packed_weights(model):
+        counts |= {id(found.codes_ENH): 2 * found.codes_ENH.numel(), id(found.scales_ENG): 0}
+    return counts
