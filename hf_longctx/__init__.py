@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_longctx.hf.engine import LongContextEngine, RowValues, TokenRow
     from hf_longctx.hf.evaluation.long_evaluation import LongContextEvaluation
     from hf_longctx.hf.evaluation.needles import NeedleTask, passkeys
+    from hf_longctx.hf.models.packed_experts import pack_experts
     from hf_longctx.hf.models.rope import extend_positions
     from hf_longctx.hf.ranks.exit_message import refusals_last
     from hf_longctx.hf.rules.deepspeed import from_deepspeed
@@ -49,6 +50,7 @@ _HOMES = {
     "load_pipeline_stage": "hf_longctx.hf.start.stages",
     "load_sharded": "hf_longctx.hf.start.sharded_loading",
     "mix_datasets": "hf_longctx.hf.data.mixture",
+    "pack_experts": "hf_longctx.hf.models.packed_experts",
     "pack_sequences": "hf_longctx.plan.groups.best_fit",
     "passkeys": "hf_longctx.hf.evaluation.needles",
     "refusals_last": "hf_longctx.hf.ranks.exit_message",
@@ -77,6 +79,7 @@ __all__ = [
     "load_pipeline_stage",
     "load_sharded",
     "mix_datasets",
+    "pack_experts",
     "pack_sequences",
     "passkeys",
     "refusals_last",

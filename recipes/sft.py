@@ -52,6 +52,7 @@ from hf_longctx import (
     refusals_last,
 )
 from hf_longctx.hf.models.expert_adapters import expert_weights
+from hf_longctx.hf.models.packed_experts import pack_experts
 from hf_longctx.hf.models.towers import tower_names
 from hf_longctx.hf.rules.arguments import fit_problems
 from hf_longctx.plan.core.messages import counted, on_screen
@@ -117,6 +118,10 @@ class RecipeArguments:
     lora_experts: bool = field(
         default=False,
         metadata={"help": "Adapt the weights of routed experts too. (On some classes, all Linear modules contain them already.)"},
+    )
+    pack_experts: Literal["", "mxfp4", "nf4"] = field(
+        default="",
+        metadata={"help": "Keep the frozen weights of experts in four bits: mxfp4, which is exact for GPT-OSS, or nf4."},
     )
     load_in_4bit: bool = field(
         default=False,
@@ -244,6 +249,8 @@ class RecipeArguments:
         for name in ("lora_alpha", "lora_targets"):
             if getattr(self, name) is not None and not self.lora_rank:
                 raise ValueError(f"{name} has no effect without adapters; set lora_rank, or leave it out")
+        if self.pack_experts and not self.lora_rank:
+            raise ValueError("pack_experts freezes experts, and needs adapters; set lora_rank, or leave it out")
         if self.lora_experts and not self.lora_rank:
             raise ValueError("lora_experts has no effect without adapters; set lora_rank, or leave it out")
         if self.load_in_4bit and not self.lora_rank:
@@ -493,9 +500,15 @@ def with_adapters(model: PreTrainedModel, recipe: RecipeArguments) -> PreTrained
         # rows of text never reach them
         settings["exclude_modules"] = rf"({'|'.join(map(re.escape, towers))})(\..*)?"
     try:
-        return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
+        adapted = get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
     except ValueError as error:
         raise SystemExit(f"lora_targets: {error}") from error
+    if recipe.pack_experts:
+        try:
+            pack_experts(adapted, recipe.pack_experts)
+        except ValueError as error:
+            raise SystemExit(f"pack_experts: {error}") from error
+    return adapted
 
 
 def load_documents(

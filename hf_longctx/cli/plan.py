@@ -178,7 +178,13 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
         action="store_true",
         help="with --lora-rank: the weights of routed experts have adapters, too (PEFT's target_parameters)",
     )
-    how.add_argument("--quantize", default="", metavar="nf4", help="freeze the weights below adapters in four bits (QLoRA)")
+    how.add_argument(
+        "--quantize",
+        default="",
+        metavar="nf4",
+        help="freeze the weights below adapters in four bits (QLoRA); of a mixture, its experts alone, also as mxfp4, as by "
+        "default for GPT-OSS (none: in the dtype)",
+    )
     how.add_argument(
         "--frozen-weights",
         choices=("unchanged", "fp8"),

@@ -291,7 +291,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "gpt_oss",
         "GptOssForCausalLM",
-        traits=Traits(expert_clamps=3, full_every=2),
+        traits=Traits(expert_clamps=3, experts_in="mxfp4", full_every=2),
         modules=Modules(mlps_of_two=("GptOssMLP",), routers=("GptOssTopKRouter",), experts=("GptOssExperts",)),
     ),
     Family(

@@ -34,6 +34,8 @@ class Traits:
     runs_all_experts: bool = False
     # inner tensors that an expert saves because it clamps them
     expert_clamps: int = 0
+    # format of the experts in the family's own checkpoints, if they are packed
+    experts_in: str = ""
     # the runtime finds the norms of layers by their names, and runs them in token tiles
     tiles_norms: bool = True
     # queries and keys are normalized, unless `use_qk_norm` or `qk_layernorm` says otherwise

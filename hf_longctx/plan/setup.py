@@ -1002,7 +1002,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     if model.bytes_per_element > 2 and not memory.is_measured:
         half = replace(model, bytes_per_element=2)
         if memory.lora_rank:
-            half = replace(half, adapters=lora_adapters(half, memory.lora_rank, model.adapters.splits_experts))
+            half = replace(half, adapters=lora_adapters(half, memory.lora_rank, model.adapters.on_experts))
         halved = replace(memory, model=half, saved_bytes_per_token=saved_token_bytes(half))
         add("weights and activations in bf16: --dtype bfloat16", "weights loaded in bfloat16", halved)
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
@@ -1048,7 +1048,7 @@ def _adapters(memory: DeviceMemory, placement: Placement) -> Iterator[_Change]:
     """Changes that train only adapters: over the present weights (LoRA), and over weights in four bits (QLoRA)."""
     rank = memory.lora_rank or _LORA_RANK
     frozen = replace(memory.model, has_master_weights=False, updates_on_host=False)
-    frozen = replace(frozen, adapters=lora_adapters(frozen, rank, frozen.adapters.splits_experts))
+    frozen = replace(frozen, adapters=lora_adapters(frozen, rank, frozen.adapters.on_experts))
     if not memory.lora_rank:
         name, setting = f"adapters over frozen weights (LoRA): --lora-rank {rank}", f"adapters of rank {rank} (LoRA)"
         yield _Change(name, setting, replace(memory, model=frozen, lora_rank=rank), placement)
@@ -1100,7 +1100,9 @@ def lora_adapters(model: ModelSpec, rank: int, on_experts: bool = False) -> Adap
     heads, mlp = 4 * d + model.query_size + made_kv + model.output_size, num_mlp * (d + f)
     saved, width = _HALF if e < _WIDE else e, max(_WIDE, e)
     in_mlp = saved * num_mlp * rank
-    beside = _expert_adapters(model, rank, width) if on_experts and model.experts.num_layers else AdapterSpec()
+    # packed experts run apart from adapters, too
+    is_split = model.experts.num_layers > 0 and (on_experts or model.packed.has_experts)
+    beside = _expert_adapters(model, rank * on_experts, width) if is_split else AdapterSpec()
     return AdapterSpec(
         layer_parameters=rank * (heads + mlp) + beside.layer_parameters,
         layer_bytes=(rank * (heads + mlp) + beside.layer_parameters) * width,
@@ -1119,7 +1121,7 @@ def lora_adapters(model: ModelSpec, rank: int, on_experts: bool = False) -> Adap
 
 
 def _expert_adapters(model: ModelSpec, rank: int, width: int) -> AdapterSpec:
-    """Makes LoRA on both matrices of every routed expert: gate and up are one."""
+    """Makes LoRA on both matrices of every routed expert: gate and up are one. rank: 0 if experts only run apart."""
     experts = model.experts
     row_size, inner_size = experts.row_size, experts.inner_size
     first_outputs = (2 if model.gated_mlp else 1) * inner_size
@@ -1127,4 +1129,4 @@ def _expert_adapters(model: ModelSpec, rank: int, width: int) -> AdapterSpec:
     chosen, element = experts.token_rows // experts.num_layers, model.bytes_per_element
     sizes = (row_size, first_outputs), (chosen, experts.num_experts), (element, width)
     count = rank * experts.num_experts * sum(sum(both) for _, *both in matrices)
-    return replace(split_adapters(matrices, *sizes, reads_rows=True), layer_parameters=count)
+    return replace(split_adapters(matrices, *sizes, reads_rows=rank > 0), layer_parameters=count)

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hf_longctx.families.registry import traits_of
 from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.cost.catalog import named_config, named_model
 from hf_longctx.plan.model.config import check_fields, has_position_table, kept_reason, kernels_of_config
@@ -81,6 +82,11 @@ def _config_of(name_or_path: str) -> dict[str, Any]:
     """Returns the fields of a model's config.json, or of the catalogue's; none for GPTs and unknown names."""
     path = _config_path(name_or_path)
     return _read_config(path) if path is not None else named_config(short_name(name_or_path)) or {}
+
+
+def experts_in(name_or_path: str) -> str:
+    """Returns the format of the experts in this model's own checkpoints; empty if they are not packed."""
+    return traits_of(_config_of(name_or_path)).experts_in
 
 
 def kept_because(name_or_path: str) -> str:

@@ -42,7 +42,7 @@ from hf_longctx.plan.setup import (
     fitting_remedies,
     lora_adapters,
 )
-from hf_longctx.sim.models import kept_because, kernels_of, most_positions, read_model, short_name
+from hf_longctx.sim.models import experts_in, kept_because, kernels_of, most_positions, read_model, short_name
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
@@ -86,7 +86,8 @@ class Request:
     lora_rank: int = 0
     # weights of experts have adapters, too
     lora_experts: bool = False
-    # "nf4" freezes the weights below the adapters in four bits
+    # "nf4" freezes the weights below the adapters in four bits, of a mixture those of its experts alone, as "mxfp4" does; empty:
+    # experts are as in the checkpoint, which for GPT-OSS is MXFP4; "none": in the dtype
     quantize: str = ""
     # "fp8" rounds them to fp8
     frozen_weights: str = "unchanged"
@@ -131,6 +132,8 @@ class Scenario:
     measured_rates: str = ""
     # tokens of the longest sequence over weights that are not quantized, if these hold a longer one; else 0
     unquantized_tokens: int = 0
+    # how experts are packed, as `pack_experts` of a recipe; empty: they are not
+    packed_experts: str = ""
 
     @property
     def flat(self) -> Scenario:
@@ -263,9 +266,11 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         flat = replace(request, stages=1, parameters="", shard_ranks=0)
         one_stage = build_setup(measured, _wishes(flat, model, cluster, 1, is_measured), lengths, lambda *_: None)
     scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage, profile.measured)
+    if model.packed.has_experts:
+        scenario = replace(scenario, packed_experts=_kind_of_bits(request, model))
     if must_fit:
         _check_fits(scenario)
-    if must_fit and not model.packed.is_empty:
+    if must_fit and not (model.packed.is_empty or model.packed.has_experts):
         option = "--quantize" if request.quantize else "--frozen-weights"
         plain = replace(request, quantize="", frozen_weights="unchanged")
         longest = build_scenario(plain, must_fit=False).longest_tokens
@@ -477,18 +482,29 @@ def _shares_calls(model: ModelSpec, hardware: str) -> bool:
     return _is_gpu(hardware) and is_taken and not model.caps_scores and model.index.is_empty
 
 
+def _kind_of_bits(request: Request, model: ModelSpec) -> str:
+    """Returns "mxfp4" or "nf4" if frozen weights are in four bits, else an empty string."""
+    if request.quantize not in ("", "none", "nf4", "mxfp4"):
+        raise ValueError(f"--quantize is {request.quantize!r}; give nf4, for experts also mxfp4 or none, or leave it out")
+    if request.quantize or not request.lora_rank or not model.experts.num_layers:
+        return request.quantize.replace("none", "")
+    is_spread = bool(request.expert_ranks) or request.layer_weights != "device"
+    return "" if is_spread else experts_in(request.model)
+
+
 def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
     """`model`, with layer weights in four bits or in fp8 if the request asks for that."""
     if request.frozen_weights == "fp8":
         return _in_fp8(request, model)
-    if not request.quantize:
+    kind = _kind_of_bits(request, model)
+    if not kind:
         return model
-    if request.quantize != "nf4":
-        raise ValueError(f"--quantize is {request.quantize!r}; give nf4, or leave it out")
     if not request.lora_rank:
         raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
-    if model.experts.num_experts:
-        raise ValueError(f"--quantize does not quantize experts, which are most of {request.model}; leave it out")
+    if model.experts.num_layers:
+        return replace(model, packed=PackedSpec.of_experts(model), tiles_mlps=False)
+    if kind != "nf4":
+        raise ValueError(f"--quantize mxfp4 packs experts, and {request.model} has none; give nf4, or leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False, cuts_heads=False)
 
 

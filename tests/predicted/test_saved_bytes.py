@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_longctx.hf.models.dropout import DropoutPatch
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import adapter_spec, layer_modules
+from hf_longctx.hf.models.packed_experts import pack_experts
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.sharding import HeadShare
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
@@ -439,15 +440,23 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("weights", [("gate_up_proj", "down_proj"), ("down_proj",)], ids="+".join)
+@pytest.mark.parametrize("weights", [("gate_up_proj", "down_proj"), ("down_proj",), ()], ids="+".join)
+@pytest.mark.parametrize("packed", ["", "nf4"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_adapted_experts_save_what_is_predicted(name: str, weights: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_adapted_experts_save_what_is_predicted(name: str, packed: Any, weights: tuple[str, ...], dtype: torch.dtype) -> None:
+    if not weights and not packed:
+        pytest.skip("frozen experts that are not packed run the forward of their class")
     config_class, model_class, sizes = MIXTURES[name]
     model = model_class(config_class(num_hidden_layers=1, **MOE, **sizes)).to(dtype).train()
     config = peft.LoraConfig(
-        r=6, task_type="CAUSAL_LM", target_modules=[], target_parameters=[f"experts.{each}" for each in weights]
+        r=6,
+        task_type="CAUSAL_LM",
+        target_modules=[] if weights else ["q_proj"],
+        target_parameters=[f"experts.{each}" for each in weights],
     )
     adapted = peft.get_peft_model(model, config)
+    if packed:
+        pack_experts(adapted, packed)
     shapes = replace(ModelSpec.from_config(model.config.to_dict(), dtype.itemsize), adapters=adapter_spec(adapted))
     layer = model.model.layers[0].mlp
     # bytes that the router saves: its logits and probabilities, its choice, and weights of the chosen

@@ -30,6 +30,7 @@ DECISIVE = (
     "dtype",
     "lora_rank",
     "lora_experts",
+    "pack_experts",
     "load_in_4bit",
     "parameters",
     "stages",

@@ -147,6 +147,12 @@ def expert_adapter_problems(model: nn.Module) -> list[str]:
     """Returns why adapters on single weights cannot be trained, by layer and class; empty if they can, or if there are none."""
     found = list(split_experts(model))
     problems = [f"the adapters on {each.name} ({class_name(each.experts)}) {why}" for each in found if (why := _problem(each))]
+    configs = getattr(model, "peft_config", {}).values()
+    if any(config.target_parameters for config in configs) and any(not each.wrappers for each in found):
+        problems.append(
+            "target_parameters found no weights in experts that were packed before; call pack_experts after get_peft_model, or "
+            "leave target_parameters out"
+        )
     beside = {each.name.rpartition(".")[0] for each in found}
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper) and not _is_on_experts(module) and name.rpartition(".")[0] not in beside:

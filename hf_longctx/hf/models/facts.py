@@ -13,6 +13,7 @@ from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.heads import HeadKind, head_kind, is_generic, num_outputs
+from hf_longctx.hf.models.packed_experts import packed_weights
 from hf_longctx.hf.models.quantised import block_layers, four_bit_layers, fp8_layers
 from hf_longctx.hf.models.towers import text_class, text_part
 from hf_longctx.plan.core.types import Ranges
@@ -41,6 +42,7 @@ class ModelFacts:
     num_outputs: int
     has_four_bits: bool
     has_fp8: bool
+    has_packed_experts: bool
     # layer ranges of all stages if the model was loaded as one stage alone
     loaded_ranges: Ranges | None
 
@@ -63,8 +65,14 @@ class ModelFacts:
             num_outputs=num_outputs(model),
             has_four_bits=is_module and bool(four_bit_layers(model)),
             has_fp8=is_module and bool(fp8_layers(model) or block_layers(model)),
+            has_packed_experts=is_module and any(packed_weights(model)),
             loaded_ranges=loaded_ranges(model),
         )
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether frozen weights are in four bits, of linear modules or of experts."""
+        return self.has_four_bits or self.has_packed_experts
 
     @property
     def mixer(self) -> Mixer | None:

@@ -27,6 +27,7 @@ from hf_longctx.hf.models.adapters import (
 from hf_longctx.hf.models.expert_adapters import expert_adapter_spec, split_experts
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.kernel_places import KERNEL_NORMS, runs_heads_alike
+from hf_longctx.hf.models.packed_experts import packed_weights
 from hf_longctx.hf.models.states import mixers_of, num_calls
 from hf_longctx.hf.models.towers import text_layers, text_part
 from hf_longctx.plan.model.model_spec import AdapterSpec
@@ -161,6 +162,8 @@ def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
     named = (getattr(layer, name, None) for name in _MLPS)
     # an MLP that reads earlier tokens is a mixer
     mlps = tuple(module for module in named if isinstance(module, nn.Module) and not num_calls(module))
+    if any(True for mlp in mlps for _ in packed_weights(mlp)):
+        return (), "its experts are unpacked anew for every tile"
     for mlp in mlps:
         inputs = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
         needed = [each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]

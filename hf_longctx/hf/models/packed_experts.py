@@ -47,13 +47,13 @@ class FourBitWeight(nn.Module):
 def pack_experts(model: nn.Module, kind: FourBits) -> int:
     """Packs the weights of all experts of `model`, in place, and freezes them; returns the bytes that they take.
 
-    kind: "mxfp4", which is exact for weights that were unpacked from it, or "nf4". Call it before `get_peft_model`. Raises
-    ValueError for another kind, and for a model without experts of a class that adapters may be on.
+    kind: "mxfp4", which is exact for weights that were unpacked from it, or "nf4". Call it after `get_peft_model`, which finds no
+    packed weights. Raises ValueError for another kind, and for a model without experts of a class that adapters may be on.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("gpt-oss-20b-bf16", dtype=torch.bfloat16)
-        pack_experts(model, "mxfp4")
         model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+        pack_experts(model, "mxfp4")
     """
     if kind not in get_args(FourBits):
         raise ValueError(f"experts cannot be packed as {kind!r}; give one of {', '.join(get_args(FourBits))}")
@@ -104,7 +104,7 @@ def packed_weight(module: Any, name: str) -> PackedMatrices | None:
 
 def packed_elements(model: nn.Module) -> dict[int, int]:
     """Elements of packed weights by the ids of their parameters: scales have none."""
-    counts = {}
+    counts: dict[int, int] = {}
     for _, _, found in packed_weights(model):
         counts |= {id(found.codes_ENH): 2 * found.codes_ENH.numel(), id(found.scales_ENG): 0}
     return counts

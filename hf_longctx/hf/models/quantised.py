@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_longctx.hf.models.heads import head_of
+from hf_longctx.hf.models.packed_experts import packed_elements, packed_weights
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import FP8_WORKSPACE_BYTES, PackedSpec
 from hf_longctx.runtime.activations.adapted_projection import changed_problem, hook_problem
@@ -61,7 +62,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 def quantised_problems(model: Any) -> list[str]:
     """Returns why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
     layers = four_bit_layers(model)
-    if not layers:
+    if not layers and not any(packed_weights(model)):
         return block_problems(model) if block_layers(model) else _method_problems(model)
     if not any("lora_" in name for name, _ in model.named_parameters()):
         return [
@@ -299,6 +300,7 @@ def own_elements(model: nn.Module) -> dict[str, int]:
     """Number of elements of every parameter by name; a packed weight counts its unpacked elements, and scales count none."""
     packed = {id(layer.weight): _num_elements(layer) for layer in packed_layers(model).values()}
     packed |= {id(layer.scale): 0 for layer in fp8_layers(model).values()}
+    packed |= packed_elements(model)
     return {name: packed.get(id(parameter), parameter.numel()) for name, parameter in model.named_parameters()}
 
 
@@ -307,15 +309,15 @@ def packed_spec(model: nn.Module) -> PackedSpec:
 
     `model` may be one pipeline stage. Scales of fp8 are weights of the layer.
     """
-    packed = packed_layers(model)
-    if not packed:
+    packed, experts = packed_layers(model), list(packed_weights(model))
+    if not packed and not experts:
         return PackedSpec()
     layers = text_layers(model)
     own = [{id(p): p.nbytes for name, p in layer.named_parameters() if "lora_" not in name} for layer in layers]
     scales = [sum(map(scale_bytes, four_bit_layers(layer).values())) for layer in layers]
-    unpacked = max(map(unpacked_bytes, packed.values()))
+    unpacked = max([*map(unpacked_bytes, packed.values()), *(each.unpacked_bytes for _, _, each in experts)])
     in_fp8 = [sum(_num_elements(each) for each in fp8_layers(layer).values() if each.block is None) for layer in layers]
-    return PackedSpec(max(sum(sizes.values()) for sizes in own), max(scales), unpacked, max(in_fp8))
+    return PackedSpec(max(sum(sizes.values()) for sizes in own), max(scales), unpacked, max(in_fp8), bool(experts))
 
 
 def largest_packed(specs: Sequence[PackedSpec]) -> PackedSpec:

@@ -764,7 +764,7 @@ _PLACEMENT = {
     "layer-weights-in-four-bits": Rule(
         f"{_NEEDS} cannot move weights in four bits, which have scales beside them",
         _OUT,
-        lambda run: run.config.layer_weights != "device" and run.known.has_four_bits,
+        lambda run: run.config.layer_weights != "device" and run.known.packs_weights,
         "model = in_four_bits(model); config = LongContextConfig(layer_weights='host', parameters='sharded')",
     ),
 }
@@ -855,7 +855,7 @@ STAGES = {
     "lending-in-four-bits": Rule(
         "lend_stages=True is not tested with four-bit weights",
         "load them in bfloat16, or leave lend_stages out",
-        lambda run: _lends(run) and run.known.has_four_bits,
+        lambda run: _lends(run) and run.known.packs_weights,
         "model = in_four_bits(model); config = LongContextConfig(stages=2, lend_stages=True)",
     ),
     "lending-in-fp8": Rule(

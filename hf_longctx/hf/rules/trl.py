@@ -418,7 +418,7 @@ PREPARED = {
     "trl-and-four-bits": Rule(
         "four-bit weights are not tested with trainers of TRL",
         "use LongContextTrainer",
-        lambda run: run.known.has_four_bits,
+        lambda run: run.known.packs_weights,
         "model = in_four_bits(model)",
     ),
 }

@@ -24,6 +24,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
 from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.packed_experts import packed_weights, unpacked_copy
 from hf_longctx.hf.models.quantised import in_full, own_elements, packed_layers, put_in_place
 from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.states import leave_kernels_out, mixers_of
@@ -123,6 +124,9 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     if dtype is not None or is_unread_yet:
         # packed layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in packed_layers(layers[place]).values()}
+    # PEFT's own forward cannot add adapters to packed experts
+    packed_experts = {id(each): each for place in kept for each, _, _ in packed_weights(layers[place])}
+    memo |= {place: unpacked_copy(each) for place, each in packed_experts.items()}
     names = {id(module): name for name, module in model.named_modules()}
     copied = independent_copy(model, memo)
     own = {place: copied.get_submodule(names[id(layers[place])]) for place in kept}

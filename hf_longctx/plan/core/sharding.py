@@ -324,6 +324,11 @@ def packed_rows(num_tokens: int, num_documents: int = 1) -> int:
 PART_ELEMENTS = 2**28
 # most elements of an adapter's input or output that exist at a time if attention runs in pieces of heads
 ADAPTER_ELEMENTS = 2**24
+# bytes to a multiple of which the features of an adapter on experts are filled up, as CUDA's grouped products need
+RANK_BYTES = 16
+# experts in four bits that a product unpacks at a time, bytes that it holds for each of their elements, and bytes of an element
+# that unpacking reads and writes
+UNPACKED_AT_ONCE, UNPACKED_BYTES, UNPACKING_BYTES = 4, 12, 14.5
 
 
 def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -> int:

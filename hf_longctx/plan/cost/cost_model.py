@@ -29,6 +29,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
+from hf_longctx.plan.core.sharding import UNPACKING_BYTES
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Parameters
 from hf_longctx.plan.cost.traffic import (
     Traffic,
@@ -537,6 +538,15 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     found = _with_fp8(with_adapters(found, model), model, cluster)
     if not hardware.elementwise_bytes_per_s:
         return found
+    if unpacked := model.experts.parameters * model.num_layers * model.packed.has_experts:
+        # a forward, a backward and its replay unpack all experts, however few tokens the chunk has
+        unpack_s = unpacked * UNPACKING_BYTES / hardware.elementwise_bytes_per_s
+        forward, backward = found.forward, found.backward
+        found = replace(
+            found,
+            forward=replace(forward, chunk_s=forward.chunk_s + unpack_s),
+            backward=replace(backward, chunk_s=backward.chunk_s + 2 * unpack_s),
+        )
     forward_bytes, backward_bytes = elementwise_bytes(model)
     layer_byte_s = model.num_layers / hardware.elementwise_bytes_per_s
     return replace(

@@ -153,6 +153,9 @@ class LayerBytes:
         if self._tiles_mlp:
             # in an MLP with tiles, they exist for one tile at a time
             in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
+        if adapters.splits_experts:
+            # rows of experts exist k times while a tile, or the whole MLP, runs
+            in_mlp = adapters.tile_bytes * min(self._mlp_tile, again)
         return adapters.attention_saved_bytes * self.tokens + in_mlp
 
     @property

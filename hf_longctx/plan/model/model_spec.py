@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.families.registry import traits_of
+from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES
 from hf_longctx.plan.core.types import LayerRange, TensorClass
 from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.config import (
@@ -73,6 +74,11 @@ class AdapterSpec:
     copied_bytes: int = 0
 
     @property
+    def on_experts(self) -> bool:
+        """Whether weights of routed experts have adapters."""
+        return self.idle_parameters > 0
+
+    @property
     def is_empty(self) -> bool:
         return not (self.layer_parameters or self.first_parameters or self.last_parameters)
 
@@ -84,10 +90,6 @@ class AdapterSpec:
 
 # all weights of the model are trained
 NO_ADAPTERS = AdapterSpec()
-
-
-# bytes to a multiple of which the features of an adapter on experts are filled up, as CUDA's grouped products need
-RANK_BYTES = 16
 
 
 def split_adapters(
@@ -146,6 +148,8 @@ class PackedSpec:
     unpacked_bytes: int = 0
     # matrix parameters of a layer whose products run in fp8
     fp8_parameters: int = 0
+    # experts alone are packed, in four bits
+    has_experts: bool = False
 
     @classmethod
     def nf4(cls, model: ModelSpec) -> PackedSpec:
@@ -163,6 +167,15 @@ class PackedSpec:
         largest = max(rows * columns for rows, columns in matrices)
         return cls(own + count + 4 * sum(rows for rows, columns in matrices if columns), 0, largest + FP8_WORKSPACE_BYTES, count)
 
+    @classmethod
+    def of_experts(cls, model: ModelSpec) -> PackedSpec:
+        """Sizes of experts in MXFP4 or NF4, whose scales take a byte per 32 elements; all other weights are whole."""
+        experts = model.experts
+        whole = (model.layer_weights - experts.parameters) * model.bytes_per_element
+        matrix = experts.row_size * experts.inner_size * (2 if model.gated_mlp else 1)
+        at_once = min(UNPACKED_AT_ONCE, experts.num_experts)
+        return cls(whole + experts.parameters * 17 // 32, 0, at_once * matrix * UNPACKED_BYTES, has_experts=True)
+
     @property
     def is_empty(self) -> bool:
         return self.layer_bytes == 0
@@ -172,6 +185,8 @@ class PackedSpec:
         """Words for the weights, after "over"; empty without packed weights."""
         if self.is_empty:
             return ""
+        if self.has_experts:
+            return "experts of four bits"
         return "weights in fp8" if self.fp8_parameters else "weights of four bits"
 
 

@@ -34,8 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# strides and addresses of operands of a grouped product are multiples of this
-_ALIGNED_BYTES = 16
+from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES
 
 
 class Rows:
@@ -101,19 +100,24 @@ FourBits = Literal["mxfp4", "nf4"]
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
-    """Matrices of experts in four bits, which are unpacked some at a time, in forward and again in backward.
+    """Matrices of experts in four bits, which are unpacked some at a time, in forward and again in backward."""
 
-    codes_ENH: two codes to a byte along the inputs, the first in the lower half; H = K / 2. scales_ENG: scales of equal blocks of
-    inputs as bytes, for "mxfp4" powers of two with a bias of 127, for "nf4" bf16. at_once: experts to unpack at a time.
-    """
-
+    # two codes to a byte along the inputs, the first in the lower half; H = K / 2
     codes_ENH: Tensor
+    # scales of equal blocks of inputs as bytes: powers of two with a bias of 127 for MXFP4, bf16 for NF4
     scales_ENG: Tensor
     kind: FourBits
-    at_once: int = 4
+    # experts to unpack at a time
+    at_once: int = UNPACKED_AT_ONCE
 
     def __len__(self) -> int:
         return len(self.codes_ENH)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Most bytes that a product holds of them: unpacked ones in two bytes, as made, scaled and indexed."""
+        _, outputs, half = self.codes_ENH.shape
+        return min(self.at_once, len(self)) * outputs * 2 * half * UNPACKED_BYTES
 
     def unpacked(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Returns the matrices [stop - start, K, N] of some experts."""
@@ -353,7 +357,7 @@ class _Products:
 
 
 def _padding(rank: int, dtype: torch.dtype) -> int:
-    return -rank % max(1, _ALIGNED_BYTES // dtype.itemsize)
+    return -rank % max(1, RANK_BYTES // dtype.itemsize)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -362,8 +366,8 @@ def _is_aligned(tensor: Tensor) -> bool:
     has_unit = len(strides) < 2
     return (
         has_unit
-        and all(each * tensor.itemsize % _ALIGNED_BYTES == 0 for each in (*strides, *outer))
-        and (tensor.data_ptr() % _ALIGNED_BYTES == 0)
+        and all(each * tensor.itemsize % RANK_BYTES == 0 for each in (*strides, *outer))
+        and (tensor.data_ptr() % RANK_BYTES == 0)
     )
 
 

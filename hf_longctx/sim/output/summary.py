@@ -54,7 +54,7 @@ def _where(scenario: Scenario) -> str:
     memory = scenario.memory
     states = states_words(placement)
     trained = "all weights trained" if not memory.lora_rank else f"LoRA of rank {memory.lora_rank}"
-    trained += ", on experts too" if memory.model.adapters.splits_experts else ""
+    trained += ", on experts too" if memory.model.adapters.on_experts else ""
     trained += "" if memory.model.packed.is_empty else f" over {memory.model.packed.words}"
     where = "one node" if cluster.num_ranks <= cluster.ranks_per_node else f"{cluster.ranks_per_node} per node"
     return f"{scenario.model_name} on {cluster.num_ranks} x {cluster.hardware.name} ({where}), {trained}, states {states}"
@@ -264,9 +264,10 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         # recipes load weights in fp32 by default
         "dtype": "bfloat16" if is_half else "",
         "lora_rank": str(memory.lora_rank or ""),
-        "lora_experts": "true" if model.adapters.splits_experts else "",
-        "load_in_4bit": "" if model.packed.is_empty or model.packed.fp8_parameters else "true",
+        "lora_experts": "true" if model.adapters.on_experts else "",
+        "load_in_4bit": "" if model.packed.is_empty or model.packed.fp8_parameters or model.packed.has_experts else "true",
         "frozen_weights": "fp8" if model.packed.fp8_parameters else "",
+        "pack_experts": scenario.packed_experts,
         "stages": str(len(placement.ranges)) if placement.is_pipeline else "",
         "parameters": placement.parameters if is_sharded else "",
         "expert_ranks": str(model.experts.num_ranks) if model.experts.are_spread else "",

@@ -20,6 +20,7 @@ from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import router_balance
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.packed_experts import unpacked_copy
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -35,6 +36,7 @@ SLICES = [[(0, 0, 9)], [(0, 9, 13)], [(0, 13, 30), (1, 0, 7), (3, 0, 1)], [(2, 0
 BALANCE = 2.0
 MIXED = "0F3 0B3 0F0 0F1 0F2 0B2 0B1 0B0"
 OFFLOADED = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=0.3, host=0.4, device=0.3)))
+OFFLOADED_INPUT = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=1.0, device=0.0)))
 STEPS = {
     "packed": sliced_plan(LENGTHS, WHOLE),
     "slices": sliced_plan(LENGTHS, SLICES),
@@ -59,7 +61,7 @@ def case_of(family: str, **changes: Any) -> ModelCase:
 
 def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = False) -> tuple[float, dict[str, Any]]:
     model = build_model(case)
-    assert any(isinstance(module, ParamWrapper) for module in model.modules())
+    assert case.packed or any(isinstance(module, ParamWrapper) for module in model.modules())
     patch_model(model)
     FusedLayers("").bind(model)
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**22)) if has_engine else None
@@ -121,6 +123,39 @@ def test_stages(ranks, family: str) -> None:
     chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
     plan = pipeline_plan([40, 9, 7], [[(1, chunks)]], 2, num_layers=2)
     check_pipeline(ranks(2), case_of(family), plan)
+
+
+ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize("plan", STEPS)
+@pytest.mark.parametrize("lora", [EXPERTS, ATTENTION], ids=["on experts", "on attention"])
+@pytest.mark.parametrize("family,packed", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")])
+def test_experts_in_four_bits(family: str, packed: str, lora: Any, plan: str) -> None:
+    case, rows = case_of(family, lora=lora, packed=packed), random_rows(LENGTHS)
+    plain = build_model(case)
+    # PEFT's own forward cannot add adapters to packed weights
+    for module in list(plain.modules()):
+        for name, child in list(module.named_children()):
+            if hasattr(child, "parametrizations"):
+                setattr(module, name, unpacked_copy(child))
+    # experts are unpacked anew for every call, so that no MLP runs in tiles
+    whole = same_policy(sliced_plan(LENGTHS, SLICES, MIXED), replayed(0.5), OFFLOADED_INPUT, tile_tokens=16)
+    found = lone_step(case, whole if plan == "recomputed" else STEPS[plan], rows, has_engine=plan == "recomputed")
+    assert worst_error(found, reference_step(plain, rows)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
+def test_shards_of_experts_in_four_bits(ranks, parameters: Any) -> None:
+    num_ranks, groups, lengths = LAYOUTS["<2>,<1,1> with an idle rank"]
+    case = case_of("gpt_oss", lora=ATTENTION, packed="mxfp4")
+    check_layout_step(ranks(num_ranks), case, groups, lengths, parameters=parameters)
+
+
+def test_stages_of_experts_in_four_bits(ranks) -> None:
+    chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
+    plan = pipeline_plan([40, 9, 7], [[(1, chunks)]], 2, num_layers=2)
+    check_pipeline(ranks(2), case_of("gpt_oss", lora=ATTENTION, packed="mxfp4"), plan)
 
 
 def test_routers_whose_logits_are_tied() -> None:

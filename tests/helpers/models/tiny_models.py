@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from hf_longctx.hf.models.packed_experts import pack_experts
 from hf_longctx.hf.models.quantised import round_frozen
 
 FAMILIES = {
@@ -307,6 +308,8 @@ class ModelCase:
     spread: bool = False
     head: tuple[tuple[str, Any], ...] = ()
     dropout: float = 0.0
+    # type of the frozen weights of experts
+    packed: Any = ""
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -411,6 +414,8 @@ def build_model(case: ModelCase) -> transformers.PreTrainedModel:
         promote_norms(model)
         promote_attention(model)
     model = adapted(model, **dict(case.lora)) if case.lora else model
+    if case.packed:
+        pack_experts(model, case.packed)
     if case.fp8:
         round_frozen(model)
     return model.train()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.models.any_model import build_any
 from helpers.models.chats import tokenizer_of
 from helpers.models.tiny_models import FAMILIES, LLAMA_SHAPE, OTHER_FAMILIES, ModelCase, build_model, cast, tiny_llama
 from helpers.models.versions import is_older
@@ -23,6 +24,7 @@ from hf_longctx.families.registry import TESTED_MODELS
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.packed_experts import pack_experts
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.rules.models import lacking_problems
 from hf_longctx.hf.start.losses import stock_loss_problems
@@ -405,6 +407,12 @@ def on_experts(change: Callable[[Any], Any]) -> Any:
     return model
 
 
+def with_packed_experts() -> Any:
+    model = tiny_mixtral()
+    pack_experts(model, "nf4")
+    return model
+
+
 def experts_inside(model: Any) -> Any:
     return model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
 
@@ -492,6 +500,14 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
     "experts with a forward of the user's": (
         lambda: on_experts(lambda model: setattr(experts_inside(model), "forward", lambda *args: args[0])),
         "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a forward that other code has",
+    ),
+    "adapters on experts that were packed before": (
+        lambda: lora(with_packed_experts(), target_parameters=["experts.down_proj"]),
+        "target_parameters found no weights in experts that were packed before; call pack_experts after get_peft_model",
+    ),
+    "packed experts without adapters": (
+        lambda: with_packed_experts(),
+        "four-bit weights cannot be trained; put adapters beside them",
     ),
     "saved norm": (
         lambda: lora(modules_to_save=["input_layernorm"]),

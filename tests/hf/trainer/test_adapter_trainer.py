@@ -79,9 +79,10 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "recomputing": (DORA, tight(DORA), tight(DORA)),
     "experts": (MIXTURE, SHARDED, STAGES),
     "spread experts": (EXPERTS, {**SHARDED, "expert_ranks": 2}, STAGES),
+    "experts in four bits": ((("r", 2), ("target_modules", ["q_proj", "v_proj"])), SHARDED, STAGES),
 }
 # runs of other models than a Llama
-FAMILY_OF = {"experts": "qwen3_moe", "spread experts": "qwen3_moe_dense"}
+FAMILY_OF = {"experts": "qwen3_moe", "spread experts": "qwen3_moe_dense", "experts in four bits": "qwen3_moe"}
 
 
 @resuming
@@ -89,6 +90,7 @@ FAMILY_OF = {"experts": "qwen3_moe", "spread experts": "qwen3_moe_dense"}
 def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tmp_path: Path, name: str) -> None:
     lora, config, later = RUNS[name]
     case = ModelCase(FAMILY_OF.get(name, "llama"), promoted=True, lora=lora, tied=lora is TIED)
+    case = replace(case, packed="nf4" if name == "experts in four bits" else "")
     losses, weights = plain_training(case, ROWS, NUM_STEPS)
     saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 5}
     whole = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "whole"), config, saving)
