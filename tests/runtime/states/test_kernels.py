@@ -149,6 +149,20 @@ def with_decays_in_base_2(rule: Any, *qkv: Tensor, g: Tensor, **others: Any) -> 
     return stand_in(rule, *qkv, g=g * 0.6931, **others)
 
 
+def forgetting_after_two_tiles(
+    rule: Any, *qkv: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None = None, **others: Any
+) -> Any:
+    """Begins anew inside a document where its third tile of 8 tokens does."""
+    ends = cu_seqlens.tolist()
+    cut = [place for start, stop in itertools.pairwise(ends) for place in range(start, stop, 16)]
+    states = initial_state
+    if initial_state is not None:
+        zeros = initial_state.new_zeros(len(cut), *initial_state.shape[1:])
+        states = zeros.index_copy(0, torch.tensor([cut.index(start) for start in ends[:-1]]), initial_state)
+    bounds = torch.tensor([*cut, ends[-1]])
+    return stand_in(rule, *qkv, cu_seqlens=bounds, initial_state=states, **others)
+
+
 def with_last_states_reversed(rule: Any, *qkv: Tensor, **others: Any) -> Any:
     output, state = stand_in(rule, *qkv, **others)
     return output, None if state is None else state.flip(0)
@@ -188,6 +202,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         without_gradient_of_decays,
         "its gradient of decays of a row with",
     ),
+    "a state lost behind two tiles": (forgetting_after_two_tiles, "differs from a scan token by token by"),
     "another scale": (with_other_scale, "differs from a scan token by token by"),
     "norm left out": (without_norm, "differs from a scan token by token by"),
     "decays in base 2": (with_decays_in_base_2, "differs from a scan token by token by"),
