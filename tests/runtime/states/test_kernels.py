@@ -410,9 +410,9 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase
     with installed(kernel, counted):
         found = fp32_step(case, plan)
     assert is_close(found, expected)
-    # four rows of six documents are those of the check
+    # four rows of seven documents are those of the check
     rows_of_layer, num_layers = [1, 1, 1, 3], len(mixers_of(build_model(case)))
-    assert sorted(documents) == sorted([6] * 4 + rows_of_layer * num_layers)
+    assert sorted(documents) == sorted([7] * 4 + rows_of_layer * num_layers)
 
 
 @MODELS

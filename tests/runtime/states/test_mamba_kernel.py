@@ -191,8 +191,8 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients() -> None:
     with installed(counted):
         found = fp32_step(case, plan)
     assert worst_error(found, expected) <= 1e-4
-    # four rows of six documents are those of the check
-    assert sorted(documents) == sorted([6] * 4 + [1, 1, 1, 3] * len(mixers_of(build_model(case))))
+    # four rows of seven documents are those of the check
+    assert sorted(documents) == sorted([7] * 4 + [1, 1, 1, 3] * len(mixers_of(build_model(case))))
 
 
 def test_rows_in_blocks_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
