@@ -43,6 +43,7 @@ from hf_longctx.hf.data.fields import (
     text_columns,
 )
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, list_lengths
+from hf_longctx.hf.data.media.images import reference_of
 from hf_longctx.hf.data.media.messages import Reference, images_of_row, place_images
 from hf_longctx.hf.data.media.processors import ImageTokens, expanded, tokenizer_of
 from hf_longctx.hf.data.media.rows import FILES_FEATURE, MEDIA_FEATURE
@@ -100,7 +101,7 @@ def tokenise_text(
 
 def tokenise_completions(
     dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     prompt_column: str = "prompt",
     completion_column: str = "completion",
     *,
@@ -109,13 +110,18 @@ def tokenise_completions(
     """Tokenises prompt + completion + end-of-sequence token, with labels on the completion and the end token only.
 
     Prompt and completion are tokenised as one text; a token across the border belongs to the completion. Rows without a
-    completion are skipped. row_numbers: row numbers for error messages, if `dataset` is a selection of another one. Raises
-    DataError for a row without text, and for a tokenizer that does not give the characters of each token.
+    completion are skipped. row_numbers: row numbers for error messages, if `dataset` is a selection of another one. With a
+    model's processor in place of its tokenizer, texts have a placeholder for each image of the column `images` (or `image`).
+    Raises DataError for a row without text, and for a tokenizer that does not give the characters of each token.
     """
+    images = None
+    if isinstance(tokenizer, ProcessorMixin):
+        images, tokenizer = ImageTokens(tokenizer), tokenizer_of(tokenizer)
+        dataset = _undecoded(dataset)
     check_offsets(tokenizer, "where the completion begins")
     _check_columns(dataset, (prompt_column, completion_column))
-    encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column, _as_tuple(row_numbers))
-    return _mapped(dataset, encoder, _TOKENS_AND_LABELS, f"text in {completion_column}")
+    encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column, _as_tuple(row_numbers), images)
+    return _mapped(dataset, encoder, _features_of(images), f"text in {completion_column}")
 
 
 def tokenise_chat(
@@ -151,12 +157,15 @@ def tokenise_chat(
     read = _check_chat_columns(dataset, messages_column, tokenizer)
     features = None if keeps_nulls(dataset) else Features({name: dataset.features[name] for name in read})
     encoder = _ChatEncoder(tokenizer, messages_column, read, features, _as_tuple(row_numbers), images)
-    made = (
-        _TOKENS_AND_LABELS
-        if images is None
-        else Features({**_TOKENS_AND_LABELS, MEDIA: MEDIA_FEATURE, MEDIA_FILES: FILES_FEATURE})
-    )
-    return _mapped(dataset, encoder, made, "message of the assistant that is learnt")
+    return _mapped(dataset, encoder, _features_of(images), "message of the assistant that is learnt")
+
+
+def _features_of(images: ImageTokens | None) -> Features:
+    """Returns the columns of tokenised rows, those with images too; says once what is not learnt of these."""
+    if images is None:
+        return _TOKENS_AND_LABELS
+    logger.warning("no token of an image is learnt: their labels are %d", IGNORE_INDEX)
+    return Features({**_TOKENS_AND_LABELS, MEDIA: MEDIA_FEATURE, MEDIA_FILES: FILES_FEATURE})
 
 
 def _undecoded(dataset: Dataset) -> Dataset:
@@ -325,9 +334,11 @@ class _CompletionEncoder:
     prompt_column: str
     completion_column: str
     row_numbers: tuple[int, ...] | None
+    # the tokens of images; None for rows of text
+    images: ImageTokens | None = None
     rules: int = _RULES
 
-    def __call__(self, batch: Batch, indices: list[int]) -> Rows:
+    def __call__(self, batch: Batch, indices: list[int]) -> Batch:
         for column in (self.prompt_column, self.completion_column):
             _check_texts(batch[column], column, indices, self.row_numbers)
         pairs = zip(batch[self.prompt_column], batch[self.completion_column], strict=True)
@@ -344,7 +355,15 @@ class _CompletionEncoder:
                     ids.append(end)
                     labels.append(end)
                 labels[-1] = end
-        return rows
+        if self.images is None:
+            return rows
+        found = []
+        for place, index in enumerate(indices):
+            if batch[self.completion_column][place]:
+                where = _row(index, self.row_numbers)
+                given = images_of_row({name: batch[name][place] for name in IMAGE_COLUMNS if name in batch}, where)
+                found.append((where, [reference_of(each, f"{where} image {number}") for number, each in enumerate(given)]))
+        return _with_images(rows, found, self.images)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.towers import tower_parameters
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.media import media_problems
@@ -164,6 +165,8 @@ class SequenceSets:
         problems += self._differing_rows({name: self._scans[name][1] for name in given})
         raise_together(problems, self.control, alike=settings)
         self._reads_media = any(map(self.has_media, given))
+        if self.has_media("train_dataset") and self.args.process_index == 0:
+            _log_towers(model)
 
     def _differing_rows(self, scans: Mapping[str, DatasetScan]) -> list[str]:
         """Problems with the first row that differs between ranks, for sets that run code to make rows. Collective."""
@@ -361,6 +364,15 @@ def _first_difference(name: str, everyone: list[Any]) -> list[str]:
                 f"tokens); give every rank the same rows, and seed random augmentation by the row's number, not by the rank"
             ]
     return []
+
+
+def _log_towers(model: nn.Module) -> None:
+    """Logs that plans count no towers, and the bytes of those that are trained."""
+    trained = sum(weight.numel() for weight in tower_parameters(model) if weight.requires_grad)
+    logger.warning(
+        "rows have images: plans count neither seconds nor memory of towers%s; where memory is short, give a lower device_gib",
+        f", of which {trained:,} weights are trained, with gradients and optimizer states" if trained else "",
+    )
 
 
 def _log_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:

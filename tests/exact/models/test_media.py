@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,6 +187,32 @@ def test_only_images_with_tokens_on_the_rank_are_opened() -> None:
         opened.clear()
         inputs_of(plan, rows[:1], noting, rank)
         assert opened == paths
+
+
+def test_a_sliced_document_never_has_the_features_of_all_its_images_at_once() -> None:
+    case = MediaCase("Qwen3VLForConditionalGeneration", layouts=((6, "i", 6) * 8,))
+    model = case.build()
+    rows, reader = case.rows(model)
+    (length,) = (len(row["input_ids"]) for row in rows)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    tables = media_module.feature_tables
+
+    def noting(*given: Any) -> list[torch.Tensor]:
+        nonlocal most
+        found = tables(*given)
+        alive.extend(map(weakref.ref, found[:1]))
+        most = max(most, sum(len(each()) for each in alive if each() is not None))  # type: ignore[arg-type]
+        return found
+
+    frozen = replace(case, frozen=("visual",))
+    sizes = [length // 8] * 7 + [length - 7 * (length // 8)]
+    plan = sliced_plan([length], [[span] for span in cut(0, sizes)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media_module, "feature_tables", noting)
+        planned_step(frozen, plan, rows, reader)
+    total = sum(item["num_features"] for item in rows[0]["media"])
+    assert most <= total // 3, (most, total)
 
 
 def test_towers_of_another_size_are_refused_by_both_numbers() -> None:

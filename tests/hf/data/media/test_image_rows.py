@@ -14,7 +14,7 @@ from hf_longctx.hf.data.chat import DataError
 from hf_longctx.hf.data.media.images import image_size, open_image
 from hf_longctx.hf.data.media.processors import ImageTokens
 from hf_longctx.hf.data.scan import scan_dataset
-from hf_longctx.hf.data.tokenise import tokenise_chat, uniform
+from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, uniform
 
 SIZES = [(40, 28), (17, 64), (96, 33), (64, 64)]
 
@@ -93,6 +93,27 @@ def test_images_without_a_place_stand_before_the_first_text_of_a_user_as_in_trl(
     (row,) = tokenise_chat(rows_of({"messages": plain, "images": [file_of(image)]}), processor)
     messages = chat("what ", {"type": "image"}, " is this?", answer="one")
     assert row["input_ids"] == truth(processor, messages, [image])
+
+
+def test_prompts_and_completions_have_a_placeholder_for_each_image() -> None:
+    processor, images = tiny_processor("llava"), [picture(40, 28), picture(64, 64)]
+    row = {"prompt": "what <image> is <image>this? ", "completion": "one two", "images": [file_of(each) for each in images]}
+    (made,) = tokenise_completions(rows_of(row), processor)
+    text = row["prompt"] + row["completion"]
+    expected = list(processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0])
+    end = processor.tokenizer.eos_token_id
+    assert made["input_ids"] == expected + ([] if end is None else [end])
+    learnt = [token for token, label in zip(made["input_ids"], made["labels"], strict=True) if label != -100]
+    # the token across the border belongs to the completion
+    assert processor.tokenizer.decode(learnt).lstrip().startswith("one two")
+    assert [item["num_features"] for item in made["media"]] == [16, 16]
+    with pytest.raises(DataError, match="row 0 has 1 images but 2 placeholders '<image>' in its text"):
+        tokenise_completions(rows_of(row | {"images": [file_of(images[0])]}), processor)
+
+
+def test_what_is_not_learnt_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    image_rows()
+    assert caplog.text.count("no token of an image is learnt: their labels are -100") == 1
 
 
 def test_sizes_come_from_headers_and_obey_the_orientation_of_cameras() -> None:
