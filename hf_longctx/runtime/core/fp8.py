@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hf_longctx.runtime.core.torch_versions import fp8_product
+
 DTYPE = torch.float8_e4m3fn
 # the largest number of the dtype
 _LARGEST = torch.finfo(DTYPE).max
@@ -70,10 +72,7 @@ def multiply(x8_TC: Tensor, scale_T1: Tensor, bytes_NC: Tensor, scale_N1: Tensor
     """Returns the product of rounded tokens with a rounded matrix, [T, N], in bf16 or fp32."""
     # the CPU's operator computes by others, in which autocast would round its products
     with torch.autocast(x8_TC.device.type, enabled=False):
-        result: Tensor = torch._scaled_mm(
-            x8_TC, bytes_NC.view(DTYPE).T, scale_a=scale_T1, scale_b=scale_N1.T, out_dtype=dtype, use_fast_accum=True
-        )
-    return result
+        return fp8_product(x8_TC, bytes_NC.view(DTYPE).T, (scale_T1, scale_N1.T), dtype)
 
 
 class RoundedInput:

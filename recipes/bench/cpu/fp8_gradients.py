@@ -4,7 +4,7 @@
 
 A Llama of 4 layers of 128 learns the bytes of Python's standard library in fp32; then LoRA of rank 8 on all matrices of its
 layers learns torch's C++ headers. At that state, the gradients of all adapters on some batches are compared, as one vector, with
-layers learns the C++ headers of torch. There, the gradients of all adapters on some batches are compared, as one vector, with
+those in fp32: of the model's own weights, and of the weights as they were rounded to fp8. The CPU rounds as Hopper does, but for
 the order and width of sums inside a product. The model is small: the numbers show an order of magnitude, no proof for others.
 """
 
