@@ -221,6 +221,11 @@ def expanded(
         new_ids += ids[first:place]
         new_labels += labels[first:place]
         start = len(new_ids)
+        if expansion.grid and media and media[-1].stop == start:
+            raise DataError(
+                f"{name} stands right behind another image, where classes with positions in height and width cannot tell them "
+                f"apart; put the template's marks of an image, or text, between them"
+            )
         new_ids += expansion.ids
         new_labels += [ignored] * len(expansion.ids)
         media.append(Medium("image", start, len(new_ids), expansion.num_features, expansion.grid))

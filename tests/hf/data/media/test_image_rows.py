@@ -111,6 +111,14 @@ def test_prompts_and_completions_have_a_placeholder_for_each_image() -> None:
         tokenise_completions(rows_of(row | {"images": [file_of(images[0])]}), processor)
 
 
+def test_images_side_by_side_are_refused_where_positions_could_not_tell_them_apart() -> None:
+    row = {"prompt": "<|image_pad|><|image_pad|> what? ", "completion": "one", "images": [file_of(picture(40, 28))] * 2}
+    with pytest.raises(DataError, match="row 0 image 1 stands right behind another image, where classes with positions"):
+        tokenise_completions(rows_of(row), tiny_processor("qwen3_vl"))
+    row["prompt"] = "<image><image> what? "
+    assert len(tokenise_completions(rows_of(row), tiny_processor("llava"))[0]["media"]) == 2
+
+
 def test_what_is_not_learnt_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     image_rows()
     assert caplog.text.count("no token of an image is learnt: their labels are -100") == 1
