@@ -64,6 +64,7 @@ _KNOWN = {
     "BitsAndBytesConfig(": ("four_bits", 1),
     "load_pipeline_stage(": ("stages", 8),
     "target_parameters=[": ("experts", 2),
+    "pack_experts(": ("packed_experts", 2),
     "in tower_parameters(model)": ("towers", 1),
     'frozen_weights="fp8"': ("frozen_fp8", 2),
     "vllm_mode=": (_SERVED, 1),
@@ -144,7 +145,12 @@ def with_adapters() -> Any:
 
 
 # snippet -> the model that it takes for given; a trainer trains it if the snippet makes none
-_MODELS: dict[str, Callable[[], Any]] = {"experts": with_experts, "towers": with_towers, "frozen_fp8": with_adapters}
+_MODELS: dict[str, Callable[[], Any]] = {
+    "experts": with_experts,
+    "packed_experts": with_experts,
+    "towers": with_towers,
+    "frozen_fp8": with_adapters,
+}
 
 
 def stand_ins(folder: str) -> dict[str, Any]:

@@ -74,9 +74,12 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
     return num_bytes
 
 
-def unpacked_copy(experts: Any) -> Any:
-    """A copy of a module of experts with whole weights, frozen; PEFT's own forward cannot add adapters to packed ones."""
-    copied = copy.deepcopy(experts)
+def unpacked_copy(experts: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a module of experts with whole weights, frozen; PEFT's own forward cannot add adapters to packed ones.
+
+    memo: of the copy of a model to which it belongs, so that both have one config.
+    """
+    copied = copy.deepcopy(experts, memo)
     weights = {name: getattr(copied, name).detach() for name in experts.parametrizations}
     del copied.parametrizations
     # the class with properties belongs to both modules, so it stays as it is

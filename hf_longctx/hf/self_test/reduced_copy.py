@@ -126,7 +126,8 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
         memo |= {id(packed): in_full(packed) for place in kept for packed in packed_layers(layers[place]).values()}
     # PEFT's own forward cannot add adapters to packed experts
     packed_experts = {id(each): each for place in kept for each, _, _ in packed_weights(layers[place])}
-    memo |= {place: unpacked_copy(each) for place, each in packed_experts.items()}
+    for each in packed_experts.values():
+        unpacked_copy(each, memo)
     names = {id(module): name for name, module in model.named_modules()}
     copied = independent_copy(model, memo)
     own = {place: copied.get_submodule(names[id(layers[place])]) for place in kept}
