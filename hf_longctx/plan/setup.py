@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -502,12 +502,20 @@ class _Choices:
                     raise
                 # the caller says how many bytes are missing
                 return fewest
-        options, best = self._holding(options, setups)
+        planned: dict[int, Setup] = {}
+
+        def with_planned_room(setup: Setup) -> Setup:
+            # the setups live until the choice is made, and the search for their room takes longer than a plan
+            if id(setup) not in planned:
+                planned[id(setup)] = _with_planned_room(setup)
+            return planned[id(setup)]
+
+        options, best = self._holding(options, lambda *way: with_planned_room(setups[way]))
         # rank 0 decides for all; other ranks may have ended the search earlier, by the costs of other devices
         chosen = self.gather((best.num_stages, best.num_ranges))[0]
         if chosen not in setups:
             setup_of(*chosen)
-        return replace(_with_planned_room(self._agreed(setups[chosen])), stage_options=options)
+        return replace(with_planned_room(self._agreed(setups[chosen])), stage_options=options)
 
     def _agreed(self, setup: Setup) -> Setup:
         """The setup with parameters shared as on rank 0, since ranks with other devices may choose by other costs. Collective."""
@@ -520,16 +528,17 @@ class _Choices:
         decided = self._with(placement=placement, may_shard=False)
         return replace(decided._on_stages(setup.ranges, ())[0], notes=notes)
 
-    def _holding(self, options: StageOptions, setups: Mapping[tuple[int, int], Setup]) -> tuple[StageOptions, StageOption]:
+    def _holding(self, options: StageOptions, setup_of: Callable[[int, int], Setup]) -> tuple[StageOptions, StageOption]:
         """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
 
-        If none does, nothing is dropped, and the option with most room is returned.
+        If none does, nothing is dropped, and the option with most room is returned. setup_of: the setup of a number of stages and
+        of layer ranges, with its planned room.
         """
         needed, rooms = self.lengths.must_hold, list[int]()
         if not needed:
             return options, options.fitting[0]
         for number, option in enumerate(options.fitting):
-            setup = _with_planned_room(setups[option.num_stages, option.num_ranges])
+            setup = setup_of(option.num_stages, option.num_ranges)
             if setup.room_tokens >= min(needed, setup.max_length or needed):
                 why = "holds {:,} tokens of a sequence, and the longest one has {:,}"
                 dropped = zip(options.fitting, rooms, strict=False)

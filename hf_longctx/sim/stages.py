@@ -72,12 +72,14 @@ def _row(option: StageOption) -> StageRow:
 
 def turns_reason(plan: StepPlan) -> str:
     """Says that stages run one after the other, and why: most micro-batches have one chunk. Empty if they work at one time."""
-    if plan.num_stages == 1 or plan.turns or len(plan.micro_batches) < 2 or not _takes_turns(plan):
+    if plan.num_stages == 1 or plan.turns or not _takes_turns(plan):
         return ""
-    if sums_every_backward(plan.parameters, plan.num_stages) or plan.parameters == "replicated":
-        why = "most micro-batches have one chunk of these sequences at a time"
-    else:
+    if not (sums_every_backward(plan.parameters, plan.num_stages) or plan.parameters == "replicated"):
         why = "whole gradients of a stage leave no room for several chunks"
+    elif len(plan.micro_batches) == 1:
+        why = "slices, which hold keys, values and gradients for one another, take longer or do not fit"
+    else:
+        why = "most micro-batches have one chunk of these sequences at a time"
     return f"stages run one after the other: {why}"
 
 

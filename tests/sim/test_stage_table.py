@@ -171,10 +171,12 @@ def test_a_saved_plan_with_stages_is_simulated_and_drawn_by_stage_and_rank(path:
 def test_stages_that_take_turns_say_why() -> None:
     found = scenario(2, parameters="gathered_per_round").setup
     option = make_forecast(scenario(2, parameters="gathered_per_round"), None, 1, 1, 0).at_limit.plan
-    assert found.num_stages == 2 and turns_reason(option) == ""
+    # one sequence as long as fits runs whole
+    assert found.num_stages == 2 and "whole gradients" in turns_reason(option)
     group = option.micro_batches[0].groups[0]
     alone = MicroBatch((replace(group, chunks=(Chunk(0, (Span(0, 0, 10),)),)),))
     turns = replace(option, micro_batches=(alone, alone))
     assert turns_reason(turns) == "stages run one after the other: whole gradients of a stage leave no room for several chunks"
     assert "one chunk of these sequences at a time" in turns_reason(replace(turns, parameters="sharded"))
+    assert "slices, which hold keys" in turns_reason(replace(turns, parameters="sharded", micro_batches=(alone,)))
     assert isinstance(turns, StepPlan) and isinstance(group, SequenceGroup) and validate_plan(option) is option
