@@ -95,8 +95,9 @@ def stage_options(
         if not options and count not in slower:
             continue
         unfit.pop(count, None)
-        best_s = min([*(option.counted_s for option in options), slower.get(count, math.inf)])
-        num_slower, last_s = num_slower + 1 if best_s >= last_s else 0, best_s
+        # the seconds of a number that was dropped are a bound only, which says nothing about the next one
+        best_s = min((option.counted_s for option in options), default=math.inf)
+        num_slower, last_s = num_slower + 1 if best_s >= last_s else 0, best_s if options else last_s
         whole = [option.counted_s for option in options if count > 1 and option.plan.lengths == tuple(lengths)]
         staged_s = min([staged_s, *whole])
         found += options
