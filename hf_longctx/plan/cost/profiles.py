@@ -65,6 +65,7 @@ _RULES: dict[type, dict[str, _Rule]] = {
         "memory_bytes_per_s": "a number of 0 or more",
         "elementwise_bytes_per_s": "a number of 0 or more",
         "tile_keys": "an integer of 0 or more",
+        "fp8_ratio": "a number of 0 or more",
     },
     PassCoefficients: {field.name: "a number of 0 or more" for field in dataclasses.fields(PassCoefficients)},
     CostCoefficients: {"step_s": "a number of 0 or more", "source": "text"},
