@@ -385,9 +385,17 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
         gathered = 2 * held + 2 * 2 * 128256 * 8192 + 2 * adapter * (4 + 4)
         beside = 0 if held > layer else 80 * scales + 2 * 28672 * 8192
         assert scenario.memory.state_bytes("sharded", 8) == -(-(weights + adapters) // 8) + gathered + beside
-    # experts in transformers are not linear modules
-    with pytest.raises(ValueError, match="--quantize does not quantize experts"):
-        build_scenario(Request(mixture(tmp_path), "h200", 1, lora_rank=16, quantize="nf4"))
+    with pytest.raises(ValueError, match="--quantize mxfp4 packs experts"):
+        build_scenario(Request("llama-3.1-70b", "h200", 1, lora_rank=16, quantize="mxfp4"), must_fit=False)
+    # experts of a mixture alone: 48 layers of 128 experts of three matrices of 2048 by 768, at 4.25 bits; four are unpacked
+    plain, fewer = (
+        build_scenario(Request("qwen3-30b-a3b", "h200", 1, lora_rank=16, quantize=kind), must_fit=False) for kind in ("", "nf4")
+    )
+    experts = 128 * 3 * 2048 * 768
+    unpacked = 4 * 2 * 768 * 2048 * 12
+    spared = 48 * (2 * experts - experts * 17 // 32) - unpacked
+    assert plain.memory.state_bytes("replicated", 1) - fewer.memory.state_bytes("replicated", 1) == spared
+    assert fewer.costs.model.runs_mlps_whole and fewer.packed_experts == "nf4"
     assert not packed.costs.model.can_keep_qkv and packed.tokens_per_rank > whole.tokens_per_rank == 0
 
 
