@@ -169,9 +169,12 @@ def _changed_by(origin: _Origin) -> int:
 
 def _with_adapters(layer: Any) -> dict[str, Tensor]:
     """Returns the weights of the layer below its adapters, whole, with the active ones added. Collective like a gather."""
-    copied = _whole_copy(layer)
-    copied.merged_adapters = []
-    copied.merge()
+    copied = inner = _whole_copy(layer)
+    # adapters on several weights of one module wrap each other
+    while isinstance(inner, BaseTunerLayer):
+        inner.merged_adapters = []
+        inner.merge()
+        inner = inner.base_layer
     return dict(copied.get_base_layer().named_parameters())
 
 

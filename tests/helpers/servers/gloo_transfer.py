@@ -123,8 +123,7 @@ def register() -> None:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, info: Update) -> None:
-            for pair in receive(self.group, vars(info)):
-                self.model.load_weights([pair])
+            self.model.load_weights(receive(self.group, vars(info)))
 
         def shutdown(self) -> None:
             self.group = None

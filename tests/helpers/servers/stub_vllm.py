@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from helpers.servers.gloo_transfer import open_group, receive
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 Write = Callable[[list[int], int], list[int]]
 
@@ -57,7 +57,7 @@ class StubServer:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                name = self.path.strip("/")
+                name = self.path.strip("/").partition("?")[0]
                 stub.requests.append(name)
                 if stub.fault == name:
                     return self._answer({"error": "out of memory"}, 500)
@@ -102,6 +102,9 @@ class StubServer:
             self.updates.append(body["update_info"]["names"])
             self._weights = dict(receive(self._group, body["update_info"]))
         elif name == "finish_weight_update":
+            self._load()
+        elif name == "collective_rpc" and body["method"] == "reload_weights":
+            self._weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
             self._load()
         elif name == "v1/completions":
             return self._completions(body)

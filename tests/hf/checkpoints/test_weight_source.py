@@ -21,6 +21,7 @@ from hf_longctx.runtime.parameters.sharded import shard_mesh
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 ENDS = (("r", 2), ("target_modules", ["q_proj"]), ("modules_to_save", ["embed_tokens", "lm_head"]))
 TOKENS = (("r", 2), ("target_modules", ["q_proj"]), ("trainable_token_indices", {"embed_tokens": [1, 5, 6]}))
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # name -> model
 ADAPTED: dict[str, ModelCase] = {
     "plain": ModelCase(lora=LORA),
@@ -32,6 +33,7 @@ ADAPTED: dict[str, ModelCase] = {
     "tokens": ModelCase(lora=TOKENS),
     "tokens of tied ends": ModelCase(tied=True, lora=TOKENS),
     "two active": ModelCase(lora=(*LORA, ("names", ("default", "other")), ("num_active", 2))),
+    "on experts": ModelCase("qwen3_moe", lora=(("r", 2), ("target_modules", ["q_proj"]), ("target_parameters", EXPERTS))),
     "beside experts": ModelCase("qwen3_moe", lora=(("r", 2), ("target_modules", ["q_proj"]))),
 }
 
