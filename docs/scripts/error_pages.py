@@ -81,7 +81,9 @@ SUBJECTS = {
                 "hf/rules/arguments:_PLACEMENT "
                 "hf/start/sharded_loading hf/checkpoints/deferred hf/run/run:_new_mesh runtime/parameters"
             ),
-            "Optimizers": ("hf/trainer/parameters runtime/parameters/whole_weights runtime/parameters/master_weights"),
+            "Optimizers": (
+                "hf/run/optimizers hf/trainer/parameters runtime/parameters/whole_weights runtime/parameters/master_weights"
+            ),
             "Pipeline stages": (
                 "hf/rules/arguments:STAGES hf/rules/arguments:_SETUP hf/start/stages "
                 "hf/models/cutting hf/models/refusing hf/run/placement:check_trained "
@@ -116,8 +118,8 @@ SUBJECTS = {
             ),
             "The callback, and trainers with attached plans": "hf/callback hf/rules/callbacks hf/log_probs hf/rules/collators",
             "Trainers of TRL": (
-                "hf/rules/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods "
-                "hf/trainer/trainer:_step_in_two_passes"
+                "hf/rules/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods hf/engine "
+                "hf/run/steps:train_loss"
             ),
         },
     ),

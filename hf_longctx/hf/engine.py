@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 from hf_longctx.hf.checkpoints.manifest import OPTIMIZER_FILE
 from hf_longctx.hf.checkpoints.optimizer_states import load_whole_optimizer
-from hf_longctx.hf.checkpoints.weight_source import WeightSource
+from hf_longctx.hf.checkpoints.weight_source import WeightSource, weight_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.log_probs.documents import LocalDocuments
 from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
@@ -91,6 +91,9 @@ class LongContextEngine:
         if config.parameters == "replicated":
             model.to(args.device)
         facts = ModelFacts.of(model)
+        if config.frozen_weights == "fp8":
+            problems.append("frozen_weights='fp8' packs weights that a server would need unpacked; leave it out")
+        problems += weight_problems(model)
         self.run = start_run(RunRequest(config, facts, args, None, problems))
         self.model, self.temperature, self.device = model, temperature, args.device
         passes = TwoPasses(self.run.source, self.run.sets.longest_sequence, self.run.setup.placeholders, temperature)

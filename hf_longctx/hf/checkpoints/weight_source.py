@@ -23,7 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.weights import groups_in_files, without_values
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.quantised import four_bit_layers
+from hf_longctx.hf.models.packed_experts import packed_weights
+from hf_longctx.hf.models.quantised import packed_layers
 from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES
 from hf_longctx.runtime.parameters.sharded import free_gathered, is_sharded, layer_shards
@@ -105,10 +106,10 @@ class WeightSource:
 def weight_problems(model: Any) -> list[str]:
     """Reasons why the weights of a model cannot be sent one at a time; empty if they can."""
     base = base_of(model)
-    if four_bit_layers(model):
+    if packed_layers(model) or any(packed_weights(model)):
         return [
-            f"the weights of {class_name(base)} are packed into four bits, and a server would need them unpacked; load the model "
-            f"in bfloat16"
+            f"weights of {class_name(base)} are packed into four or eight bits, and a server would need them unpacked; load the "
+            f"model in bfloat16"
         ]
     origins = _origins(base)
     for name, origin in origins.items():
@@ -169,13 +170,14 @@ def _changed_by(origin: _Origin) -> int:
 
 def _with_adapters(layer: Any) -> dict[str, Tensor]:
     """Returns the weights of the layer below its adapters, whole, with the active ones added. Collective like a gather."""
-    copied = inner = _whole_copy(layer)
     # adapters on several weights of one module wrap each other
-    while isinstance(inner, BaseTunerLayer):
-        inner.merged_adapters = []
-        inner.merge()
-        inner = inner.base_layer
-    return dict(copied.get_base_layer().named_parameters())
+    copies: list[Any] = [_whole_copy(layer)]
+    while isinstance(copies[-1].base_layer, BaseTunerLayer):
+        copies.append(copies[-1].base_layer)
+    for each in copies:
+        each.merged_adapters = []
+        each.merge()
+    return dict(copies[-1].base_layer.named_parameters())
 
 
 def _whole_copy(module: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from helpers.measures.allocations import measure
 from helpers.models.tiny_models import FAMILIES, MOE_FAMILIES, OTHER_FAMILIES, ModelCase, build_model
 from safetensors.torch import load_file
 
+from hf_longctx import pack_experts
 from hf_longctx.hf.checkpoints import weight_source
 from hf_longctx.hf.checkpoints.weight_source import WeightInfo, WeightSource, weight_problems
 from hf_longctx.hf.run.placement import Shards
@@ -149,6 +150,7 @@ def test_what_cannot_be_sent_one_at_a_time_is_refused(monkeypatch: pytest.Monkey
         patched.setattr(weight_source, "groups_in_files", lambda *_: [])
         (problem,) = weight_problems(model)
     assert "only all together" in problem
-    monkeypatch.setattr(weight_source, "four_bit_layers", lambda _: {"model.layers.0.mlp.down_proj": None})
-    (problem,) = weight_problems(model)
-    assert "are packed into four bits" in problem
+    experts = build_model(ModelCase("qwen3_moe", dtype=torch.float32))
+    pack_experts(experts, "nf4")
+    (problem,) = weight_problems(experts)
+    assert "are packed into four or eight bits" in problem
