@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from hf_longctx.families.family import (
@@ -9,7 +10,6 @@ from hf_longctx.families.family import (
     GATES,
     NORMS,
     NORMS_AND_ROTARY,
-    ROTARY,
     Family,
     Mixer,
     Modules,
@@ -26,6 +26,8 @@ _mamba2 = partial(Mixer, functions=("causal_conv1d_fn", "mamba2_chunk_scan"), fu
 # decoders on BERT's layers or similarly old ones, whose MLPs no policy can run alone
 _BERT = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="table")
 _ROBERTA = Traits(gated_mlp=False, tiles_mlps=False, tiles_norms=False, positions="from_padding")
+_SIDE = replace(_BERT, miscounted="its second attention, which rows of text do not use, is left out")
+_NARROW = "its embedding is narrower than hidden states"
 
 
 def _side(folder: str, name: str, types: tuple[str, ...] = ()) -> Family:
@@ -33,23 +35,27 @@ def _side(folder: str, name: str, types: tuple[str, ...] = ()) -> Family:
     modules = Modules(
         row_positions={f"{name}Decoder": "embed_positions"}, second_attention={f"{name}DecoderLayer": "encoder_attn"}
     )
-    return Family(folder, f"{name}ForCausalLM", types=types, traits=_BERT, modules=modules, takes_shifted_labels=True)
+    return Family(folder, f"{name}ForCausalLM", types=types, traits=_SIDE, modules=modules, takes_shifted_labels=True)
 
 
 CAUSAL: tuple[Family, ...] = (
     Family(
         "afmoe", "AfmoeForCausalLM", traits=Traits(qk_norms=True, kernels=("rotary",)), modules=Modules(experts=("AfmoeExperts",))
     ),
-    Family("apertus", "ApertusForCausalLM", traits=Traits(qk_norms=True, tiles_norms=False, kernels=("norms", "rotary"))),
+    Family(
+        "apertus",
+        "ApertusForCausalLM",
+        traits=Traits(two_matrices=True, qk_norms=True, tiles_norms=False, kernels=("norms", "rotary")),
+    ),
     Family(
         "apertus1p5",
         "Apertus1p5TextForCausalLM",
         types=("apertus1p5", "apertus1p5_text"),
-        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
+        traits=Traits(two_matrices=True, qk_norms=True, kernels=("norms", "rotary")),
         wrapper="Apertus1p5ForConditionalGeneration",
         text="Apertus1p5TextModel",
     ),
-    Family("arcee", "ArceeForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "rotary"))),
+    Family("arcee", "ArceeForCausalLM", traits=Traits(two_matrices=True, cuts_heads=True, kernels=("norms", "rotary"))),
     Family(
         "aria",
         "AriaTextForCausalLM",
@@ -76,8 +82,13 @@ CAUSAL: tuple[Family, ...] = (
     ),
     _side("bart", "Bart"),
     Family("beam", "BeamForCausalLM", traits=Traits(qk_norms=True), modules=Modules(experts=("BeamExperts",))),
-    Family("bert", "BertLMHeadModel", traits=Traits(positions="table")),
-    Family("bert_generation", "BertGenerationDecoder", types=("bert-generation",), traits=Traits(positions="table")),
+    Family("bert", "BertLMHeadModel", traits=Traits(two_matrices=True, positions="table")),
+    Family(
+        "bert_generation",
+        "BertGenerationDecoder",
+        types=("bert-generation",),
+        traits=Traits(two_matrices=True, positions="table"),
+    ),
     Family("biogpt", "BioGptForCausalLM", traits=_BERT, modules=Modules(like_generic=("BioGptForSequenceClassification",))),
     Family("bitnet", "BitNetForCausalLM", traits=NORMS_AND_ROTARY),
     _side("blenderbot", "Blenderbot"),
@@ -85,7 +96,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "bloom",
         "BloomForCausalLM",
-        traits=Traits(tiles_mlps=False, mlp_times_hidden=4),
+        traits=Traits(two_matrices=True, tiles_mlps=False, mlp_times_hidden=4),
         modules=Modules(tuples={"BloomBlock": 2}),
         own_attention=OwnAttention("BloomAttention", "BloomBlock", takes_cache=True, keeps_mask=True),
     ),
@@ -93,7 +104,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "codegen",
         "CodeGenForCausalLM",
-        traits=Traits(mlp_times_hidden=4, tiles_norms=False, positions="table"),
+        traits=Traits(two_matrices=True, mlp_times_hidden=4, tiles_norms=False, positions="table"),
         modules=Modules(tuples={"CodeGenBlock": 2}),
         own_attention=OwnAttention("CodeGenAttention", "CodeGenBlock", divisor="scale_attn", dropout="attn_dropout"),
     ),
@@ -145,7 +156,7 @@ CAUSAL: tuple[Family, ...] = (
         text="Dots3NoteTextModel",
         modules=Modules(indexed=("Dots3NoteTextAttention",)),
     ),
-    Family("electra", "ElectraForCausalLM", traits=_BERT, dropout_fields=("hidden_dropout_prob",)),
+    Family("electra", "ElectraForCausalLM", traits=replace(_BERT, miscounted=_NARROW), dropout_fields=("hidden_dropout_prob",)),
     Family(
         "emu3",
         "Emu3ForCausalLM",
@@ -167,7 +178,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "falcon",
         "FalconForCausalLM",
-        traits=Traits(mlp_times_hidden=4),
+        traits=Traits(two_matrices=True, mlp_times_hidden=4),
         modules=Modules(tuples={"FalconDecoderLayer": 2}),
         own_attention=OwnAttention("FalconAttention", "FalconDecoderLayer", takes_cache=True, keeps_mask=True),
         drops_more_than_weights=True,
@@ -192,7 +203,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "flint", "FlintForCausalLM", traits=Traits(qk_norms=True, kernels=("rotary",)), modules=Modules(experts=("FlintExperts",))
     ),
-    Family("fuyu", "FuyuForCausalLM", decoder="PersimmonModel"),
+    Family("fuyu", "FuyuForCausalLM", traits=Traits(two_matrices=True), decoder="PersimmonModel"),
     Family("gemma", "GemmaForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
     Family("gemma2", "Gemma2ForCausalLM", traits=Traits(full_every=2, kernels=("norms", "gates", "rotary"))),
     Family(
@@ -207,7 +218,7 @@ CAUSAL: tuple[Family, ...] = (
         "gemma3n",
         "Gemma3nForCausalLM",
         types=("gemma3n_text",),
-        traits=Traits(qk_norms=True, full_every=5),
+        traits=Traits(qk_norms=True, full_every=5, layer_inputs=True),
         wrapper="Gemma3nForConditionalGeneration",
         text="Gemma3nTextModel",
         modules=Modules(run_on_text=("Gemma3nMultimodalEmbedder",)),
@@ -258,31 +269,32 @@ CAUSAL: tuple[Family, ...] = (
             indexed=("GlmMoeDsaAttention",),
         ),
     ),
-    Family("gpt2", "GPT2LMHeadModel", traits=Traits(tiles_norms=False, positions="table")),
+    Family("gpt2", "GPT2LMHeadModel", traits=Traits(two_matrices=True, tiles_norms=False, positions="table")),
     Family(
         "gpt_bigcode",
         "GPTBigCodeForCausalLM",
-        traits=Traits(mlp_times_hidden=4, tiles_norms=False, positions="table"),
+        traits=Traits(two_matrices=True, mlp_times_hidden=4, tiles_norms=False, positions="table"),
         modules=Modules(like_generic=("GPTBigCodeForSequenceClassification",)),
         dropout_fields=("resid_pdrop", "embd_pdrop"),
     ),
     Family(
         "gpt_neo",
         "GPTNeoForCausalLM",
-        traits=Traits(mlp_times_hidden=4, tiles_norms=False, positions="table"),
+        traits=Traits(two_matrices=True, mlp_times_hidden=4, tiles_norms=False, positions="table"),
         modules=Modules(tuples={"GPTNeoBlock": 2}),
         own_attention=OwnAttention("GPTNeoSelfAttention", "GPTNeoBlock", dropout="attn_dropout"),
     ),
     Family(
         "gpt_neox",
         "GPTNeoXForCausalLM",
+        traits=Traits(two_matrices=True),
         modules=Modules(like_generic=("GPTNeoXForSequenceClassification", "GPTNeoXForTokenClassification")),
         dropout_fields=("hidden_dropout",),
     ),
     Family(
         "gpt_neox_japanese",
         "GPTNeoXJapaneseForCausalLM",
-        traits=Traits(mlp_times_hidden=4, keeps_all="it has no layer of class GradientCheckpointingLayer"),
+        traits=Traits(two_matrices=True, mlp_times_hidden=4, keeps_all="it has no layer of class GradientCheckpointingLayer"),
         modules=Modules(tuples={"GPTNeoXJapaneseLayer": 2}),
         own_attention=OwnAttention(
             "GPTNeoXJapaneseAttention", "GPTNeoXJapaneseLayer", divisor="norm_factor", dropout="attention_dropout"
@@ -297,7 +309,7 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "gptj",
         "GPTJForCausalLM",
-        traits=Traits(mlp_times_hidden=4, tiles_norms=False, positions="table"),
+        traits=Traits(two_matrices=True, mlp_times_hidden=4, tiles_norms=False, positions="table"),
         modules=Modules(tuples={"GPTJBlock": 2}),
         own_attention=OwnAttention("GPTJAttention", "GPTJBlock", divisor="scale_attn", dropout="attn_dropout"),
     ),
@@ -349,7 +361,7 @@ CAUSAL: tuple[Family, ...] = (
         ),
     ),
     Family("hyperclovax", "HyperCLOVAXForCausalLM", traits=Traits(cuts_heads=True, kernels=("norms", "gates", "rotary"))),
-    Family("jais2", "Jais2ForCausalLM", traits=Traits(cuts_heads=True, kernels=("rotary",))),
+    Family("jais2", "Jais2ForCausalLM", traits=Traits(two_matrices=True, cuts_heads=True, kernels=("rotary",))),
     Family(
         "jamba",
         "JambaForCausalLM",
@@ -357,7 +369,11 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(hands_down={"JambaMambaDecoderLayer": ("mamba",)}),
         mixers=(_mamba1("JambaMambaMixer"),),
     ),
-    Family("jetmoe", "JetMoeForCausalLM", traits=Traits(kv_heads="all", kernels=("norms", "rotary"))),
+    Family(
+        "jetmoe",
+        "JetMoeForCausalLM",
+        traits=Traits(kv_heads="all", kernels=("norms", "rotary"), miscounted="experts of its attention are left out"),
+    ),
     Family(
         "kimi_linear",
         "KimiLinearForCausalLM",
@@ -502,7 +518,12 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(tiles_norms=False),
         dropout_fields=("embedding_dropout", "mlp_dropout"),
     ),
-    Family("moshi", "MoshiForCausalLM", traits=ROTARY, modules=Modules(unused_windows=("MoshiDecoderLayer",))),
+    Family(
+        "moshi",
+        "MoshiForCausalLM",
+        traits=Traits(mlp_divisor=2, kernels=("rotary",)),
+        modules=Modules(unused_windows=("MoshiDecoderLayer",)),
+    ),
     Family(
         "mpt",
         "MptForCausalLM",
@@ -511,8 +532,13 @@ CAUSAL: tuple[Family, ...] = (
         own_attention=OwnAttention("MptAttention", "MptBlock", takes_cache=True),
         adapted_stages=False,
     ),
-    Family("nanochat", "NanoChatForCausalLM", traits=Traits(qk_norms=True)),
-    Family("nemotron", "NemotronForCausalLM", modules=Modules(hands_down={"NemotronDecoderLayer": ("self_attn",)})),
+    Family("nanochat", "NanoChatForCausalLM", traits=Traits(two_matrices=True, qk_norms=True)),
+    Family(
+        "nemotron",
+        "NemotronForCausalLM",
+        traits=Traits(two_matrices=True),
+        modules=Modules(hands_down={"NemotronDecoderLayer": ("self_attn",)}),
+    ),
     Family(
         "nemotron_h",
         "NemotronHForCausalLM",
@@ -540,15 +566,23 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "persimmon",
         "PersimmonForCausalLM",
-        traits=Traits(qk_norms=True, kernels=("rotary",)),
+        traits=Traits(two_matrices=True, qk_norms=True, kernels=("rotary",)),
         dropout_fields=("hidden_dropout",),
     ),
-    Family("phi", "PhiForCausalLM", traits=ROTARY, dropout_fields=("resid_pdrop", "embd_pdrop")),
+    Family(
+        "phi",
+        "PhiForCausalLM",
+        traits=Traits(two_matrices=True, kernels=("rotary",)),
+        dropout_fields=("resid_pdrop", "embd_pdrop"),
+    ),
     Family("phi3", "Phi3ForCausalLM", traits=Traits(windows="all", kernels=("norms",)), dropout_fields=("resid_pdrop",)),
     Family(
         "phi4_multimodal",
         "Phi4MultimodalForCausalLM",
-        traits=Traits(keeps_all="it has layers of other parts beside those of its decoder"),
+        traits=Traits(
+            keeps_all="it has layers of other parts beside those of its decoder",
+            miscounted="its towers and its own adapters are left out",
+        ),
     ),
     Family(
         "phimoe",
@@ -659,13 +693,18 @@ CAUSAL: tuple[Family, ...] = (
     Family(
         "rembert",
         "RemBertForCausalLM",
-        traits=_BERT,
+        traits=replace(_BERT, miscounted=_NARROW),
         modules=Modules(tuples={"RemBertLayer": 2}),
         own_attention=OwnAttention("RemBertSelfAttention", "RemBertLayer", takes_cache=True),
     ),
     Family("roberta", "RobertaForCausalLM", traits=_ROBERTA),
     Family("roberta_prelayernorm", "RobertaPreLayerNormForCausalLM", types=("roberta-prelayernorm",), traits=_ROBERTA),
-    Family("roc_bert", "RoCBertForCausalLM", traits=_BERT, dropout_fields=("hidden_dropout_prob",)),
+    Family(
+        "roc_bert",
+        "RoCBertForCausalLM",
+        traits=replace(_BERT, miscounted="its embeddings of shapes and sounds are left out"),
+        dropout_fields=("hidden_dropout_prob",),
+    ),
     Family(
         "roformer",
         "RoFormerForCausalLM",
@@ -711,7 +750,7 @@ CAUSAL: tuple[Family, ...] = (
         modules=Modules(hands_down={"StableLmDecoderLayer": ("self_attn",)}),
         dropout_fields=("hidden_dropout",),
     ),
-    Family("starcoder2", "Starcoder2ForCausalLM", traits=Traits(windows="all", kernels=("rotary",))),
+    Family("starcoder2", "Starcoder2ForCausalLM", traits=Traits(two_matrices=True, windows="all", kernels=("rotary",))),
     Family("vaultgemma", "VaultGemmaForCausalLM", traits=Traits(full_every=2, kernels=("norms", "gates", "rotary"))),
     _side("whisper", "Whisper"),
     Family("xlm_roberta", "XLMRobertaForCausalLM", types=("xlm-roberta",), traits=_ROBERTA),
@@ -727,7 +766,7 @@ CAUSAL: tuple[Family, ...] = (
         ),
         mixers=(Mixer("xLSTMLayer", heads="num_heads", methods=("mlstm_backend.forward",), fills_cache=False),),
     ),
-    Family("xmod", "XmodForCausalLM", traits=_ROBERTA),
+    Family("xmod", "XmodForCausalLM", traits=replace(_ROBERTA, miscounted="its adapters for languages are left out")),
     Family("youtu", "YoutuForCausalLM", traits=ALL_KERNELS),
     Family(
         "zamba",

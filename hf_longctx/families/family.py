@@ -19,6 +19,8 @@ class Traits:
 
     # MLPs have a gate, or an activation that keeps as many tensors as one
     gated_mlp: bool = True
+    # an MLP has two matrices, although its activation keeps as many tensors as a gate
+    two_matrices: bool = False
     # policies can run MLPs alone, in token tiles
     tiles_mlps: bool = True
     # layers with an MLP: all; none, or the MLP counts as a part of the mixer; only those with attention, which all share a block
@@ -82,6 +84,8 @@ class Traits:
     state: str = ""
     # functions of all layers that run as single kernels if layers are compiled: norms, gated_norms, gates, rotary
     kernels: tuple[str, ...] = ()
+    # what the parameters counted from a config leave out, or count too often, by more than 5 %; a run counts those of its model
+    miscounted: str = ""
     # reason why runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles
     keeps_all: str = ""
 

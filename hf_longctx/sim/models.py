@@ -13,7 +13,7 @@ from typing import Any
 from hf_longctx.families.registry import traits_of
 from hf_longctx.plan.core.serialize import parse_json
 from hf_longctx.plan.cost.catalog import named_config, named_model
-from hf_longctx.plan.model.config import check_fields, has_position_table, kept_reason, kernels_of_config
+from hf_longctx.plan.model.config import check_fields, has_position_table, kept_reason, kernels_of_config, miscounted_reason
 from hf_longctx.plan.model.model_spec import ModelSpec
 
 
@@ -92,6 +92,11 @@ def experts_in(name_or_path: str) -> str:
 def kept_because(name_or_path: str) -> str:
     """Describes why a run of this model keeps everything; empty if it may recompute."""
     return kept_reason(_config_of(name_or_path))
+
+
+def miscounted_because(name_or_path: str) -> str:
+    """Describes why a model has other parameters than are counted from its config; empty if it has about as many."""
+    return miscounted_reason(_config_of(name_or_path))
 
 
 def most_positions(name_or_path: str, model: ModelSpec) -> int:

@@ -42,7 +42,15 @@ from hf_longctx.plan.setup import (
     fitting_remedies,
     lora_adapters,
 )
-from hf_longctx.sim.models import experts_in, kept_because, kernels_of, most_positions, read_model, short_name
+from hf_longctx.sim.models import (
+    experts_in,
+    kept_because,
+    kernels_of,
+    miscounted_because,
+    most_positions,
+    read_model,
+    short_name,
+)
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float32": 4}
 # optimizer -> bytes of both moments per parameter, with an fp32 scale for 256 elements; 0: those of the weights it updates
@@ -239,6 +247,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"products in fp8 count as {ratio or ASSUMED_FP8_RATIO:g} times as fast as in bf16, {source}; rounding what they "
             f"multiply, and putting weights into the other order, count by their bytes"
         )
+    if miscounted := miscounted_because(request.model):
+        notes.append(f"parameters are counted from the config, and {miscounted}, which is more than 5%; a run counts its model's")
     if not calibration:
         notes.append(
             f"{request.name or request.model} was not measured on {profile.spec.name}: seconds come from operation counts and "

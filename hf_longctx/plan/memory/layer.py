@@ -431,7 +431,7 @@ class LayerBytes:
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
             return before + inner * self.tokens + self._travelling
         # input gradients are collected in one tensor, weight gradients of tiles are summed in fp32
-        matrices = (3 if self.model.gated_mlp else 2) * self.model.intermediate_size * d
+        matrices = self.model.mlp_matrices * self.model.intermediate_size * d
         weights = matrices * (1 + self._wide) if self.model.trains_layers else 0
         recomputed = min(self.tile, self._recomputed("mlp"))
         kept = min(self.tile, self.tokens - self._recomputed("mlp"))

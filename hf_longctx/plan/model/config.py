@@ -209,11 +209,14 @@ def _positions(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _most_kv(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """KV heads of the layer with the most, if the config states too few.
+    """KV heads of the layer with the most, if the config states others.
 
-    MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token.
+    MiMo has twice as many KV heads in layers with a window. JetMoe copies keys and values for every expert of a token. Falcon and
+    GPT BigCode have one, unless a newer layout of Falcon says otherwise.
     """
     stated, heads = traits_of(fields).kv_heads, fields.get("num_key_value_heads")
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        return {"num_key_value_heads": 1}
     if stated == "all":
         return {"num_key_value_heads": fields.get("num_attention_heads")}
     if stated == "doubled_in_windows" and heads and "sliding_attention" in (fields.get("layer_types") or ()):
@@ -269,6 +272,9 @@ _EXPERT_KINDS, _DENSE_KINDS = frozenset({"sparse", "moe", "hash_moe"}), frozense
 # config fields for the number of experts in a layer
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
+# config fields for the number of experts that every token passes
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
 
 def expert_sizes(
     config: Mapping[str, Any], num_layers: int, hidden_size: int, dense_size: int, names: Sequence[str]
@@ -278,13 +284,13 @@ def expert_sizes(
     Granite without experts has only the MLP that otherwise all tokens share. Each chosen expert gets a copy of the token and
     returns one. Experts of GPT-OSS clamp gate and up, which saves three more inner tensors. Gemma 4 has experts beside an MLP for
     every token. In Llama 4 every token runs through all experts, multiplied by zero if it did not choose them. In large Nemotrons
-    experts read and write a latent.
+    experts read and write a latent. In LongCat each layer, which counts as two, has experts beside one of its two MLPs.
     """
     num_experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     chosen = int(config.get("num_experts_per_tok") or 0)
     if is_beside := bool(config.get("enable_moe_block")):
         chosen = int(config.get("top_k_experts") or 0)
-    traits = traits_of(config)
+    traits, no_work = traits_of(config), int(config.get("zero_expert_num") or 0)
     if dense_name := _DENSE_NAMES.get(traits.mlp):
         dense_size = round(dense_size * names.count(dense_name) / num_layers)
     if not num_experts and traits.dense_field:
@@ -313,19 +319,25 @@ def expert_sizes(
         has_experts = [layer % period == int(config.get("expert_layer_offset") or 0) for layer in range(num_layers)]
     if is_named:
         has_experts = [name == "moe" for name in names]
+    if traits.layers == "doubled":
+        # one of two MLPs has experts beside it
+        is_beside, has_experts = True, [layer % 2 == 0 for layer in range(num_layers)]
     share = sum(has_experts) / max(1, num_layers)
     shared_sizes = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     shared = next((int(config[name]) for name in shared_sizes if config.get(name)), 0)
-    shared = shared or size * int(config.get("n_shared_experts") or traits.runs_all_experts) + dense_size * is_beside
+    count = next((int(config[name]) for name in _SHARED_EXPERTS if config.get(name)), int(traits.runs_all_experts))
+    shared = shared or size * count + dense_size * is_beside
     matrices, latent = 3 if traits.gated_mlp else 2, int(config.get("moe_latent_size") or hidden_size)
     passed = chosen * size * latent / hidden_size + shared
-    idle = matrices * (num_experts - chosen) * latent * size + num_experts * hidden_size
+    # LongCat's class allocates gate and up of experts that return their input, too
+    unused = 2 * no_work * latent * size
+    idle = matrices * (num_experts - chosen) * latent * size + unused + (num_experts + no_work) * hidden_size
     routed = 2 * chosen * latent + traits.expert_clamps * chosen * size
     if latent != hidden_size:
         # one matrix before the experts and one after them; inner tensors are wider than `passed`, which counts parameters, says
         passed += 2 * latent / matrices
         routed += latent + 2 * chosen * round(size * (1 - latent / hidden_size))
-    parameters = round(share * matrices * num_experts * latent * size)
+    parameters = round(share * (matrices * num_experts * latent * size + unused))
     experts = ExpertSpec(parameters, chosen * sum(has_experts), sum(has_experts), num_experts, row_size=latent, inner_size=size)
     dense_share = 1 if is_named else 1 - share
     return round(share * passed + dense_share * dense_size), round(share * idle), round(share * routed), experts
@@ -395,6 +407,11 @@ def _changes(config: Mapping[str, Any], is_full: Sequence[bool], is_once: bool) 
 def kept_reason(config: Mapping[str, Any]) -> str:
     """Returns why a run of a model with this config keeps everything; empty if plans may recompute layers and tile the loss."""
     return traits_of(decoder_config(config)).keeps_all
+
+
+def miscounted_reason(config: Mapping[str, Any]) -> str:
+    """Returns what parameters counted from this config leave out or count too often, if that is more than 5 %; else empty."""
+    return traits_of(decoder_config(config)).miscounted
 
 
 # activations of gated MLPs that have kernels, by their names in a config

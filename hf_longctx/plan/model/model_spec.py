@@ -215,6 +215,8 @@ class ModelSpec:
     bytes_sent_per_element: int = 0
     # the MLP has gate, up and down, as in Llama, not only up and down, as in GPT
     gated_mlp: bool = True
+    # the MLP has up and down alone, whatever it keeps
+    two_matrices: bool = False
     # one embedding for each of max_positions
     learned_positions: bool = False
     # queries and keys are normalized
@@ -407,6 +409,7 @@ class ModelSpec:
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             bytes_per_element=bytes_per_element,
             gated_mlp=traits.gated_mlp,
+            two_matrices=traits.two_matrices,
             tiles_mlps=traits.tiles_mlps,
             tiles_norms=traits.tiles_norms,
             input_size=2 * hidden_size if traits.mlp == "with_attention" else 0,
@@ -569,6 +572,11 @@ class ModelSpec:
         return self.windows[layer_range.first_layer :][: layer_range.num_layers]
 
     @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 3 if self.gated_mlp and not self.two_matrices else 2
+
+    @property
     def qkv_parameters(self) -> int:
         """Matrix parameters of one layer with attention that make queries, keys and values, and a gate."""
         d = self.input_size or self.hidden_size
@@ -600,7 +608,7 @@ class ModelSpec:
         attention = self.qkv_parameters + self.output_parameters + own_input + self._index_parameters
         without = 1 - self.num_attending / (self.num_layers or 1)
         mixer = attention + round(self.states.share * self.states.parameters - without * attention)
-        return mixer + (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        return mixer + self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @property
     def output_parameters(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import attention
 
 
@@ -33,10 +34,11 @@ def trains_several_dtypes() -> bool:
     return not torch.__version__.startswith("2.11")
 
 
-def add_weight_group(unit: Any, weights: list[Any]) -> None:
+def add_weight_group(unit: Any, weights: list[Any], policy: MixedPrecisionPolicy) -> None:
     """Shards weights that `fully_shard` was told to ignore, in a second record of the `FSDPModule` `unit`, like its first.
 
-    FSDP2 makes several records itself, but only for weights of several meshes. Until torch 2.12 is the lowest: not in 2.11.
+    policy: that of the unit. FSDP2 makes several records itself, but only for weights of several meshes. Until torch 2.12 is the
+    lowest: not in 2.11.
     """
     groups = unit._get_fsdp_state()._fsdp_param_groups
     first = groups[0]
@@ -44,7 +46,7 @@ def add_weight_group(unit: Any, weights: list[Any]) -> None:
         if not weight.is_meta:
             weight.data = weight.data.to(first.device)
     places = first.modules, first.mesh_info, first.post_forward_mesh_info, first.device
-    groups.append(type(first)(weights, *places, None, first.mp_policy, first.offload_policy))
+    groups.append(type(first)(weights, *places, None, policy, first.offload_policy))
 
 
 def drop_whole_gradients(weight: Any) -> None:

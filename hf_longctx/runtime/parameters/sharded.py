@@ -127,7 +127,7 @@ def shard_model(
         wide = _in_second_dtype(module, dealt)
         fully_shard(module, mesh=block_mesh(mesh), mp_policy=policy, ignored_params={*dealt, *wide})
         if wide:
-            add_weight_group(module, wide)
+            add_weight_group(module, wide, policy)
     # `ShardedParameters` sums over the copies itself, without FSDP2
     setattr(model, _COPIES, mesh.get_group("replicate") if mesh.ndim > 1 else None)
     for unit in _units(model):

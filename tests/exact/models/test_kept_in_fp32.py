@@ -27,7 +27,7 @@ from helpers.models.reference import reference_step
 from helpers.models.tiny_models import adapted, cast_as_kept
 from helpers.models.versions import newest, resuming
 from helpers.plans.sliced_plans import sliced_plan
-from helpers.trainers.trainer_runs import LossRecorder, make_trainer
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, training_arguments
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -110,14 +110,9 @@ def train(checkpoint: str, folder: str, name: str, resumed: bool = False) -> tup
     config = {"tokens_per_rank": 64, "self_test": True, **settings}
     given = (LongContextConfig(**config),) if load in (load_sharded, load_pipeline_stage) else ()
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 0, "learning_rate": 1e-3}
-
-    def new(**changes: Any) -> Any:
-        # joins the ranks before the model is loaded
-        return make_trainer(
-            None, rows() * 2, folder, config, {**arguments, **changes}, model=load(checkpoint, *given, dtype="auto")
-        )
-
-    trainer = new()
+    # arguments join the ranks, before the model is loaded
+    training_arguments(folder)
+    trainer = make_trainer(None, rows() * 2, folder, config, arguments, model=load(checkpoint, *given, dtype="auto"))
     recorder = LossRecorder()
     recorder.attach(trainer)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumed else None)
