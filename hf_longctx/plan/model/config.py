@@ -302,7 +302,8 @@ def expert_sizes(
     if traits.runs_all_experts:
         chosen, dense_size = num_experts, int(config["intermediate_size_mlp"])
     dense, every = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step") or 1)
-    first = int(config.get("first_k_dense_replace") or 0)
+    starts = (config.get(name) for name in ("first_k_dense_replace", "moe_layer_start_index"))
+    first = next((int(start) for start in starts if start and not isinstance(start, list | tuple)), 0)
     has_experts = [layer >= first and layer not in dense and not (layer + 1) % every for layer in range(num_layers)]
     if types := config.get("mlp_layer_types"):
         if unknown := sorted(set(types) - _EXPERT_KINDS - _DENSE_KINDS):
