@@ -69,6 +69,10 @@ _PCIE_BYTES_PER_S = 6.4e10
 _MOST_HEAD_DIM = 256
 
 
+# a change is offered only if none holds this many times its tokens
+_MOST_BETTER = 100
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Options of the user; empty strings, zeros and () mean that the program chooses."""
@@ -132,6 +136,8 @@ class Scenario:
     setup: Setup
     # sentences about the choices
     notes: tuple[str, ...] = ()
+    # those of them about numbers that are known to be too large or too small
+    caveats: tuple[str, ...] = ()
     # reason why runs of this class of models always keep everything; empty if they may recompute
     kept_because: str = ""
     # the setup without pipeline stages, in which other systems are predicted
@@ -247,20 +253,24 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
             f"products in fp8 count as {ratio or ASSUMED_FP8_RATIO:g} times as fast as in bf16, {source}; rounding what they "
             f"multiply, and putting weights into the other order, count by their bytes"
         )
+    caveats = []
     if miscounted := miscounted_because(request.model):
-        notes.append(f"parameters are counted from the config, and {miscounted}, which is more than 5%; a run counts its model's")
+        caveats.append(
+            f"parameters are counted from the config, and {miscounted}, which is more than 5%; a run counts its model's"
+        )
     if not calibration:
         notes.append(
             f"{request.name or request.model} was not measured on {profile.spec.name}: seconds come from operation counts and "
             f"the rates of the hardware, memory from a formula"
         )
         if model.compresses_keys:
-            notes.append("attention to compressed keys counts as attention to all keys, so long documents take less time")
+            caveats.append("attention to compressed keys counts as attention to all keys, so long documents take less time")
     elif request.method == "auto" and coefficients.forward.tile_s == coefficients.backward.tile_s == 0.0:
         notes.append(
             "rings were not measured there, so the cost of their extra tiles is unknown and counted as zero; --method ulysses "
             "uses measured costs only"
         )
+    notes += caveats
     is_measured = memory.is_measured
     # a measured run had its communicators beside the usable bytes
     takes_memory = _is_gpu(profile.spec.name) and not is_measured
@@ -275,7 +285,16 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     if setup.num_stages > 1 and must_fit:
         flat = replace(request, stages=1, parameters="", shard_ranks=0)
         one_stage = build_setup(measured, _wishes(flat, model, cluster, 1, is_measured), lengths, lambda *_: None)
-    scenario = Scenario(request.name or request.model, request.hardware, setup, tuple(notes), kept, one_stage, profile.measured)
+    scenario = Scenario(
+        request.name or request.model,
+        request.hardware,
+        setup,
+        tuple(notes),
+        tuple(caveats),
+        kept,
+        one_stage,
+        profile.measured,
+    )
     if model.packed.has_experts:
         scenario = replace(scenario, packed_experts=_kind_of_bits(request, model))
     if must_fit:
@@ -646,6 +665,8 @@ def _check_fits(scenario: Scenario) -> None:
             f"take {resting / _GIB:.1f} GiB on each rank, but only {memory.usable_bytes / _GIB:.1f} are usable; use more ranks"
         )
     found = fitting_remedies(memory, placement, 1, scenario.may_recompute)
+    most = max((one.longest_tokens for one in found), default=0)
+    found = tuple(one for one in found if one.longest_tokens * _MOST_BETTER >= most)
     advice = "".join(f"\n  {one.change} (up to {one.longest_tokens:,} tokens)" for one in found)
     device = scenario.costs.cluster.hardware.name
     raise ValueError(

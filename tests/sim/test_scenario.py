@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,29 @@ def test_without_measurements_the_formulas_are_used_and_said_so() -> None:
     assert scenario.costs.cluster.ranks_per_node == 8
 
 
+def test_parameters_that_a_config_tells_wrong_are_said_to_be(tmp_path: Path) -> None:
+    config = {"model_type": "jetmoe", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 99}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scenario = build_scenario(Request(str(tmp_path / "config.json"), "h200", 1))
+    assert scenario.caveats == (
+        "parameters are counted from the config, and experts of its attention are left out, which is more than 5%; a run counts "
+        "its model's",
+    )
+
+
+def test_changes_that_hold_next_to_nothing_are_not_offered() -> None:
+    with pytest.raises(ValueError, match=r"does not fit") as error:
+        build_scenario(Request("ministral-3-14b", "l40s", 4))
+    tokens = [int(number.replace(",", "")) for number in re.findall(r"up to ([\d,]+) tokens", str(error.value))]
+    assert len(tokens) >= 3 and min(tokens) * 100 >= max(tokens)
+
+
 def test_seconds_of_attention_to_compressed_keys_are_said_to_be_too_many() -> None:
-    request = Request("deepseek-v4-flash", "h200", 64)
+    request = Request("deepseek-v4-flash", "b300", 64)
     note = "attention to compressed keys counts as attention to all keys, so long documents take less time"
-    assert note in build_scenario(request, must_fit=False).notes
+    scenario = build_scenario(request, must_fit=False)
+    assert note in scenario.notes and ("but", note) in summary_rows(make_forecast(scenario, None, 1, 1, 0), None)
     assert note not in build_scenario(replace(request, model="glm-4.5-air"), must_fit=False).notes
 
 

@@ -43,6 +43,7 @@ def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str
     rows.append(("memory", _memory(forecast)))
     if scenario.kept_because:
         rows.append(("kept", f"a run of this class keeps everything, without recomputing: {scenario.kept_because}"))
+    rows += [("but", caveat) for caveat in scenario.caveats]
     if forecast.workload is None:
         rows += _states(forecast)
     rows += [*_longer(forecast), *_positions(forecast), ("numbers", _source(scenario)), *_next(forecast)]
