@@ -84,7 +84,7 @@ class Traits:
     state: str = ""
     # functions of all layers that run as single kernels if layers are compiled: norms, gated_norms, gates, rotary
     kernels: tuple[str, ...] = ()
-    # what the parameters counted from a config leave out, or count too often, by more than 5 %; a run counts those of its model
+    # part of the model by which parameters counted from a config are off by more than 5 %; a run counts those of its model
     miscounted: str = ""
     # reason why runs keep everything: no layer is recomputed or offloaded, and no loss is computed in tiles
     keeps_all: str = ""
