@@ -214,7 +214,7 @@ def write_images(folder: Path) -> None:
 
 
 def _imported(names: dict[str, Any]) -> dict[str, Any]:
-    """What stands in for names that a snippet imports itself: a saved processor would need torchvision, for videos."""
+    """Names that a snippet imports itself, and what stands in for them: a saved processor would need torchvision, for videos."""
     return {
         "AutoProcessor": SimpleNamespace(from_pretrained=lambda _: tiny_processor("qwen3_vl")),
         "TrainingArguments": names["TrainingArguments"],

@@ -79,6 +79,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "datasets.iterable_dataset:IterableDataset": {"_distributed": (), "_ex_iterable": ()},
     "flash_attn.cute.interface": {"_flash_attn_bwd": (), "_flash_attn_fwd": ()},
     "flash_attn.flash_attn_interface": {"_flash_attn_backward": (), "_flash_attn_forward": ()},
+    "peft.tuners.lora.layer:ParamWrapper": {"_param_ndim": ()},
     "torch": {"_C": (), "_dynamo": (), "_scaled_mm": ()},
     "torch._C": {"_dispatch_dump_table": ()},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ()},
@@ -147,6 +148,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torchao.optim.adam:_AdamBase": {"_new_buffer": ()},
     "transformers.configuration_utils:PreTrainedConfig": {"_attn_implementation": (), "_experts_implementation": ()},
+    "transformers.models.mixtral.modeling_mixtral:MixtralExperts": {"_apply_gate": (), "_is_expert_parallel": ()},
     "transformers.modeling_utils:PreTrainedModel": {
         "_get_dtype_plan": ("dtype",),
         "_gradient_checkpointing_func": (),

@@ -309,7 +309,8 @@ FALLBACKS = {"_fsdp_param_groups", "_end_backward_iteration", "_torchdynamo_orig
 OPERATORS = re.compile(r"torch\.ops\.aten$")
 # ends of names, and names of folders
 NO_NAMES = {
-    "_entropy", "_fused", "_global", "_hooks", "_hybrid_shard_zero2", "_inv_freq", "_long_inv_freq", "_mean_token_accuracy",
+    "_bias", "_entropy", "_fused", "_global", "_grid_thw", "_hooks", "_hybrid_shard_zero2", "_inv_freq", "_long_inv_freq",
+    "_mean_token_accuracy",
     "_original_inv_freq", "_perplexity", "_runtime", "_s", "_samples_per_second", "_steps_per_second", "_text",
 }  # fmt: skip
 # names of operations of autograd's graph, which are compared

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hf_longctx.hf.data.chat import DataError
 
-_T = TypeVar("_T")
+Found = TypeVar("Found")
 
 # EXIF tag of the orientation, and its values that exchange width and height
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
@@ -61,7 +61,7 @@ def open_image(path: str | None, content: bytes | None, where: str) -> Any:
     return _opened(path, content, where, lambda image: ImageOps.exif_transpose(image).convert("RGB"))
 
 
-def _opened(path: str | None, content: bytes | None, where: str, read: Callable[[Any], _T]) -> _T:
+def _opened(path: str | None, content: bytes | None, where: str, read: Callable[[Any], Found]) -> Found:
     with _readable(where, path), _file(path, content) as file:
         from PIL import Image as images
 
