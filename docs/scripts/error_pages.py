@@ -121,7 +121,6 @@ SUBJECTS = {
                 "hf/rules/trl hf/log_probs/rewards hf/log_probs/two_passes hf/log_probs/trl_methods hf/engine "
                 "hf/run/steps:train_loss"
             ),
-            "An engine without a trainer": "hf/engine",
         },
     ),
     "checkpoints": Subject(
