@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hf_longctx.families.registry import MODULES
+from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
 from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.core.expert_products import FourBits, PackedMatrices, packed
 
@@ -71,6 +72,7 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
                 unpack = FourBitWeight(kind, weight.dtype, bool(experts.is_transposed))
                 parametrize.register_parametrization(experts, name, unpack, unsafe=True)
         num_bytes += sum(weight.nbytes for weight in experts.parameters())
+    refuse_merges_and_files(model, found, "in four bits")
     return num_bytes
 
 

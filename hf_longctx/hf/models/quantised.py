@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.packed_experts import packed_elements, packed_weights
+from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.plan.model.model_spec import FP8_WORKSPACE_BYTES, PackedSpec
 from hf_longctx.runtime.activations.adapted_projection import changed_problem, hook_problem
@@ -196,6 +197,7 @@ def keep_blocks(model: nn.Module) -> None:
         scale = layer.weight_scale_inv.detach().float()
         new = FP8Linear(layer.weight.detach().view(torch.uint8), scale, tuple(layer.block_size))
         put_in_place(model, name, new.train(layer.training))
+    refuse_merges_and_files(model, fp8_layers(model).values(), "in fp8")
 
 
 def _adapter_above(model: nn.Module, name: str) -> nn.Module | None:
@@ -280,6 +282,7 @@ def round_frozen(model: nn.Module) -> None:
         else:
             new = FP8Linear.rounded(weight_NC)
         put_in_place(model, name, new.train(linear.training))
+    refuse_merges_and_files(model, fp8_layers(model).values(), "in fp8")
 
 
 def put_in_place(model: nn.Module, name: str, new: nn.Module) -> None:

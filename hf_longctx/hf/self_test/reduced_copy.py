@@ -213,7 +213,7 @@ def _added_functions(module: nn.Module) -> tuple[Any, ...]:
         for key, value in sorted(vars(module).items())
         if inspect.isroutine(value) or isinstance(value, partial) or (key == "forward" and callable(value))
     ]
-    own = [(key, f.__qualname__ if package_of(f) == "hf_longctx" else id(f)) for key, f in functions]
+    own = [(key, getattr(f, "func", f).__qualname__ if package_of(f) == "hf_longctx" else id(f)) for key, f in functions]
     return (*hooks, *own)
 
 

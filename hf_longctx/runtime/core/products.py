@@ -67,6 +67,15 @@ class FP8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return _frozen_product(self, x, computed)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        # casts of the model leave scales in fp32
+        def moved(tensor: Tensor) -> Tensor:
+            is_scale = type(tensor) is nn.Parameter and tensor.is_floating_point()
+            return fn(tensor.view(torch.int32)).view(tensor.dtype) if is_scale else fn(tensor)
+
+        super()._apply(moved, recurse)
+        return self
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, block={self.block}"
 

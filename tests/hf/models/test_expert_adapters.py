@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -22,6 +23,7 @@ from hf_longctx.runtime.core import expert_products
 
 HIDDEN, NUM_EXPERTS, NUM_CHOSEN, TOKENS = 32, 4, 2, 23
 BOTH = ("gate_up_proj", "down_proj")
+ON_EXPERTS = {"target_parameters": [f"mlp.experts.{each}" for each in BOTH]}
 
 
 class Holder(nn.Module):
@@ -218,6 +220,22 @@ def test_packed_experts_have_the_gradients_of_unpacked_ones(name: str, kind: Any
     expected = results(plain, *given)
     found = results(bound(model), *given)
     assert worst(found, expected) <= 1e-14
+
+
+@pytest.mark.parametrize("settings", [ON_EXPERTS, {}], ids=["on experts", "on attention"])
+def test_packed_experts_refuse_merges_and_whole_files(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = peft.get_peft_model(build_any("Qwen3MoeForCausalLM"), peft.LoraConfig(target_modules=["q_proj"], **settings))
+    pack_experts(model, "nf4")
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    for safe_merge in (False, True) if settings else ():
+        # PEFT would add them to an unpacked copy that nothing reads
+        with pytest.raises(RuntimeError, match="cannot be merged into weights in four bits; save the adapter"):
+            copy.deepcopy(model).merge_and_unload(safe_merge=safe_merge)
+    base = model.get_base_model() if settings else model.merge_and_unload()
+    with pytest.raises(RuntimeError, match="would write frozen weights in four bits, which from_pretrained cannot read"):
+        base.save_pretrained(tmp_path / "base")
+    assert not (tmp_path / "base").exists()
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])

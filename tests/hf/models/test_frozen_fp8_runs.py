@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,32 @@ def test_one_process_reads_a_model_one_matrix_at_a_time(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
-def test_adapters_do_not_merge_into_bytes() -> None:
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_adapters_do_not_merge_into_bytes(merge: str, safe_merge: bool) -> None:
     model = with_adapters(build_model(ModelCase(dtype=torch.bfloat16)))
     round_frozen(model)
     before = packed(model)
-    with pytest.raises(RuntimeError, match="BFloat16 can't be cast to the desired output type Byte"):
-        model.merge_and_unload()
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="cannot be merged into weights in fp8; save the adapter"):
+            getattr(each, merge)(safe_merge=safe_merge)
+        assert_bytes(packed(each), before)
+
+
+def test_bytes_are_not_saved_as_weights(tmp_path: Path) -> None:
+    model = with_adapters(build_model(ModelCase(dtype=torch.bfloat16)))
+    round_frozen(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    for base in (model.get_base_model(), model.unload()):
+        with pytest.raises(RuntimeError, match="would write frozen weights in fp8, which from_pretrained cannot read"):
+            base.save_pretrained(tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+
+
+def test_casts_leave_scales_in_fp32() -> None:
+    model = with_adapters(build_model(ModelCase(dtype=torch.bfloat16)))
+    round_frozen(model)
+    before = packed(model)
+    model.to(torch.float64).to(torch.bfloat16)
     assert_bytes(packed(model), before)

@@ -1,0 +1,45 @@
+"""Makes models with packed frozen weights refuse merges of adapters, and files of the weights, which would be silently wrong.
+
+PEFT adds a merged adapter to the bytes of fp8, or to an unpacked copy that nothing reads. `save_pretrained` of the model below
+the adapters writes codes and bytes, which `from_pretrained` takes for weights, or replaces by random ones. Adapters are saved as
+ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_longctx.runtime.core.binding import class_name
+
+
+def refuse_merges_and_files(model: nn.Module, packed: Iterable[nn.Module], kind: str) -> None:
+    """Makes adapters on the modules `packed` refuse to merge, and the models that contain them to save, by RuntimeError.
+
+    kind: what their weights are, such as "in fp8". Deep copies refuse, too. Idempotent.
+    """
+    places = {id(module) for module in packed}
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and id(module.get_base_layer()) in places:
+            vars(module)["merge"] = partial(_refuse_merge, kind)
+        elif isinstance(module, PreTrainedModel) and any(id(inner) in places for inner in module.modules()):
+            vars(module)["save_pretrained"] = partial(_refuse_files, class_name(module), kind)
+
+
+def _refuse_merge(kind: str, *args: Any, **keywords: Any) -> NoReturn:
+    raise RuntimeError(
+        f"an adapter cannot be merged into weights {kind}; save the adapter (save_pretrained of the PeftModel), and merge it "
+        f"into the checkpoint loaded in bfloat16"
+    )
+
+
+def _refuse_files(name: str, kind: str, *args: Any, **keywords: Any) -> NoReturn:
+    raise RuntimeError(
+        f"save_pretrained of {name} would write frozen weights {kind}, which from_pretrained cannot read; save the adapter "
+        f"(save_pretrained of the PeftModel), and merge it into the checkpoint loaded in bfloat16"
+    )
