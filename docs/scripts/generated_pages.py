@@ -214,7 +214,9 @@ other data, Arrow adds to each row the keys that other rows have; such nulls are
 
 `tokenise_chat` reads the column with the messages and those below. It refuses other columns if the chat template reads a
 variable of that name, if their name says that they mask or weigh (mask, weight, loss, train, label, kwargs) and they hold no
-text, and if they have one number per message. It names the rest once: *columns not read: id, source*.
+text, and if they have one number per message. It refuses rows with images, video or sound that it does not read, in columns of
+any name if they hold files of `datasets`, else in those named so (`img`, `video_path`, `pixel_values`), but not by an address of
+the web (`image_url`); so do `tokenise_text` and `tokenise_completions`. It names the rest once: *columns not read: id, source*.
 
 | column | use | meaning or remedy |
 |---|---|---|

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -121,16 +121,20 @@ TOKEN_COLUMNS: dict[str, Column] = {
 WEIGHTS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.meaning == _NOT_WEIGHTS)
 
 _GIVE_SYSTEM = "give it as the first message, with the role system"
-_TEXT_ALONE = "plans do not read it; leave such rows out, then remove the column"
-_BY_PROCESSOR = "images are read if the rows are tokenised with the model's processor in place of its tokenizer; else remove them"
 # columns with the images of a row
 IMAGE_COLUMNS = ("images", "image")
+_MEDIA_REMEDY = (
+    "tokenise_chat and tokenise_completions read images of the columns 'images' and 'image', with the model's processor in place "
+    "of its tokenizer; leave other rows with images, video or sound out, then remove the column"
+)
 CHAT_COLUMNS: dict[str, Column] = {
     "tools": Column("read", "a list of tool schemas, or such a list as JSON text"),
     "chat_template_kwargs": Column("read", "variables of the chat template, as in TRL"),
     **{name: Column("refused if not empty", _GIVE_SYSTEM) for name in ("system", "system_prompt", "system_message")},
-    **{name: Column("refused if not empty", _BY_PROCESSOR) for name in IMAGE_COLUMNS},
-    **{name: Column("refused if not empty", _TEXT_ALONE) for name in ("video", "videos", "audio", "audios", "objects")},
+    **{
+        name: Column("refused if not empty", _MEDIA_REMEDY)
+        for name in (*IMAGE_COLUMNS, "video", "videos", "audio", "audios", "objects")
+    },
     **{
         name: Column("refused if not empty", "set the tokenizer's chat_template for all rows, or remove the column")
         for name in ("chat_template", "template", "add_generation_prompt", "continue_final_message")
@@ -161,6 +165,20 @@ _PIXELS = re.compile(
     r"(\w+_)?pixel_(values|mask|attention_mask)(_\w+)?|(image|video)_(grid_\w+|grids?|sizes(_videos)?|patches|embeds|position_ids)|"
     r"(audio_)?input_(features|values)(_mask)?|(feature|audio)_attention_mask|audio_(input_ids|embed_sizes|feature_lengths)|"
     r"flattened_patches|protein_input_ids"
+)
+# words in names of columns with images, video and sound, and the words that such names may have beside them; addresses of the web
+# are left out, since corpora of text name pictures by them that no text is about
+_MEDIA_WORDS = frozenset(
+    (
+        *("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "screenshot", "screenshots", "jpg", "jpeg"),
+        *("png", "webp", "video", "videos", "audio", "audios", "wav", "flac", "modal", "multimodal"),
+    )
+)
+_FILE_WORDS = frozenset(
+    (
+        *("path", "paths", "file", "files", "filename", "filenames", "name", "names", "bytes", "base", "b", "data", "list"),
+        *("multi", "column"),
+    )
 )
 # largest factor and exponent allowed in a template; templates only repeat some spaces in this way
 _MOST_FACTOR, _MOST_EXPONENT = 1 << 20, 32
@@ -312,15 +330,59 @@ def filled_column_problem(row: Mapping[str, Any], messages: list[dict[str, Any]]
     """Describes a column of a conversation's row whose value would change its text; None if there is none."""
     for column, value in row.items():
         known = CHAT_COLUMNS.get(column)
-        if known is None or known.use != "refused if not empty" or not value:
+        if known is None or known.use != "refused if not empty" or _is_empty(value):
             continue
         said = [message.get("content") for message in messages if message.get("role") == "system"]
         if known.meaning == _GIVE_SYSTEM and value in said:
             continue
-        return (
-            f"{where} has {column!r}: {value!r:.60}, which is not read, and to ignore it would change the text; {known.meaning}"
-        )
+        return _ignored(column, value, where, known.meaning)
     return None
+
+
+def media_problem(dataset: datasets.Dataset, read: Collection[str], where: Callable[[int], str]) -> str | None:
+    """Describes the first image, video or sound of an Arrow dataset that would be ignored; None if there is none.
+
+    Reads rows up to the first value that is not empty. read: columns that are read. where: the name of a row by its place.
+    """
+    for column in dataset.column_names:
+        if column in read or not _holds_media(column, dataset.data.schema.field(column).type):
+            continue
+        place = 0
+        for table in dataset.select_columns([column]).with_format("arrow").iter(64):
+            for item in table[column]:
+                if not _is_empty(value := item.as_py()):
+                    return _ignored(column, value, where(place), _MEDIA_REMEDY)
+                place += 1
+    return None
+
+
+def _holds_media(name: str, kind: pa.DataType) -> bool:
+    """Whether a column may hold images, video or sound: by its name, or as files of `datasets`, which have a path and bytes."""
+    if _PIXELS.fullmatch(name) or _holds_files(kind):
+        return True
+    words = {word.lower() for word in _WORD.findall(name)}
+    # single numbers are counts
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(words & _MEDIA_WORDS) and words <= _MEDIA_WORDS | _FILE_WORDS and not is_number
+
+
+def _holds_files(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        names = {field.name for field in kind}
+        return names >= {"path", "bytes"} or any(_holds_files(field.type) for field in kind)
+    inner = _inner(kind)
+    return inner is not None and _holds_files(inner)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value says nothing: missing, false, or a list or dict of such values."""
+    if isinstance(value, list | dict):
+        return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
+    return not value
+
+
+def _ignored(column: str, value: Any, where: str, remedy: str) -> str:
+    return f"{where} has {column!r}: {value!r:.60}, which is not read, and to ignore it would change the text; {remedy}"
 
 
 def argument_problem(given: Mapping[str, Any], where: str) -> str | None:
@@ -378,7 +440,15 @@ def text_columns(dataset: datasets.Dataset) -> dict[str, bool]:
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
         return True
-    return hasattr(kind, "value_type") and not pa.types.is_dictionary(kind) and _is_text(kind.value_type)
+    inner = _inner(kind)
+    return inner is not None and _is_text(inner)
+
+
+def _inner(kind: pa.DataType) -> pa.DataType | None:
+    """The type of a list's items; None for types that are no lists."""
+    inner = getattr(kind, "value_type", None)
+    # arrays of `datasets` name their numbers there
+    return inner if isinstance(inner, pa.DataType) and not pa.types.is_dictionary(kind) else None
 
 
 def is_text(value: Any) -> bool:

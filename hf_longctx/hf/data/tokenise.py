@@ -39,6 +39,7 @@ from hf_longctx.hf.data.fields import (
     chat_columns,
     filled_column_problem,
     listed_column_problem,
+    media_problem,
     named_column_problem,
     text_columns,
 )
@@ -92,9 +93,11 @@ def tokenise_text(
     """Tokenises every document and ends it with the tokenizer's end-of-sequence token; skips rows without text.
 
     Several columns form one document: those that are not empty, in the given order, with `separator` between them.
-    row_numbers: row numbers for error messages, if `dataset` is a selection of another one.
+    row_numbers: row numbers for error messages, if `dataset` is a selection of another one. Raises DataError for a row with an
+    image, video or sound in another column, and for columns that would be ignored although they may change what is learnt.
     """
     _check_columns(dataset, columns, allowed=_CLASSES)
+    _check_media(dataset, columns, row_numbers)
     encoder = _TextEncoder(tokenizer, tuple(columns), separator, _as_tuple(row_numbers))
     return _mapped(dataset, encoder, _TOKENS, f"text in {', '.join(columns)}")
 
@@ -112,7 +115,8 @@ def tokenise_completions(
     Prompt and completion are tokenised as one text; a token across the border belongs to the completion. Rows without a
     completion are skipped. row_numbers: row numbers for error messages, if `dataset` is a selection of another one. With a
     model's processor in place of its tokenizer, texts have a placeholder for each image of the column `images` (or `image`).
-    Raises DataError for a row without text, and for a tokenizer that does not give the characters of each token.
+    Raises DataError for a row without text, for a row with an image, video or sound that is not read, and for a tokenizer that
+    does not give the characters of each token.
     """
     images = None
     if isinstance(tokenizer, ProcessorMixin):
@@ -120,6 +124,7 @@ def tokenise_completions(
         dataset = _undecoded(dataset)
     check_offsets(tokenizer, "where the completion begins")
     _check_columns(dataset, (prompt_column, completion_column))
+    _check_media(dataset, (prompt_column, completion_column, *(() if images is None else IMAGE_COLUMNS)), row_numbers)
     encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column, _as_tuple(row_numbers), images)
     return _mapped(dataset, encoder, _features_of(images), f"text in {completion_column}")
 
@@ -146,8 +151,8 @@ def tokenise_chat(
     is learnt. The result has columns `media`, with the images' places, and `media_files`.
 
     Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that does not give the characters of
-    each token, for malformed messages, and for columns and message fields that would be ignored although they may change what is
-    learnt.
+    each token, for malformed messages, for a row with an image, video or sound that is not read, and for columns and message
+    fields that would be ignored although they may change what is learnt.
     """
     images = None
     if isinstance(tokenizer, ProcessorMixin):
@@ -155,6 +160,7 @@ def tokenise_chat(
         dataset = _undecoded(dataset)
     tokenizer = chat_tokenizer(tokenizer, "tools" in dataset.column_names)
     read = _check_chat_columns(dataset, messages_column, tokenizer)
+    _check_media(dataset, (messages_column, *(() if images is None else IMAGE_COLUMNS)), row_numbers)
     features = None if keeps_nulls(dataset) else Features({name: dataset.features[name] for name in read})
     encoder = _ChatEncoder(tokenizer, messages_column, read, features, _as_tuple(row_numbers), images)
     return _mapped(dataset, encoder, _features_of(images), "message of the assistant that is learnt")
@@ -188,6 +194,12 @@ def _check_columns(dataset: Dataset, read: Sequence[str], allowed: Sequence[str]
     _check_present(dataset, read)
     columns = {name: is_text for name, is_text in text_columns(dataset).items() if name not in read}
     if problem := named_column_problem(columns, "the dataset", allowed):
+        raise DataError(problem)
+
+
+def _check_media(dataset: Dataset, read: Sequence[str], row_numbers: Sequence[int] | None) -> None:
+    """Raises DataError for the first row with an image, video or sound that would be ignored."""
+    if problem := media_problem(dataset, read, lambda place: _row(place, _as_tuple(row_numbers))):
         raise DataError(problem)
 
 

@@ -14,7 +14,7 @@ from hf_longctx.hf.data.chat import DataError
 from hf_longctx.hf.data.media.images import image_size, open_image
 from hf_longctx.hf.data.media.processors import ImageTokens
 from hf_longctx.hf.data.scan import scan_dataset
-from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, uniform
+from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text, uniform
 
 SIZES = [(40, 28), (17, 64), (96, 33), (64, 64)]
 
@@ -208,8 +208,68 @@ def test_a_tokenizer_alone_refuses_parts_with_images_and_names_the_processor() -
     tokenizer = tiny_processor("qwen3_vl").tokenizer
     with pytest.raises(DataError, match="for images, tokenise with the model's processor in place of its tokenizer"):
         tokenise_chat(rows_of({"messages": chat(ONE, "a")}), tokenizer)
-    with pytest.raises(DataError, match="images are read if the rows are tokenised with the model's processor"):
-        tokenise_chat(rows_of({"messages": chat("a"), "images": ["a.png"]}), tokenizer)
+
+
+ROW = {"messages": chat("a"), "prompt": "what? ", "completion": "one", "text": "one two"}
+WAYS = (tokenise_chat, tokenise_completions, tokenise_text)
+FILES = datasets.Image(decode=False)
+
+
+def rows_with(name: str, value: Any, feature: Any = None) -> datasets.Dataset:
+    """Three rows that any of the functions reads, the last of which has a value in a further column."""
+    rows = datasets.Dataset.from_list([ROW | {name: each} for each in (None, None, value)])
+    return rows if feature is None else rows.cast_column(name, feature)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name, value, feature",
+    [
+        *(("images", ["a.png"], None), ("image", "a.png", None), ("videos", ["a.mp4"], None), ("audio", b"x", None)),
+        *(("img_path", "a.png", None), ("imageFile", "a.png", None), ("image_2", "a.png", None), ("jpg", b"x", None)),
+        ("image", [[1.0, 2.0]], datasets.Array2D((1, 2), "float32")),
+        *(("pixel_values", [[0.5]], None), ("image", [[1, 2]], None), ("multi_modal_data", {"image": ["a.png"]}, None)),
+        *(("shot", {"bytes": b"x", "path": None}, FILES), ("shots", [{"bytes": b"x", "path": None}], datasets.List(FILES))),
+        *(
+            ("shot", {"bytes": file_of(picture(8, 8)), "path": None}, datasets.Image()),
+            ("seen", {"by": [{"bytes": b"x", "path": ""}]}, None),
+        ),
+    ],
+)
+def test_a_row_whose_image_video_or_sound_a_tokenizer_would_ignore_is_refused(
+    way: Any, name: str, value: Any, feature: Any
+) -> None:
+    said = f"row 2 has '{name}': .*, which is not read, and to ignore it would change the text; tokenise_chat and .* processor"
+    with pytest.raises(DataError, match=said):
+        way(rows_with(name, value, feature), tiny_processor("qwen3_vl").tokenizer)
+    with pytest.raises(DataError, match=said.replace("row 2", "row 7")):
+        way(rows_with(name, value, feature), tiny_processor("qwen3_vl").tokenizer, row_numbers=(3, 5, 7))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_columns_without_images_and_columns_about_images_are_no_media(way: Any) -> None:
+    tokenizer = tiny_processor("qwen3_vl").tokenizer
+    expected = way(datasets.Dataset.from_list([ROW] * 3), tokenizer)[:]
+    empty: tuple[Any, ...] = ([], [None], "", {"bytes": None, "path": None}, None)
+    harmless = {
+        "image_id": 3,
+        "num_images": 2,
+        "images": 2,
+        "image_url": "https://a.b/c.png",
+        "image_caption": "a cat",
+        "path": "a",
+    }
+    for name, value in (*(("images", each) for each in empty), *harmless.items()):
+        if (way, value) != (tokenise_chat, 2):
+            assert way(rows_with(name, value), tokenizer)[:] == expected
+    assert way(rows_with("shot", None, datasets.Image()), tokenizer)[:] == expected
+
+
+@pytest.mark.parametrize("way", [tokenise_chat, tokenise_completions])
+@pytest.mark.parametrize("name, value", [("videos", ["a.mp4"]), ("img_path", "a.png"), ("shot", {"bytes": b"x", "path": None})])
+def test_a_processor_refuses_rows_with_media_that_it_does_not_read(way: Any, name: str, value: Any) -> None:
+    with pytest.raises(DataError, match=f"row 2 has '{name}': .*, which is not read"):
+        way(rows_with(name, value), tiny_processor("qwen3_vl"))
 
 
 def image_rows() -> tuple[datasets.Dataset, tuple[int, ...], int]:
