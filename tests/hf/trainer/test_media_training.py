@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import relative_error
 from helpers.models.tiny_processors import file_of, picture, tiny_processor
@@ -154,11 +156,14 @@ def test_low_rank_adapters_on_towers_are_trained_as_in_plain_transformers(tmp_pa
     assert max(relative_error(after[name], expected[name]) for name in trained) <= 1e-9
 
 
-def trainer_with(model: Any, processor: Any, rows: Any, folder: Path, per_device: int = 4, **config: Any) -> LongContextTrainer:
+def trainer_with(
+    model: Any, processor: Any, rows: Any, folder: Path, per_device: int = 4, saves: Any = None, **config: Any
+) -> LongContextTrainer:
+    """saves: further training arguments. config: settings of the plans."""
     settings = {"tokens_per_rank": 256, "report_steps": False, "timeline_steps": 0} | config
     return LongContextTrainer(
         model=model,
-        args=training_arguments(str(folder), **STEPS | {"per_device_train_batch_size": per_device}),
+        args=training_arguments(str(folder), **STEPS | {"per_device_train_batch_size": per_device} | (saves or {})),
         train_dataset=rows,
         processing_class=processor,
         longctx_config=LongContextConfig(**settings),
@@ -229,3 +234,60 @@ def test_an_attached_callback_refuses_rows_with_images(tmp_path: Path) -> None:
     trainer = Trainer(model=qwen3_vl(processor), args=args, train_dataset=rows, processing_class=processor)
     with pytest.raises(ValueError, match="rows have images, but a trainer to which the callback is attached"):
         LongContextCallback(SETTINGS).attach(trainer)
+
+
+def fault_on_rank(folder: str) -> tuple[str, int, bool]:
+    """Trains with images in files of this rank's own folder, where those of rank 1 disappear.
+
+    Returns this rank's error, its steps, and whether its weights are those before.
+    """
+    processor, rank = tiny_processor("qwen3_vl"), dist.get_rank()
+    own, back = Path(folder, str(rank)), Path.cwd()
+    own.mkdir()
+    os.chdir(own)
+    try:
+        for number in range(2):
+            picture(40, 28, number).save(f"{number}.png")
+        messages = [chat(0, {**IMAGE, "path": f"{number}.png"}, "what is this?")["messages"] for number in range(2)]
+        rows = tokenise_chat(datasets.Dataset.from_list([{"messages": each} for each in messages]), processor)
+        model = qwen3_vl(processor)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer = trainer_with(model, processor, rows, own / "out", per_device=1)
+        for file in own.glob("*.png") if rank == 1 else ():
+            file.unlink()
+        with pytest.raises(ValueError) as refused:
+            trainer.train()
+        unchanged = all(torch.equal(whole(p.detach()), before[name]) for name, p in model.named_parameters())
+        return str(refused.value), trainer.state.global_step, unchanged
+    finally:
+        os.chdir(back)
+
+
+def test_missing_images_on_one_rank_end_both_before_the_step_with_row_and_remedy(ranks: Any, tmp_path: Path) -> None:
+    said = (
+        r"step 1 cannot run.*train_dataset row \d image 0 \(\d.png\) cannot be read \(FileNotFoundError.*; correct the file, or"
+    )
+    for message, num_steps, unchanged in ranks(2).run(fault_on_rank, str(tmp_path)):
+        assert re.search(said, message, re.DOTALL), message
+        assert num_steps == 0
+        assert unchanged
+
+
+def test_a_training_with_images_that_resumes_inside_an_epoch_has_the_weights_of_one_that_ran_through(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+
+    def trained(resume: str | None) -> Any:
+        model = qwen3_vl(processor)
+        # two rows in a step, so that an epoch has two steps
+        saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+        trainer = trainer_with(model, processor, rows, tmp_path, per_device=2, saves=saves)
+        trainer.train(resume_from_checkpoint=resume)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    losses, expected = trained(None)
+    for step in (1, 3):
+        found, weights = trained(str(tmp_path / f"checkpoint-{step}"))
+        assert found == losses
+        assert len(losses) == 4
+        assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
