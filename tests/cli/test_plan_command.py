@@ -504,7 +504,9 @@ def test_a_class_that_runs_cannot_recompute_is_promised_no_more_than_it_keeps(tm
     kept, text = planned("gpt_neox_japanese")
     given, _ = planned("llama", "--activations", "keep")
     free, other = planned("llama")
-    assert kept["planned_context_tokens"] == given["planned_context_tokens"] < free["planned_context_tokens"] / 2
+    # its MLPs have no gate, and so fewer weights than a Llama's
+    assert kept["planned_context_tokens"] == pytest.approx(given["planned_context_tokens"], rel=0.03)
+    assert given["planned_context_tokens"] < kept["planned_context_tokens"] < free["planned_context_tokens"] / 2
     assert [row["switches"] for row in kept["longest_context"]] == ["everything kept, as Hugging Face does"]
     assert kept["longest_context_tokens"] <= kept["planned_context_tokens"] and len(free["longest_context"]) > 1
     [line] = [line for line in text.splitlines() if line.startswith("  kept ")]
