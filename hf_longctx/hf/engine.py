@@ -26,7 +26,9 @@ from hf_longctx.hf.checkpoints.weight_source import WeightSource, weight_problem
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.log_probs.documents import LocalDocuments
 from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
+from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.rules.trl import dropped_weight_problems
 from hf_longctx.hf.run.optimizers import fit_optimizer
 from hf_longctx.hf.run.placement import read_weights
 from hf_longctx.hf.run.run import RunRequest, start_run
@@ -93,12 +95,14 @@ class LongContextEngine:
         facts = ModelFacts.of(model)
         if config.frozen_weights == "fp8":
             problems.append("frozen_weights='fp8' packs weights that a server would need unpacked; leave it out")
-        problems += weight_problems(model)
+        problems += weight_problems(model) + dropped_weight_problems(facts)
         self.run = start_run(RunRequest(config, facts, args, None, problems))
         self.model, self.temperature, self.device = model, temperature, args.device
         passes = TwoPasses(self.run.source, self.run.sets.longest_sequence, self.run.setup.placeholders, temperature)
         self._passes, self._scored = passes, ScoredModel(self._executor, self.run.activations.engine, Remembered())
         self._kept: StepExecutor | None = None
+        # calls of `forward_backward` so far, each of which drops other values
+        self._num_trained = 0
         # whether gradients of a whole step are there
         self._is_reduced = False
         self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
@@ -132,6 +136,7 @@ class LongContextEngine:
                 "or pass is_last=False in all calls of a step but its last"
             )
         executor, others = self._executor(), []
+        wanted = self._wanted(temperature)
         self._passes.forget()
 
         def compute() -> Tensor:
@@ -148,6 +153,7 @@ class LongContextEngine:
             rank_plan = plan.for_rank(self.run.pool.rank)
             self.run.make_room(plan)
             engine = self.run.activations.engine(executor.model, rank_plan)
+            executor.token_loss = None if wanted == 1 else TemperedCrossEntropy(wanted)
             reduces = is_end and is_last
             result = executor.run(rank_plan, batch["chunks"], 1.0, reduces, plan.estimate.peak_bytes, engine)
             if reduces and not (result.is_finite and math.isfinite(float(part))):
@@ -158,7 +164,7 @@ class LongContextEngine:
                 )
 
         loss = train_loss(self.run, self._passes, executor, compute, train)
-        self._is_reduced = is_last
+        self._is_reduced, self._num_trained = is_last, self._num_trained + 1
         return loss, others[0]
 
     def optimizer_step(self, max_norm: float = math.inf) -> float:
@@ -166,6 +172,7 @@ class LongContextEngine:
         if self.optimizer is None or not self._is_reduced:
             what = "no optimizer" if self.optimizer is None else "no gradients of a whole step"
             raise ValueError(f"the engine has {what}; pass optimizer=..., and call forward_backward(..., is_last=True) before")
+        self._place()
 
         def clip() -> Tensor:
             norm = self.run.placement.clip(max_norm)
@@ -184,11 +191,15 @@ class LongContextEngine:
 
     def weights(self) -> WeightSource:
         """Whole weights as a checkpoint has them, with adapters added; all ranks walk through them, one tensor at a time."""
-        self.run.placement.prepare(self.model)
+        self._place()
         return WeightSource(self.model)
 
     def save(self, folder: str) -> None:
-        """Writes a checkpoint of transformers or PEFT to `folder`, which all ranks see, and the states of the optimizer."""
+        """Writes a checkpoint of transformers or PEFT to `folder`, which all ranks see, and the states of the optimizer.
+
+        Give each checkpoint a folder of its own: files are written in place, so one that is overwritten is lost if a rank ends.
+        """
+        self._place()
         model: Any = self.model
         placement, is_writer = self.run.placement, self.run.args.should_save
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -201,6 +212,7 @@ class LongContextEngine:
 
     def load(self, folder: str) -> None:
         """Reads what `save` wrote, at any number of ranks. Raises ValueError for a folder without it."""
+        self._place()
         placement, optimizer = self.run.placement, self.optimizer
         if not placement.load(self.model, folder):
             read_weights(self.model, folder)
@@ -227,7 +239,7 @@ class LongContextEngine:
             torch.cuda.empty_cache()
 
     def to_device(self) -> None:
-        """Moves back what `to_host` moved; calls that compute do so themselves."""
+        """Moves back what `to_host` moved; all methods that need it do so themselves."""
         for storage, copy in self._on_host:
             storage.resize_(len(copy))
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
@@ -239,10 +251,21 @@ class LongContextEngine:
         self._kept = None
         self.run.close()
 
-    def _executor(self) -> StepExecutor:
-        """Returns the executor of the placed model, which owns buffers of gradients."""
+    def _place(self) -> None:
+        """Puts weights, gradients and states where they are trained."""
         self.to_device()
         self.run.placement.prepare(self.model)
+
+    def _wanted(self, temperature: float | None) -> float:
+        """Returns the temperature of a call; raises ValueError for one that no distribution has."""
+        wanted = self.temperature if temperature is None else temperature
+        if not 0 < wanted < math.inf:
+            raise ValueError(f"temperature is {wanted}; give a number above 0")
+        return wanted
+
+    def _executor(self) -> StepExecutor:
+        """Returns the executor of the placed model, which owns buffers of gradients."""
+        self._place()
         if self._kept is None:
             self._kept = self.run.executor(self.model, self.run.config.fp32_gradients)
         else:
@@ -251,9 +274,13 @@ class LongContextEngine:
 
     def _values(self, rows: Sequence[TokenRow], temperature: float | None, is_trained: bool) -> tuple[RowValues, Tensor]:
         """Returns the values of rows, and the leaf that collects the slopes of all their log-probabilities."""
-        wanted, passes = self.temperature if temperature is None else temperature, self._passes
-        passes.scoring = Scoring(wanted, with_extras=True)
-        self._executor().token_loss = None if wanted == 1 else TemperedCrossEntropy(wanted)
+        passes = self._passes
+        passes.scoring = Scoring(self._wanted(temperature), with_extras=True)
+        check_rates(self.model)
+        if (dropout := self.run.dropout) is not None:
+            dropout.begin_step(self._num_trained, {})
+            # so that forwards of a loop's own, between these, drop as torch does
+            dropout.rest()
         lengths = [len(row.ids) for row in rows]
         values = passes.values(self._scored, lambda: passes.checked(_documents(rows, self.device)), is_trained)
 

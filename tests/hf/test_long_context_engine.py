@@ -169,3 +169,89 @@ def test_what_would_be_wrong_is_an_error_on_every_rank(ranks, tmp_path: Path, ki
     with pytest.raises(RankFailure) as raised:
         ranks(2).run(misuse, kind, str(tmp_path))
     assert str(raised.value).count(MISUSES[kind]) >= 2, raised.value
+
+
+def after_moves(folder: str) -> dict[str, tuple[float, float]]:
+    """For every method, a number that it gives without and with weights, gradients and states on the host before it."""
+
+    def number(call: str, moves: bool) -> float:
+        engine = LongContextEngine(build_model(ModelCase()), quiet_config(**REPLICATED), adam, output_dir=folder)
+        move = engine.to_host if moves else engine.to_device
+        engine.forward_backward(rows_of([9, 6], 0), lambda values: (mixed_loss(values.log_probs), None))
+        if call == "load":
+            engine.optimizer_step()
+            engine.save(f"{folder}/before")
+        move()
+        if call == "step":
+            engine.optimizer_step()
+        if call == "save":
+            engine.save(f"{folder}/after")
+        if call == "load":
+            engine.load(f"{folder}/before")
+        # sum over weights, as the number of each call
+        found = float(sum(tensor.double().abs().sum() for _, tensor in engine.weights()))
+        engine.close()
+        return found
+
+    return {call: (number(call, False), number(call, True)) for call in ("weights", "step", "save", "load")}
+
+
+def test_calls_bring_back_what_lies_on_the_host(ranks, tmp_path: Path) -> None:
+    """In a process of its own, since reading freed memory would end this one."""
+    (found,) = ranks(1).run(after_moves, str(tmp_path))
+    for call, (still, moved) in found.items():
+        assert still == moved, call
+
+
+def test_a_call_inside_the_loss_has_its_own_temperature(tmp_path: Path) -> None:
+    engine = LongContextEngine(build_model(ModelCase()), quiet_config(**REPLICATED), adam, output_dir=str(tmp_path))
+    rows, gradients = rows_of([9, 6], 0), []
+    for calls_inside in (False, True):
+
+        def loss(values: RowValues, calls_inside: bool = calls_inside) -> tuple[Tensor, None]:
+            if calls_inside:
+                engine.log_probs(rows, temperature=0.5)
+            return mixed_loss(values.log_probs), None
+
+        engine.forward_backward(rows, loss)
+        gradients.append([weight.grad.clone() for weight in engine.model.parameters() if weight.grad is not None])
+        engine.zero_grad()
+    assert gradients[0] and all(map(torch.equal, *gradients))
+    for value in (0.0, math.nan):
+        with pytest.raises(ValueError, match=f"temperature is {value}; give a number above 0"):
+            engine.log_probs(rows, temperature=value)
+    engine.close()
+
+
+def test_masks_of_dropout_differ_from_step_to_step_and_are_those_of_the_gradient(tmp_path: Path) -> None:
+    case = ModelCase(lora=(*LORA, ("lora_dropout", 0.5)))
+    rows = rows_of([20, 9], 0)
+
+    def stepped(num_before: int) -> tuple[Tensor, Tensor]:
+        """Values of the rows after some steps that change no weight, and those of the loss of the next step."""
+        engine = LongContextEngine(build_model(case).train(), quiet_config(**REPLICATED), adam, output_dir=str(tmp_path))
+        engine.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+        for _ in range(num_before):
+            engine.forward_backward(rows, lambda values: (mixed_loss(values.log_probs), None))
+            engine.optimizer_step()
+        seen = engine.log_probs(rows).log_probs[0]
+        found: list[Tensor] = []
+
+        def loss(values: RowValues) -> tuple[Tensor, None]:
+            found.append(values.log_probs[0].detach())
+            return mixed_loss(values.log_probs), None
+
+        engine.forward_backward(rows, loss)
+        engine.close()
+        return seen, found[0]
+
+    first, second = stepped(0), stepped(1)
+    assert torch.equal(*first) and torch.equal(*second)
+    assert not torch.allclose(first[0], second[0])
+
+
+def test_dropout_of_attention_weights_is_refused(tmp_path: Path) -> None:
+    model = build_model(ModelCase())
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1, so the two passes of a step"):
+        LongContextEngine(model, quiet_config(**REPLICATED), adam, output_dir=str(tmp_path))

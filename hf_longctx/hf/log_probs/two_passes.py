@@ -51,6 +51,7 @@ from hf_longctx.plan.core.types import Chunk, RankPlan, SequenceGroup, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.dropout import SITE
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import StepExecutor
@@ -58,6 +59,10 @@ from hf_longctx.runtime.process_groups import sum_over_ranks
 
 # keyword of a forward that requests the balance of the experts
 ROUTED = "output_router_logits"
+# tokens of which a rank keeps values, 40 bytes each on the host
+_MOST_TOKENS = 2**23
+# weights that are read at a time for their state, each through a product of 8 bytes
+_STATE_BLOCK = 2**22
 # bytes of a number -> integers of the same bits
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -88,7 +93,8 @@ class Remembered:
     """Values of documents of this rank that were scored since the weights of any rank last changed.
 
     Documents are found by their tokens and labels, apart for each mode of the model: whether it trains, and which adapters are
-    active. The state of weights is read from their bits, since a change through `.data` leaves no other trace.
+    active, with which scale. The state of weights is read from their bits, since a change through `.data` leaves no other trace.
+    While dropout is active nothing is found, since values depend on masks. The latest values stay, up to a limit.
     """
 
     def __init__(self) -> None:
@@ -102,11 +108,14 @@ class Remembered:
     ) -> Tensor | None:
         """Returns values [T, k] of these documents; None if any rank has one that is not known. Collective over `control`."""
         layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-        adapters = [(layer.disable_adapters, layer.active_adapters, layer.merged) for layer in layers]
+        adapters = [
+            (layer.disable_adapters, layer.active_adapters, layer.merged, getattr(layer, "scaling", None)) for layer in layers
+        ]
         mode = repr((model.training, adapters, temperature)).encode()
         rows = documents.rows_T2.cpu().split(documents.lengths)
         self._keys = [xxhash.xxh3_128_digest(mode + row_T2.numpy().tobytes()) for row_T2 in rows]
-        own = weights_state(model), all(key in self._values for key in self._keys)
+        drops = any(SITE in vars(module) and module.training for module in model.modules())
+        own = weights_state(model), not drops and all(key in self._values for key in self._keys)
         states, are_known = zip(*gather_objects(own, control), strict=True)
         if list(states) != self._states:
             self._states, self._values = list(states), {}
@@ -114,23 +123,43 @@ class Remembered:
         if not all(are_known):
             return None
         # a rank may have no rows
-        nothing = torch.zeros(0, 5, dtype=torch.float64, device=documents.rows_T2.device)
-        return torch.cat([nothing, *(self._values[key] for key in self._keys)])
+        nothing = torch.zeros(0, 5, dtype=torch.float64)
+        return torch.cat([nothing, *(self._values[key] for key in self._keys)]).to(documents.rows_T2.device)
 
     def keep(self, documents: LocalDocuments, values_Tk: Tensor) -> None:
         """Keeps values of the documents of the last `find`, which had none."""
-        parts = values_Tk.split(documents.lengths)
-        self._values.update((key, part.clone()) for key, part in zip(self._keys, parts, strict=True))
+        for key, part in zip(self._keys, values_Tk.split(documents.lengths), strict=True):
+            # the latest are the last
+            self._values.pop(key, None)
+            self._values[key] = part.to("cpu", copy=True)
+        num_tokens = sum(map(len, self._values.values()))
+        while num_tokens > _MOST_TOKENS:
+            num_tokens -= len(self._values.pop(next(iter(self._values))))
 
 
 @torch.no_grad()
 def weights_state(model: nn.Module) -> int:
-    """Identifies the bits of all weights and buffers on this rank."""
+    """Identifies the bits of all weights and buffers on this rank, and their order."""
     tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (*model.parameters(), *model.buffers())]
-    sums = [tensor.detach().view(_BITS[tensor.element_size()]).sum() for tensor in tensors if tensor.numel()]
+    factors: dict[torch.device, Tensor] = {}
+    sums = []
+    for tensor in tensors:
+        for block in tensor.detach().view(_BITS[tensor.element_size()]).reshape(-1).split(_STATE_BLOCK):
+            known = factors.get(block.device)
+            if known is None or len(known) < len(block):
+                known = factors[block.device] = _factors(len(block), block.device)
+            sums.append((block * known[: len(block)]).sum())
     # on one device, so that the host waits once
     bits = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     return hash(tuple(bits))
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Odd integers [count] without a pattern, by which changes at several places do not cancel; products wrap around."""
+    # multiplications and shifts of MurmurHash3's finalizer
+    x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    x = (x ^ (x >> 33)) * -0xAE502812AA7333
+    return (x ^ (x >> 29)) | 1
 
 
 @dataclass(frozen=True)

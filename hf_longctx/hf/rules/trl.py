@@ -328,6 +328,14 @@ _SCORED_RULES = {
 }
 
 
+def dropped_weight_problems(known: ModelFacts) -> list[str]:
+    """Problems with dropout of attention weights for losses of log-probabilities."""
+    return [
+        f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
+        for field, rate in weight_rates(known.base.config.get_text_config()).items()
+    ]
+
+
 def scored_trainer_problems(trainer: Any, known: ModelFacts) -> list[str]:
     """Reasons why a trainer of TRL with a loss of log-probabilities cannot run under plans, after it has prepared its model."""
     model, name = known.model, getattr(trl_class(type(trainer)), "__name__", "")
@@ -346,10 +354,7 @@ def scored_trainer_problems(trainer: Any, known: ModelFacts) -> list[str]:
     if drops := [where for where, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]:
         problems.append(f"{drops[0]} drops, so the two passes of a step would draw different masks; set disable_dropout=True")
     # attention layers keep their rates outside of modules, where disable_dropout leaves them
-    problems += [
-        f"{field} is {rate}, so the two passes of a step would drop different weights; set it to 0.0 in the model's config"
-        for field, rate in weight_rates(known.base.config.get_text_config()).items()
-    ]
+    problems += dropped_weight_problems(known)
     if getattr(trainer, "use_vllm", False):
         problems += weight_problems(model)
     if name in _WITH_LOGITS and trainer.compute_metrics is not None:

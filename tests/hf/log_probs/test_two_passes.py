@@ -15,9 +15,11 @@ from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import group_pool
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
-from hf_longctx.hf.log_probs.documents import read_documents
+from hf_longctx.hf.log_probs import two_passes
+from hf_longctx.hf.log_probs.documents import LocalDocuments, read_documents
 from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules, output_head
@@ -180,6 +182,10 @@ def test_what_would_bypass_the_plans_is_refused_on_every_rank(ranks, name: str) 
         ranks(plan.num_ranks).run(two_passes_on_rank, case, plan_to_json(plan), rows, 1.0, "right", name)
 
 
+def _swap(weights: Tensor) -> None:
+    weights[0, 0], weights[1, 0] = weights[1, 0].clone(), weights[0, 0].clone()
+
+
 def forwards_of_changes(case: ModelCase, plan_json: str, rows_of_ranks: list[Rows]) -> dict[str, tuple[int, bool]]:
     """Forwards that it takes to score the same rows after each change, and whether the values are those of a new forward."""
     pool, plan, cpu = group_pool(), plan_from_json(plan_json), torch.device("cpu")
@@ -202,14 +208,17 @@ def forwards_of_changes(case: ModelCase, plan_json: str, rows_of_ranks: list[Row
         return passes.values(used, lambda: read_documents({**batch, "fused_lm_head": True}), is_trained=False).log_probs
 
     weight = next(each for name, each in model.named_parameters() if name.endswith("q_proj.lora_B.default.weight"))
+    layer: Any = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
     other = {**batch, "labels": batch["labels"].clone()}
     other["labels"][0, -1] = 7
     changes: dict[str, Any] = {
         "nothing": lambda: None,
         "one weight, through its data": lambda: weight.data[0, 0].add_(0.5),
+        "two weights, whose bits have the same sum": lambda: _swap(weight.data),
         "one weight, on one rank": lambda: weight.data[0, 0].add_(0.5 * pool.rank),
         "no adapters": model.base_model.disable_adapter_layers,
         "adapters": model.base_model.enable_adapter_layers,
+        "scale of adapters": lambda: layer.set_scale("default", 3.0),
         "evaluation": model.eval,
         "label of one rank": lambda: pool.rank and batch.update(other),
     }
@@ -230,3 +239,17 @@ def test_rows_are_scored_once_with_the_same_weights(ranks) -> None:
     for found in ranks(2).run(forwards_of_changes, case, plan_to_json(plan), dealt(plan)):
         assert found.pop("nothing") == found.pop("adapters") == (0, True)
         assert all(each == (1, True) for each in found.values()), found
+
+
+def test_values_are_kept_on_the_host_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a model that is only scored, whose weights never change, would keep all rows that it ever saw."""
+    monkeypatch.setattr(two_passes, "_MOST_TOKENS", 10)
+    model, memory = torch.nn.Linear(2, 2), Remembered()
+    for first in range(0, 40, 4):
+        ids_T = torch.arange(first, first + 4)
+        row = LocalDocuments(torch.stack([ids_T, ids_T], 1), [4], torch.ones(1, 4, dtype=torch.bool))
+        assert memory.find(model, row, 1.0, None) is None
+        memory.keep(row, torch.full((4, 5), float(first), dtype=torch.float64))
+        found = memory.find(model, row, 1.0, None)
+        assert found is not None and bool((found == first).all())
+    assert sum(len(values) for values in memory._values.values()) == 8
