@@ -25,6 +25,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations import finegrained_fp8
 
 from hf_longctx.hf.models.low_rank import bind_adapters
+from hf_longctx.hf.models.packed_experts import pack_experts
 from hf_longctx.hf.models.quantised import (
     ROUNDED,
     block_layers,
@@ -192,6 +193,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "DoRA": (
         lambda: build(lora=(("r", 2), ("use_dora", True), ("target_modules", ["q_proj"]))),
         "q_proj.base_layer, from whose weight its adapter (DoRA or another variant) computes",
+    ),
+    "experts in four bits": (
+        lambda: build(lambda model: pack_experts(model, "nf4"), family="qwen3_moe"),
+        "frozen_weights='fp8' is not tested over experts in four bits (pack_experts); leave",
     ),
     "fp32": (
         lambda: build(dtype=torch.float32),
