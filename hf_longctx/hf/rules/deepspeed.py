@@ -326,6 +326,10 @@ def from_deepspeed(
     return found
 
 
+# no argument names a stage, so "auto" would mean none
+_NEVER_OPEN = "zero_optimization.stage"
+
+
 def translated(
     source: str | os.PathLike[str] | Mapping[str, Any],
     num_ranks: int,
@@ -352,7 +356,7 @@ def translated(
             idle.append(spelled.rsplit(".", 1)[-1])
         elif row.state == "refused":
             problems += [f"{spelled} is {shown(value)}; {row.note}"] if _asks(name, row, value) else []
-        elif value is not None and value != "auto":
+        elif value is not None and (value != "auto" or name == _NEVER_OPEN):
             try:
                 given[name] = _checked(name, spelled, value)
             except ValueError as error:

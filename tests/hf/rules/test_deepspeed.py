@@ -278,6 +278,11 @@ def test_a_mistyped_value_is_named_with_what_is_allowed(name: str, value: Any) -
     assert any(word in message for word in ("; give ", "; choose one of ", "; it cannot be negative"))
 
 
+def test_an_open_stage_is_refused_since_no_argument_names_one() -> None:
+    with pytest.raises(ValueError, match=r"zero_optimization\.stage is 'auto'; give "):
+        from_deepspeed({"zero_optimization": {"stage": "auto"}})
+
+
 # configuration on four ranks -> the refusal
 CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "batches": (
