@@ -179,7 +179,7 @@ def _problem(found: AdaptedExperts) -> str:
     if any(not wrapper.active_adapters for wrapper in wrappers):
         return "are inactive; call model.set_adapter"
     weights = [getattr(experts, name) for name in known if packed_weight(experts, name) is None]
-    if other := next((weight.dtype for weight in weights if not weight.is_floating_point()), None):
+    if other := next((each.dtype for each in weights if not each.is_floating_point() or each.itemsize < 2), None):
         return f"are on experts whose weights are quantised ({other}); load them in bfloat16, and call pack_experts for four bits"
     if any(weight.requires_grad for weight in weights):
         return "are on experts whose own weights are trained too; freeze them with requires_grad_(False)"

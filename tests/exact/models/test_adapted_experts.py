@@ -12,8 +12,8 @@ from helpers.plans.layouts import LAYOUTS, plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
-from helpers.ranks.pipeline_steps import check_pipeline
-from helpers.ranks.rank_steps import check_layout_step, check_step, rank_inputs
+from helpers.ranks.pipeline_steps import check_pipeline, stage_executor
+from helpers.ranks.rank_steps import check_layout_step, check_step, rank_inputs, whole
 from peft.tuners.lora import ParamWrapper
 
 from hf_longctx.hf.models.attention import num_attention_layers
@@ -22,6 +22,7 @@ from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.packed_experts import unpacked_copy
 from hf_longctx.hf.models.patch import patch_model
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -123,6 +124,39 @@ def test_stages(ranks, family: str) -> None:
     chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
     plan = pipeline_plan([40, 9, 7], [[(1, chunks)]], 2, num_layers=2)
     check_pipeline(ranks(2), case_of(family), plan)
+
+
+def accumulating_on_rank(case: ModelCase, plans: list[str], rows: list[Any]) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of this rank's stage after a step that accumulates over all plans."""
+    steps = [plan_from_json(text) for text in plans]
+    executor, engine = stage_executor(case, steps[0])
+    num_labels = sum(label != -100 for each in rows for row in each for label in row["labels"][1:])
+    loss = 0.0
+    for number, (plan, each) in enumerate(zip(steps, rows, strict=True)):
+        path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, each, executor.pool.rank)["chunks"]
+        loss += float(executor.run(path, chunks, num_labels, reduce=number == len(steps) - 1, engine=engine).loss)
+    return loss, {name: whole(p.grad) for name, p in executor.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
+@pytest.mark.parametrize(
+    "family,lora,spread", [("qwen3_moe", ALL_LINEAR, False), ("gpt_oss", EXPERTS, False), ("qwen3_moe_dense", EXPERTS, True)]
+)
+def test_accumulated_steps_of_sharded_stages(ranks, family: str, lora: Any, spread: bool, parameters: Any) -> None:
+    case = case_of(family, lora=lora, spread=spread, balance=None)
+    chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
+    groups = ([(1, chunks), (1, [[(3, 0, 13)]])], [(2, [[(0, 0, 9)], [(0, 9, 17), (1, 0, 12)]])])
+    lengths = [40, 9, 7, 13], [17, 12]
+    plans = [
+        pipeline_plan(each, [group], 2, num_layers=2, parameters=parameters) for each, group in zip(lengths, groups, strict=True)
+    ]
+    rows = [random_rows(each, seed=number) for number, each in enumerate(lengths)]
+    expected = reference_step(build_model(case), [row for each in rows for row in each])
+    names = set()
+    for loss, gradients in ranks(4).run(accumulating_on_rank, case, [plan_to_json(plan) for plan in plans], rows):
+        names |= gradients.keys()
+        assert worst_error((loss, gradients), (expected[0], {name: expected[1][name] for name in gradients})) <= TOLERANCE
+    assert names == expected[1].keys()
 
 
 ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -417,6 +418,11 @@ def experts_inside(model: Any) -> Any:
     return model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
 
 
+def quantise_experts(model: Any, dtype: torch.dtype) -> None:
+    experts = experts_inside(model)
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.data.to(dtype), requires_grad=False)
+
+
 def merged() -> Any:
     model = lora()
     model.merge_adapter()
@@ -501,6 +507,20 @@ REFUSED_ADAPTERS: dict[str, tuple[Any, str]] = {
         lambda: on_experts(lambda model: setattr(experts_inside(model), "forward", lambda *args: args[0])),
         "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) have a forward that other code has",
     ),
+    "experts with a norm of their own": (
+        lambda: on_experts(lambda model: setattr(experts_inside(model), "has_post_expert_norm", True)),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) are on experts with a norm of their own",
+    ),
+    "experts in int8": (
+        lambda: on_experts(lambda model: quantise_experts(model, torch.int8)),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) are on experts whose weights are quantised "
+        "(torch.int8); load them in bfloat16, and call pack_experts",
+    ),
+    "experts in fp8": (
+        lambda: on_experts(lambda model: quantise_experts(model, torch.float8_e4m3fn)),
+        "the adapters on base_model.model.model.layers.0.mlp.experts (MixtralExperts) are on experts whose weights are quantised "
+        "(torch.float8_e4m3fn); load them in bfloat16, and call pack_experts",
+    ),
     "adapters on experts that were packed before": (
         lambda: lora(with_packed_experts(), target_parameters=["experts.down_proj"]),
         "target_parameters found no weights in experts that were packed before; call pack_experts after get_peft_model",
@@ -548,6 +568,18 @@ def test_a_merged_adapter_is_accepted_as_the_remedy_says() -> None:
     (problem,) = problems_at_start(merged)
     assert problem.startswith("all weights of LlamaForCausalLM are frozen (requires_grad=False), as merge_and_unload() and")
     assert problems_at_start(merged.requires_grad_(True)) == []
+
+
+def test_dropout_before_adapters_on_experts_is_refused_by_peft(tmp_path) -> None:
+    message = "lora.ParamWrapper does not work with lora_dropout != 0"
+    with pytest.raises(ValueError, match=message):
+        lora(tiny_mixtral(), target_parameters=["experts.down_proj"], lora_dropout=0.1)
+    # nor when files with it are read
+    lora(tiny_mixtral(), target_parameters=["experts.down_proj"]).save_pretrained(tmp_path)
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "lora_dropout": 0.1}))
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(tiny_mixtral(), tmp_path, is_trainable=True)
 
 
 @pytest.mark.parametrize("name", ["default", "mine"])
