@@ -12,12 +12,14 @@ Shapes: T tokens, C features of hidden states, k experts of a token.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,10 +27,13 @@ from torch.distributed.tensor import DTensor
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
 from hf_longctx.hf.models.packed_experts import packed_weight, packed_weights
+from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.model.model_spec import AdapterSpec, split_adapters
 from hf_longctx.runtime.core.binding import class_name, replace_forward
 from hf_longctx.runtime.core.expert_products import ExpertMatrices, Rows, enter, grouped_problem, leave
 from hf_longctx.runtime.execution.experts import experts_forward, first_expert, replace_experts_forward
+
+logger = logging.getLogger(__name__)
 
 # weights of experts that may have adapters: the first products (with a gate, and without), and the last one
 _ENTERING, _LEAVING = ("gate_up_proj", "up_proj"), "down_proj"
@@ -233,17 +238,30 @@ def _run(
 
 
 class GroupedProducts:
-    """Compares the grouped products of this torch with single ones, once for every device and dtype."""
+    """Compares the grouped products of this torch with single ones, once for every kind of device and dtype."""
 
     def __init__(self) -> None:
-        self._problems: dict[tuple[torch.device, torch.dtype], str] = {}
+        self._problems: dict[tuple[str, torch.dtype], str] = {}
 
     def __call__(self, device: torch.device, dtype: torch.dtype) -> bool:
         return not self.problem(device, dtype)
 
     def problem(self, device: torch.device, dtype: torch.dtype) -> str:
         """Returns why experts run one after the other; empty if grouped products are right."""
-        key = device, dtype
+        key = device.type, dtype
         if key not in self._problems:
             self._problems[key] = grouped_problem(device, dtype)
         return self._problems[key]
+
+    def compare(self, model: nn.Module, device: torch.device, control: dist.ProcessGroup | None) -> None:
+        """Compares them for the experts of `model` that plans run apart, so that no step waits for it. Collective over `control`.
+
+        Rank 0 logs a warning if experts of any rank run one after the other.
+        """
+        dtypes = dict.fromkeys(experts_dtype(each.experts) for each in split_experts(model) if not _problem(each))
+        problem = next((f"{dtype} on {device} ({why})" for dtype in dtypes if (why := self.problem(device, dtype))), "")
+        failed = next((each for each in gather_objects(problem, control) if each), "")
+        if failed and (control is None or dist.get_rank(control) == 0):
+            logger.warning(
+                "experts run one after the other, which is slower, since grouped products cannot be used in %s", failed
+            )

@@ -62,16 +62,17 @@ _LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2
 class FusedLayers:
     """Binds kernels to the layers of one model at a time; `close` restores the model's own forwards. Idempotent.
 
-    maker: origin of the kernels of norms, gated MLPs and rotary embeddings. backend: that of torch.compile.
+    maker: origin of the kernels of norms, gated MLPs and rotary embeddings. backend: that of torch.compile. grouped: what is
+    known of grouped products.
     """
 
-    def __init__(self, maker: Maker, backend: str = "inductor") -> None:
+    def __init__(self, maker: Maker, backend: str = "inductor", grouped: GroupedProducts | None = None) -> None:
         self.maker, self._backend = maker, backend
+        self.grouped = grouped or GroupedProducts()
         self._model: nn.Module | None = None
         self._undo: list[Callable[[], None]] = []
         # keyed by everything that a function depends on, so that layers share it
         self._functions: dict[tuple[Any, ...], Function] = {}
-        self._is_grouped = GroupedProducts()
 
     def bind(self, model: nn.Module) -> None:
         """Binds kernels to every known module of `model`; call it before an activation engine binds itself."""
@@ -87,7 +88,7 @@ class FusedLayers:
                     self._undo.append(partial(KERNEL_NORMS.discard, found.module))
         # around the kernels, whose modules call projections too
         self._undo.extend(bind_adapters(model))
-        self._undo.extend(bind_expert_adapters(model, self._is_grouped))
+        self._undo.extend(bind_expert_adapters(model, self.grouped))
 
     def close(self) -> None:
         """Restores the model's own forwards."""
@@ -375,10 +376,10 @@ def _inner_dtype(model: nn.Module, is_autocast: bool) -> torch.dtype:
 def fused_layers(
     model: nn.Module, args: TrainingArguments, compile_layers: bool | None, control: dist.ProcessGroup | None
 ) -> tuple[FusedLayers, str]:
-    """Makes kernels for `model` and compares them with its own code; also returns a line for the log. Collective over `control`.
+    """Makes kernels for `model`; compares them, and grouped products of experts; returns a line for the log, too. Collective.
 
-    compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own code. Raises ValueError on all
-    ranks if Liger's kernels cannot run here or differ from that code.
+    control: group of all ranks. compile_layers: None compiles on CUDA. If compiling fails on any rank, all run the model's own
+    code. Raises ValueError on all ranks if Liger's kernels cannot run here or differ from that code.
     """
     if args.use_liger_kernel:
         layers = FusedLayers("liger")
@@ -387,6 +388,7 @@ def fused_layers(
         raise_together([what] if problem else [], control)
     else:
         layers = compiled_layers(model, args.device, args.bf16, compile_layers, control)
+    layers.grouped.compare(model, args.device, control)
     if not layers.maker:
         return layers, ""
     counts = layers.counts(model)

@@ -514,7 +514,7 @@ def reference_run(run: Run, model: Any) -> Run:
         ActivationRuntime(run.args.device, 0, run.source.set_copy_rate, is_last),
         RouterRuntime(run.args.device),
     )
-    fused = FusedLayers(run.fused.maker)
+    fused = FusedLayers(run.fused.maker, grouped=run.fused.grouped)
     run.undo.callback(fused.close)
     run.undo.callback(activations.close)
     placement: Placement = run.placement

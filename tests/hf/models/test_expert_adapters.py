@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import relative_error
 from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_longctx.families.registry import FAMILIES, MODULES
 from hf_longctx.hf.models.expert_adapters import GroupedProducts, adapted_experts, bind_expert_adapters
+from hf_longctx.hf.models.kernels import fused_layers
 from hf_longctx.hf.models.packed_experts import pack_experts, unpacked_copy
 from hf_longctx.runtime.core import expert_products
 
@@ -182,6 +186,47 @@ def test_grouped_products_that_are_wrong_are_not_used(monkeypatch: pytest.Monkey
     assert GroupedProducts().problem(cpu, torch.float64) == "torch has no grouped products in torch.float64"
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", ignores_strides)
     assert "differ from single ones by 2 of a norm in torch.bfloat16" in GroupedProducts().problem(cpu, torch.bfloat16)
+
+
+def warnings_at_start(dtype: torch.dtype, wrong_rank: int) -> list[str]:
+    """Warnings of a run's start on this rank; on one rank torch has no grouped products."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hf_longctx.hf.models.expert_adapters")
+    log.addHandler(handler)
+    model, args = adapted("Qwen3MoeExperts", dtype=dtype), TrainingArguments(use_cpu=True, report_to="none")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == wrong_rank:
+            patch.setattr(torch.nn.functional, "grouped_mm", no_products)
+        fused, _ = fused_layers(model, args, False, dist.group.WORLD)
+        before = dict(fused.grouped._problems)
+        fused.bind(model)
+        x, chosen, weights = inputs()
+        model(x.to(dtype), chosen, weights.to(dtype))
+        # no step compares them again
+        assert fused.grouped._problems == before and len(before) == 1
+    log.removeHandler(handler)
+    return found
+
+
+def no_products(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("no kernel for this device\nand more")
+
+
+@pytest.mark.parametrize(
+    "dtype,wrong_rank,expected",
+    [
+        (torch.bfloat16, -1, []),
+        (torch.bfloat16, 1, ["torch.bfloat16 on cpu:0 (no kernel for this device)"]),
+        (torch.float64, -1, ["torch.float64 on cpu:0 (torch has no grouped products in torch.float64)"]),
+    ],
+)
+def test_experts_without_grouped_products_are_named_once_before_the_first_step(
+    ranks, dtype: torch.dtype, wrong_rank: int, expected: list[str]
+) -> None:
+    words = "experts run one after the other, which is slower, since grouped products cannot be used in "
+    assert ranks(2).run(warnings_at_start, dtype, wrong_rank) == [[words + each for each in expected], []]
 
 
 def test_adapters_that_are_switched_off_or_merged_stay_so() -> None:
