@@ -1,1 +1,1 @@
-"""Benchmarks for one GPU: `smoke.py` checks all paths, `matrix.py` measures them, `session.py` fills a quarter of an hour."""
+"""Benchmarks for one GPU: `smoke.py` checks all paths, `matrix.py` measures them, `measurements.py` runs several."""

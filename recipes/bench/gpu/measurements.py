@@ -1,11 +1,11 @@
-"""Steps (a) to (f) of a session on a GPU, which is there for a quarter of an hour: one command each, with its own time limit.
+"""Measurements (a) to (f) on one GPU: one command each, with its own time limit.
 
-    python recipes/bench/gpu/session.py a b [--folder outputs/session]
-    python recipes/bench/gpu/session.py            # lists the steps, with their limits
+    python recipes/bench/gpu/measurements.py a b [--folder outputs/measurements]
+    python recipes/bench/gpu/measurements.py       # lists the steps, with their limits
 
 A step that is late is ended with all its processes, and the next one begins. What a step prints is printed as it comes, and kept
-in the folder, beside the rows that its script appends to a file as soon as they are measured. Two or three steps fit into a
-quarter of an hour, with the minutes in which a machine starts. Exits with status 1 if a step failed or was late.
+in the folder, beside the rows that its script appends to a file as soon as they are measured. Exits with
+status 1 if a step failed or was late.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the steps that were asked for, in their order; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("steps", nargs="*", choices=[*STEPS, []], metavar="STEP", help="letters of steps; none: list them")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/session"), help="where results go (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/measurements"), help="where results go (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     if not options.steps:
         for letter, step in STEPS.items():

@@ -1,4 +1,4 @@
-"""Steps of a session on a GPU end in time with all their processes; trainings of other systems say their settings, or why not."""
+"""Measurements on a GPU end in time with all their processes; trainings of other systems say their settings, or why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_longctx.recipes.bench.gpu import ranks, session, trainings
+from hf_longctx.recipes.bench.gpu import measurements, ranks, trainings
 from hf_longctx.recipes.bench.gpu.rows import read_rows
 
 SLEEPS = (
@@ -26,11 +26,11 @@ def test_a_late_step_ends_and_the_next_one_begins(
     script.write_text(SLEEPS)
     short = tmp_path / "short.py"
     short.write_text("import sys; print(sys.argv[1:])")
-    monkeypatch.setattr(session, "_HERE", tmp_path)
-    steps = {"a": session.Step("sleeps", 2, ("late.py",)), "b": session.Step("prints", 60, ("short.py", "--x"))}
-    monkeypatch.setattr(session, "STEPS", steps)
+    monkeypatch.setattr(measurements, "_HERE", tmp_path)
+    steps = {"a": measurements.Step("sleeps", 2, ("late.py",)), "b": measurements.Step("prints", 60, ("short.py", "--x"))}
+    monkeypatch.setattr(measurements, "STEPS", steps)
     start_s = time.monotonic()
-    assert session.main(["a", "b", "--folder", str(tmp_path / "out")]) == 1
+    assert measurements.main(["a", "b", "--folder", str(tmp_path / "out")]) == 1
     assert time.monotonic() - start_s < 40
     said = capsys.readouterr().out
     assert "(a) ended, since it was late," in said and "(b) done" in said
@@ -39,9 +39,9 @@ def test_a_late_step_ends_and_the_next_one_begins(
 
 
 def test_every_step_is_a_command_that_its_script_understands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert session.main([]) == 0
+    assert measurements.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == list("abcdef")
-    for step in session.STEPS.values():
+    for step in measurements.STEPS.values():
         script, *words = step.words
         if script == "ranks.py":
             ranks.parse(words)
