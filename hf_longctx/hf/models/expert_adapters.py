@@ -116,7 +116,9 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 def _is_described(experts: Any) -> bool:
     """Whether transformers' decorator says what a module of experts computes."""
-    return hasattr(experts, "has_post_expert_norm") and not experts.has_post_expert_norm and not experts._is_expert_parallel
+    # transformers 5.17 has neither of the two that are looked up with a default
+    others = getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False)
+    return hasattr(experts, "is_concatenated") and not others
 
 
 def _matrices(experts: Any) -> tuple[str, str]:

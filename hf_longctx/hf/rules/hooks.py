@@ -148,7 +148,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torchao.optim.adam:_AdamBase": {"_new_buffer": ()},
     "transformers.configuration_utils:PreTrainedConfig": {"_attn_implementation": (), "_experts_implementation": ()},
-    "transformers.models.mixtral.modeling_mixtral:MixtralExperts": {"_apply_gate": (), "_is_expert_parallel": ()},
+    "transformers.models.mixtral.modeling_mixtral:MixtralExperts": {"_apply_gate": ()},
     "transformers.modeling_utils:PreTrainedModel": {
         "_get_dtype_plan": ("dtype",),
         "_gradient_checkpointing_func": (),
@@ -179,7 +179,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.integrations.integration_utils:DVCLiveCallback": {"_log_model": ()},
     "transformers.models.gemma.modeling_gemma:GemmaRMSNorm": {"_norm": ("x",)},
     "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention": {"_attn": ("query", "key", "value", "attention_mask")},
-    "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer": {"_short_conv": ("hidden_states", "cache")},
+    "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer": {"_short_conv": ("hidden_states",)},
     "transformers.models.rwkv.modeling_rwkv:RwkvModel": {"_rescale_layers": ()},
     "trl.generation.vllm_client:VLLMClient": {"_post": ("url",)},
     "trl.trainer.dpo_trainer:DPOTrainer": {"_is_vision_dataset": ()},
