@@ -6,8 +6,10 @@ import io
 from typing import Any
 
 import numpy as np
+import pytest
 import transformers
 from helpers.models.chats import byte_tokenizer
+from helpers.models.versions import is_older
 from PIL import Image
 
 # special tokens of all families below
@@ -95,6 +97,8 @@ FOLDERS = tuple(_FAMILIES)
 
 def tiny_processor(folder: str) -> Any:
     """The processor of a family, with small images and few tokens."""
+    if folder == "idefics3" and is_older:
+        pytest.skip("this transformers opens its images with torchvision")
     name, image_processor, of_images, settings, text = _FAMILIES[folder]
     tokenizer = byte_tokenizer(_TEMPLATE.replace("IMAGE", text))
     tokenizer.add_special_tokens({"additional_special_tokens": list(_TOKENS)})
