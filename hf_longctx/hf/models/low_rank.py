@@ -148,16 +148,16 @@ def _product(layer: Any, adapter: Adapter, x: Tensor) -> AdaptedProduct | None:
     is_rounded = isinstance(base, FP8Linear)
     if is_rounded and base.block is not None:
         return None
-    frozen = [each for each in (base.weight, base.scale if is_rounded else base.bias) if each is not None]
+    frozen = [each for each in (base.weight, base.bias, base.scale if is_rounded else None) if each is not None]
     # other types of tensors may be packed or in shards
     is_plain = {type(each) for each in (*frozen, adapter.first.weight, adapter.second.weight)} <= {nn.Parameter, Tensor}
     if not is_plain or any(each.requires_grad for each in frozen) or (make := maker_of(base)) is None:
         return None
     first, second = adapter.first.weight.to(x.dtype), adapter.second.weight.to(x.dtype)
+    bias = None if base.bias is None else base.bias.to(x.dtype)
     if is_rounded:
-        return AdaptedProduct(base.weight, None, first, second, adapter.scaling, make, base.scale)
-    weight, bias = base.weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype)
-    return AdaptedProduct(weight, bias, first, second, adapter.scaling, make)
+        return AdaptedProduct(base.weight, bias, first, second, adapter.scaling, make, base.scale)
+    return AdaptedProduct(base.weight.to(x.dtype), bias, first, second, adapter.scaling, make)
 
 
 def _product_of_other(layer: Any, x: Tensor) -> AdaptedProduct | None:

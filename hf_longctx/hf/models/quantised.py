@@ -182,8 +182,6 @@ def block_problems(model: nn.Module) -> list[str]:
             return [f"{name} is a {type(layer).__name__}, of which only linear modules in fp8 are tested; {_IN_BF16}"]
         if layer.block_size is None or layer.activation_scheme != "dynamic" or layer.weight.dtype != fp8.DTYPE:
             return [f"{name} has one scale for all of its weight, or for all inputs, which is not tested; {_IN_BF16}"]
-        if layer.bias is not None:
-            return [f"{name} has a bias beside its weight in fp8, which is not tested; {_IN_BF16}"]
         if problem := hook_problem(layer) or ("has a forward that is not its class's" if own_forward(layer) is not None else ""):
             return [f"{name} {problem}; remove that, or load the model in bfloat16"]
         if getattr(_adapter_above(model, name), "lora_variant", {}):
@@ -195,7 +193,7 @@ def keep_blocks(model: nn.Module) -> None:
     """Replaces transformers' linear modules with weights in fp8 by ours, with the same bytes and scales."""
     for name, layer in block_layers(model).items():
         scale = layer.weight_scale_inv.detach().float()
-        new = FP8Linear(layer.weight.detach().view(torch.uint8), scale, tuple(layer.block_size))
+        new = FP8Linear(layer.weight.detach().view(torch.uint8), scale, tuple(layer.block_size), layer.bias)
         put_in_place(model, name, new.train(layer.training))
     refuse_merges_and_files(model, fp8_layers(model).values(), "in fp8")
 
@@ -260,8 +258,6 @@ def _matrix_problem(model: nn.Module, name: str, linear: nn.Linear) -> str:
     """Returns why one matrix cannot be rounded, with the remedy; empty if it can be."""
     if type(linear) is not nn.Linear:
         return f"{name}, which is a {type(linear).__name__} and no plain linear module; use a plain one, {_WITHOUT}"
-    if linear.bias is not None:
-        return f"{name}, since products in fp8 with a bias are not tested; use a model without biases there, {_WITHOUT}"
     if linear.weight.requires_grad:
         return f"{name}, whose weight is trained; freeze it, {_WITHOUT}"
     if problem := changed_problem(linear):
@@ -283,9 +279,10 @@ def round_frozen(model: nn.Module) -> None:
         weight_NC = linear.weight
         if weight_NC.untyped_storage().nbytes() < weight_NC.nbytes:
             values_NC, scale_N1 = fp8.rows_in_fp8(weight_NC[:1, :1])
-            new = FP8Linear(values_NC.view(torch.uint8).expand(weight_NC.shape), scale_N1.expand(len(weight_NC), 1))
+            bytes_NC, scale_N1 = values_NC.view(torch.uint8).expand(weight_NC.shape), scale_N1.expand(len(weight_NC), 1)
+            new = FP8Linear(bytes_NC, scale_N1, None, linear.bias)
         else:
-            new = FP8Linear.rounded(weight_NC)
+            new = FP8Linear.rounded(weight_NC, linear.bias)
         put_in_place(model, name, new.train(linear.training))
     refuse_merges_and_files(model, fp8_layers(model).values(), "in fp8")
 
@@ -355,15 +352,13 @@ def unpacked_bytes(layer: Any) -> int:
 def in_full(layer: Any) -> nn.Linear:
     """A plain linear module with the layer's unpacked weight, frozen and in fp32, and its bias."""
     if isinstance(layer, FP8Linear):
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        full = fp8.unpacked(layer.weight, layer.scale, layer.block, torch.float32)
-        plain.weight = nn.Parameter(full, requires_grad=False)
-        return plain.train(layer.training)
-    from bitsandbytes.functional import dequantize_4bit
+        weight = fp8.unpacked(layer.weight, layer.scale, layer.block, torch.float32)
+    else:
+        from bitsandbytes.functional import dequantize_4bit
 
-    state = copy.copy(layer.weight.quant_state)
-    state.dtype = torch.float32
-    weight = dequantize_4bit(layer.weight.data, state)
+        state = copy.copy(layer.weight.quant_state)
+        state.dtype = torch.float32
+        weight = dequantize_4bit(layer.weight.data, state)
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
     if layer.bias is not None:

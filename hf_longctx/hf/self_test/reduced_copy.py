@@ -314,7 +314,7 @@ def _make_weights(copied: Any, seed: int) -> None:
 def _round_again(copied: Any, name: str, dtype: torch.dtype, is_full: bool) -> None:
     """Rounds a random weight that stands for one in fp8. is_full: it stays in a plain module, rounded and unpacked."""
     plain: Any = copied.get_submodule(name)
-    rounded = FP8Linear.rounded(plain.weight.to(dtype))
+    rounded = FP8Linear.rounded(plain.weight.to(dtype), plain.bias)
     if is_full:
         plain.weight.data = in_full(rounded).weight.data
     else:

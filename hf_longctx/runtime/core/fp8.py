@@ -2,7 +2,7 @@
 
 With one scale for each row of a matrix W, products run in fp8, forward and backward, from one copy of W:
 
-    y  = (x8 W8') * sx * sw              x8, sx: x, each token rounded with a scale of its own
+    y  = (x8 W8') * sx * sw + b          x8, sx: x, each token rounded with a scale of its own; b: a bias, if there is one
     dx = (g8 W8) * sg                    g8, sg: dy * sw, whose tokens are rounded in the same way
 
 In backward the scales of W lie along the summed dimension, so dy is multiplied by them before it is rounded. Hopper's operators
@@ -68,11 +68,13 @@ def _blocks(num_rows: int, size: int, elements: int) -> Iterator[slice]:
     return (slice(start, min(start + count, num_rows)) for start in range(0, num_rows, count))
 
 
-def multiply(x8_TC: Tensor, scale_T1: Tensor, bytes_NC: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the product of rounded tokens with a rounded matrix, [T, N], in bf16 or fp32."""
+def multiply(
+    x8_TC: Tensor, scale_T1: Tensor, bytes_NC: Tensor, scale_N1: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None
+) -> Tensor:
+    """Returns the product of rounded tokens with a rounded matrix, plus a bias in `dtype`: [T, N], in bf16 or fp32."""
     # the CPU's operator computes by others, in which autocast would round its products
     with torch.autocast(x8_TC.device.type, enabled=False):
-        return fp8_product(x8_TC, bytes_NC.view(DTYPE).T, (scale_T1, scale_N1.T), dtype)
+        return fp8_product(x8_TC, bytes_NC.view(DTYPE).T, (scale_T1, scale_N1.T), dtype, bias_N)
 
 
 class RoundedInput:
@@ -87,12 +89,12 @@ class RoundedInput:
         self.x_TC = x_TC
         self._rounded: tuple[Tensor, Tensor] | None = None
 
-    def times(self, bytes_NC: Tensor, scale_N1: Tensor, count: int) -> Tensor:
+    def times(self, bytes_NC: Tensor, scale_N1: Tensor, bias_N: Tensor | None, count: int) -> Tensor:
         """Returns the output of the first `count` tokens."""
         if self._rounded is None or len(self._rounded[0]) < count:
             self._rounded = rows_in_fp8(self.x_TC[:count])
         values_TC, scale_T1 = self._rounded
-        return multiply(values_TC[:count], scale_T1[:count], bytes_NC, scale_N1, self.x_TC.dtype)
+        return multiply(values_TC[:count], scale_T1[:count], bytes_NC, scale_N1, self.x_TC.dtype, bias_N)
 
 
 def input_gradient(gradients: Sequence[Tensor], matrices: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:

@@ -44,25 +44,27 @@ def computed(x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) ->
 
 
 class FP8Linear(nn.Linear):
-    """A frozen linear module without bias whose weight is stored as bytes, [N, C], with scales.
+    """A linear module whose weight is frozen and stored as bytes, [N, C], with scales; it has its bias as it is.
 
     block: rows and columns that share a scale, in a matrix that is unpacked for its products; None: each row has its own, [N, 1],
     and products run in fp8. Bytes in place of fp8 pass collectives of every backend.
     """
 
-    def __init__(self, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None = None, bias_N: nn.Parameter | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = bytes_NC.shape
         self.block = block
         self.weight = nn.Parameter(bytes_NC, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", bias_N)
 
     @classmethod
-    def rounded(cls, weight_NC: Tensor) -> FP8Linear:
+    def rounded(cls, weight_NC: Tensor, bias_N: nn.Parameter | None = None) -> FP8Linear:
         """Makes the module of a weight in another precision, each row rounded with its own scale."""
         values_NC, scale_N1 = fp8.rows_in_fp8(weight_NC.detach())
-        return cls(values_NC.view(torch.uint8), scale_N1)
+        return cls(values_NC.view(torch.uint8), scale_N1, None, bias_N)
 
     def forward(self, x: Tensor) -> Tensor:
         return _frozen_product(self, x, computed)
@@ -70,41 +72,57 @@ class FP8Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
         # casts of the model leave scales in fp32
         def moved(tensor: Tensor) -> Tensor:
-            is_scale = type(tensor) is nn.Parameter and tensor.is_floating_point()
+            is_scale = tensor is self.scale and type(tensor) is nn.Parameter
             return fn(tensor.view(torch.int32)).view(tensor.dtype) if is_scale else fn(tensor)
 
         super()._apply(moved, recurse)
         return self
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, block={self.block}"
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, block={self.block}"
 
 
 def _frozen_product(linear: FP8Linear, x: Tensor, make: Maker) -> Tensor:
     """Returns linear(x), [..., C] to [..., N], as made by `make`; under autocast in its dtype."""
     device = x.device.type
     x = _cast(x, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-    y_TN: Tensor = _FrozenProduct.apply(x.flatten(0, -2), linear.weight, linear.scale, linear.block, make)
+    # outside the node, so that autograd casts the gradient back
+    bias_N = None if linear.bias is None else linear.bias.to(x.dtype)
+    y_TN: Tensor = _FrozenProduct.apply(x.flatten(0, -2), linear.weight, linear.scale, linear.block, bias_N, make)
     return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
 
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TC: Tensor, bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, make: Maker) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TC: Tensor,
+        bytes_NC: Tensor,
+        scale: Tensor,
+        block: tuple[int, int] | None,
+        bias_N: Tensor | None,
+        make: Maker,
+    ) -> Tensor:
         ctx.block, ctx.makers = block, (make,)
         ctx.save_for_backward(bytes_NC, scale)
         if block is None:
             rounded = RoundedInput(x_TC)
-            return make(x_TC, len(bytes_NC), lambda count: rounded.times(bytes_NC, scale, count))
-        return make(x_TC, len(bytes_NC), lambda count: F.linear(x_TC[:count], unpacked(bytes_NC, scale, block, x_TC.dtype)))
+            return make(x_TC, len(bytes_NC), lambda count: rounded.times(bytes_NC, scale, bias_N, count))
+        return make(
+            x_TC, len(bytes_NC), lambda count: F.linear(x_TC[:count], unpacked(bytes_NC, scale, block, x_TC.dtype), bias_N)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         bytes_NC, scale = ctx.saved_tensors
-        if ctx.block is None:
-            return input_gradient([gradient_TN], [bytes_NC], [scale]), None, None, None, None
-        return gradient_TN @ unpacked(bytes_NC, scale, ctx.block, gradient_TN.dtype), None, None, None, None
+        dx_TC: Tensor | None = None
+        if ctx.needs_input_grad[0] and ctx.block is None:
+            dx_TC = input_gradient([gradient_TN], [bytes_NC], [scale])
+        elif ctx.needs_input_grad[0]:
+            dx_TC = gradient_TN @ unpacked(bytes_NC, scale, ctx.block, gradient_TN.dtype)
+        return dx_TC, None, None, None, gradient_TN.sum(0) if ctx.needs_input_grad[4] else None, None
 
 
 def make_products(linear: nn.Linear, current: Callable[[], Maker | None]) -> Callable[[], None]:
@@ -180,7 +198,7 @@ class _Product(torch.autograd.Function):
 class AdaptedProduct:
     """A frozen matrix, its frozen bias, and the adapter whose output is added: x W' + b + scaling * (x A') B'.
 
-    scale_N1: of the rows of a matrix that is stored as bytes in fp8; such a matrix has no bias.
+    scale_N1: of the rows of a matrix that is stored as bytes in fp8.
     """
 
     weight_NC: Tensor
@@ -229,7 +247,7 @@ class _AdaptedProducts(torch.autograd.Function):
                 len(weight_NC),
                 partial(_first_outputs, x_TC, low_Tr, weight_NC, second_Nr, bias_N, scaling)
                 if rounded is None
-                else partial(_first_of_rounded, rounded, low_Tr, weight_NC, scale_N1, second_Nr, scaling),
+                else partial(_first_of_rounded, rounded, low_Tr, weight_NC, scale_N1, second_Nr, bias_N, scaling),
             )
             for low_Tr, weight_NC, scale_N1, second_Nr, (bias_N, scaling, make) in zip(
                 lows, weights, scales, seconds, fixed, strict=True
@@ -279,10 +297,20 @@ def _first_outputs(
 
 
 def _first_of_rounded(
-    rounded: RoundedInput, low_Tr: Tensor, bytes_NC: Tensor, scale_N1: Tensor, second_Nr: Tensor, scaling: float, count: int
+    rounded: RoundedInput,
+    low_Tr: Tensor,
+    bytes_NC: Tensor,
+    scale_N1: Tensor,
+    second_Nr: Tensor,
+    bias_N: Tensor | None,
+    scaling: float,
+    count: int,
 ) -> Tensor:
-    """Returns x W' + scaling * low B' of the first `count` tokens; products in fp8 cannot add to a matrix, so they come first."""
-    return rounded.times(bytes_NC, scale_N1, count).addmm_(low_Tr[:count], second_Nr.T, alpha=scaling)
+    """Returns x W' + b + scaling * low B' of the first `count` tokens.
+
+    Products in fp8 cannot add to a matrix, so they come first.
+    """
+    return rounded.times(bytes_NC, scale_N1, bias_N, count).addmm_(low_Tr[:count], second_Nr.T, alpha=scaling)
 
 
 def _quarters(values: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -73,17 +73,25 @@ def wait_for_passes(root: Any, groups: Iterable[Any]) -> None:
         group.finalize_backward()
 
 
-def fp8_product(x_TC: Tensor, weight_CN: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the product of matrices in fp8, times scales of rows [T, 1] and of columns [1, N], in bf16 or fp32.
+def fp8_product(
+    x_TC: Tensor, weight_CN: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, bias_N: Tensor | None = None
+) -> Tensor:
+    """Returns the product of matrices in fp8, times scales of rows [T, 1] and of columns [1, N], plus a bias, in bf16 or fp32.
+
+    A bias is added before the only rounding to bf16; CUDA's operator takes none beside a result in fp32.
 
     Until torch 2.12 is the lowest: on the CPU, 2.11 takes one scale for each matrix.
     """
     if x_TC.device.type == "cpu" and torch.__version__.startswith("2.11"):
         one = torch.ones(())
         found = torch._scaled_mm(x_TC, weight_CN, scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return (found * scales[0] * scales[1]).to(dtype)
-    result: Tensor = torch._scaled_mm(x_TC, weight_CN, scale_a=scales[0], scale_b=scales[1], out_dtype=dtype, use_fast_accum=True)
-    return result
+        found = found * scales[0] * scales[1]
+        return (found if bias_N is None else found + bias_N).to(dtype)
+    inside = bias_N if dtype != torch.float32 else None
+    result: Tensor = torch._scaled_mm(
+        x_TC, weight_CN, scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=dtype, use_fast_accum=True
+    )
+    return result if bias_N is inside else result.add_(bias_N)
 
 
 def is_replaced(name: str, device_type: str) -> bool:

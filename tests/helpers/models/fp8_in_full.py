@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from helpers.models.tiny_models import ModelCase
 from helpers.ranks.pipeline_steps import stage_step_on_rank
 from helpers.ranks.rank_steps import step_on_rank
@@ -21,8 +22,8 @@ def in_fp64() -> Iterator[None]:
     """Context in which weights are rounded as ever, but the inputs of their products are not."""
     rows_in_fp8 = fp8.rows_in_fp8
 
-    def multiply(x_TC: Tensor, scale_T1: Tensor, bytes_NC: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
-        return (x_TC * scale_T1) @ fp8.unpacked(bytes_NC, scale_N1, None, torch.float64).T
+    def multiply(x_TC: Tensor, scale_T1: Tensor, bytes_NC: Tensor, scale_N1: Tensor, dtype: Any, bias_N: Any = None) -> Tensor:
+        return F.linear(x_TC * scale_T1, fp8.unpacked(bytes_NC, scale_N1, None, torch.float64), bias_N)
 
     def unrounded(x_TC: Tensor) -> tuple[Tensor, Tensor]:
         return x_TC, torch.ones(len(x_TC), 1, dtype=torch.float64)
@@ -30,9 +31,9 @@ def in_fp64() -> Iterator[None]:
     def side_by_side(gradients: Any, scales: Any) -> tuple[Tensor, Tensor]:
         return unrounded(torch.cat([dy_TN * scale_N1.T for dy_TN, scale_N1 in zip(gradients, scales, strict=True)], 1))
 
-    def rounded(cls: Any, weight_NC: Tensor) -> Any:
+    def rounded(cls: Any, weight_NC: Tensor, bias_N: Any = None) -> Any:
         values_NC, scale_N1 = rows_in_fp8(weight_NC.detach())
-        return cls(values_NC.view(torch.uint8), scale_N1)
+        return cls(values_NC.view(torch.uint8), scale_N1, None, bias_N)
 
     with (
         mock.patch.object(fp8, "RESULTS", (torch.float64,)),

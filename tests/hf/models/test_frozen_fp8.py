@@ -47,12 +47,19 @@ from hf_longctx.runtime.core import fp8
 CPU = torch.device("cpu")
 LORA = (("r", 4), ("target_modules", "all-linear"))
 CASE = ModelCase(promoted=True, lora=LORA)
+BIASED = replace(CASE, family="qwen2")
 LENGTHS = [13, 1, 31, 7]
 ROWS = random_rows(LENGTHS)
 
 
 def rounded_model(case: ModelCase = CASE) -> Any:
-    return build_model(replace(case, fp8=True))
+    model = build_model(replace(case, fp8=True))
+    generator = torch.Generator().manual_seed(4)
+    for name, each in model.named_parameters():
+        if name.endswith("bias"):
+            # the class makes them zero
+            each.data = torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype)
+    return model
 
 
 def share(name: Any, recompute: float = 0.0) -> TensorShare:
@@ -106,8 +113,26 @@ def test_with_products_in_fp64_all_gradients_are_exact(in_fp64: None, name: str,
     assert step.error() <= 1e-12
 
 
-def test_with_products_in_fp64_the_rounded_model_is_that_of_unpacked_weights(in_fp64: None) -> None:
-    (loss, found), (expected_loss, expected) = (reference_step(each, ROWS) for each in (rounded_model(), in_full_model(CASE)))
+@pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.parametrize("name", ["recompute", "half"])
+def test_gradients_beside_biases_are_exact_whether_these_are_trained_or_not(in_fp64: None, name: str, bias: str) -> None:
+    step = EngineStep(None, LENGTHS, lambda: rounded_model(replace(BIASED, lora=(*LORA, ("bias", bias)))))
+    undo = bind_adapters(step.model)
+    loss, _ = step.forward((POLICIES[name],) * 2, 5)
+    loss.backward()
+    for each in undo:
+        each()
+    assert float(loss.detach()) == pytest.approx(step.expected_loss, rel=1e-12)
+    trained = [key for key, each in step.model.named_parameters() if key.endswith("bias") and each.grad is not None]
+    assert len(trained) == (6 if bias == "all" else 0)
+    assert step.error() <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["CASE", "BIASED"])
+def test_with_products_in_fp64_the_rounded_model_is_that_of_unpacked_weights(in_fp64: None, case: str) -> None:
+    given = {"CASE": CASE, "BIASED": BIASED}[case]
+    found_and_expected = (reference_step(each, ROWS) for each in (rounded_model(given), in_full_model(given)))
+    (loss, found), (expected_loss, expected) = found_and_expected
     # these are unpacked to fp32
     assert loss == pytest.approx(expected_loss, rel=1e-7)
     assert max(relative_error(found[name], each) for name, each in expected.items()) <= 1e-6
@@ -181,7 +206,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: build(lambda model: layer_of(model).weight.requires_grad_()),
         "frozen_weights='fp8' cannot round base_model.model.model.layers.0.self_attn.q_proj.base_layer, whose weight is trained",
     ),
-    "biases": (lambda: build(family="qwen2"), "q_proj.base_layer, since products in fp8 with a bias are not tested; use a model"),
     "a hook": (
         lambda: build(lambda model: layer_of(model).register_forward_hook(lambda *_: None)),
         "q_proj.base_layer, which has hooks",
@@ -276,9 +300,9 @@ PLANS = {
 }
 
 
-def assert_equal(results: list[Any]) -> None:
+def assert_equal(results: list[Any], case: ModelCase = CASE) -> None:
     with in_fp64():
-        loss, expected = reference_step(rounded_model(), ROWS)
+        loss, expected = reference_step(build_model(replace(case, fp8=True)), ROWS)
     for found, own in results:
         assert found == pytest.approx(loss, rel=1e-12)
         assert own and max(relative_error(each, expected[name]) for name, each in own.items()) <= 1e-12
@@ -291,15 +315,21 @@ def test_plans_on_ranks_are_exact(pair: Any, name: str) -> None:
     assert_equal(pair.run(exact_step_on_rank, case, plan_to_json(PLANS[name]), ROWS, name == "stages"))
 
 
+@pytest.mark.parametrize("name", ["shards, a ring", "stages"])
+def test_plans_on_ranks_are_exact_beside_trained_biases(pair: Any, name: str) -> None:
+    case = replace(BIASED, lora=(*LORA, ("bias", "all")))
+    assert_equal(pair.run(exact_step_on_rank, replace(case, fp8=True), plan_to_json(PLANS[name]), ROWS, name == "stages"), case)
+
+
 def test_sharded_stages_are_exact(ranks: Any) -> None:
     groups = [[(1, [[span] for span in cut(2, [9, 15, 7])]), (1, [[(0, 0, 13), (1, 0, 1)]])], [(2, [[(3, 0, 7)]])]]
     plan = pipeline_plan(LENGTHS, groups, 2, num_layers=2, parameters="sharded")
     assert_equal(ranks(4).run(exact_step_on_rank, replace(CASE, fp8=True), plan_to_json(plan), ROWS, True, timeout_s=280.0))
 
 
-def of_blocks(dtype: torch.dtype = torch.bfloat16, lora: bool = True, **changes: Any) -> Any:
+def of_blocks(dtype: torch.dtype = torch.bfloat16, lora: bool = True, family: str = "llama", **changes: Any) -> Any:
     """A model with linear modules of transformers in fp8, a scale for each block of 16 by 16, as it loads such checkpoints."""
-    model = build_model(ModelCase(promoted=True, dtype=dtype))
+    model = build_model(ModelCase(family, promoted=True, dtype=dtype))
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     config = FineGrainedFP8Config(weight_block_size=(16, 16), **changes)
     model = finegrained_fp8.replace_with_fp8_linear(model, ["lm_head"], config, True)
@@ -308,24 +338,28 @@ def of_blocks(dtype: torch.dtype = torch.bfloat16, lora: bool = True, **changes:
         layer.weight = torch.nn.Parameter(weights[f"{name}.weight"].to(fp8.DTYPE), requires_grad=False)
         scale = torch.rand(layer.weight_scale_inv.shape, generator=generator) + 0.5
         layer.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+        if layer.bias is not None:
+            drawn = torch.randn(layer.bias.shape, generator=generator).to(dtype)
+            layer.bias = torch.nn.Parameter(drawn, requires_grad=False)
     # PEFT would give adapters the dtype of the bytes' numbers
     return adapted(model, autocast=True, **dict(LORA)).train() if lora else model
 
 
-def dequantised(dtype: torch.dtype) -> Any:
+def dequantised(dtype: torch.dtype, family: str = "llama") -> Any:
     """That model with weights in plain modules, as transformers unpacks them."""
-    model = of_blocks(dtype)
+    model = of_blocks(dtype, family=family)
     for name, layer in block_layers(model).items():
         place, _, own = name.rpartition(".")
         full = finegrained_fp8._dequantize_fp8_weight(layer.weight, layer.weight_scale_inv, layer.block_size, dtype)
         linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=dtype)
-        linear.weight = torch.nn.Parameter(full, requires_grad=False)
+        linear.weight, linear.bias = torch.nn.Parameter(full, requires_grad=False), layer.bias
         setattr(model.get_submodule(place), own, linear)
     return model.to(dtype)
 
 
-def test_blocks_of_published_checkpoints_are_kept_and_unpacked_without_a_second_rounding() -> None:
-    model = of_blocks(torch.float64)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_blocks_of_published_checkpoints_are_kept_and_unpacked_without_a_second_rounding(family: str) -> None:
+    model = of_blocks(torch.float64, family=family)
     before = {name: layer.weight.view(torch.uint8).clone() for name, layer in block_layers(model).items()}
     assert quantised_problems(model) == []
     keep_blocks(model)
@@ -336,7 +370,7 @@ def test_blocks_of_published_checkpoints_are_kept_and_unpacked_without_a_second_
     for each in adapters.values():
         each.data = each.data.double()
     loss, own = reference_step(model, ROWS)
-    plain_loss, expected = reference_step(dequantised(torch.float64), ROWS)
+    plain_loss, expected = reference_step(dequantised(torch.float64, family), ROWS)
     assert loss == pytest.approx(plain_loss, rel=1e-12)
     assert max(relative_error(own[name], each) for name, each in expected.items()) <= 1e-12
 

@@ -93,6 +93,38 @@ def test_both_passes_are_the_slow_ones(shape: tuple[int, int, int], dtype: torch
     assert x.grad is not None and error(x.grad, (g8 * sg) @ w8) <= rounding
 
 
+@pytest.mark.parametrize("dtype", fp8.RESULTS)
+@pytest.mark.parametrize("block", [None, (16, 16)])
+def test_a_bias_is_added_before_the_result_is_rounded_and_may_be_trained(block: Any, dtype: torch.dtype) -> None:
+    w, bias = drawn(48, 64, seed=11), torch.nn.Parameter(drawn(48, 1, seed=13)[:, 0] * 3)
+    linear = FP8Linear.rounded(w, bias)
+    if block is not None:
+        linear = FP8Linear(linear.weight.detach(), torch.rand(3, 4) + 0.5, block, bias)
+    x, dy = drawn(41, 64, dtype=dtype).requires_grad_(), drawn(41, 48, seed=2, dtype=dtype)
+    y = linear(x)
+    y.backward(dy)
+    full = unpacked(linear.weight, linear.scale, block, torch.float64)
+    x8, sx = by_hand(x.detach()) if block is None else (x.detach().double(), torch.ones(1, dtype=torch.float64))
+    exact = (x8 * sx) @ full.T + bias.detach().double()
+    assert y.dtype == dtype and torch.equal(linear(x.detach()), y.detach())
+    if block is None:
+        # rounded once: the nearest number of the dtype, but for sums in another order
+        assert (y.detach().double() - exact).abs().le(exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5).all()
+    assert error(y.detach(), exact) <= (FP32 if dtype == torch.float32 else 2**-7)
+    assert bias.grad is not None and bias.grad.dtype == torch.bfloat16
+    assert error(bias.grad[None], dy.double().sum(0)[None]) <= 2**-7
+    bias.requires_grad_(False)
+    (alone,) = torch.autograd.grad(linear(x), x, dy)
+    assert torch.equal(alone, x.grad)
+
+
+def test_casts_change_a_bias_and_leave_scales() -> None:
+    linear = FP8Linear.rounded(drawn(48, 64, seed=11), torch.nn.Parameter(drawn(48, 1, seed=13)[:, 0]))
+    scale = linear.scale.detach().clone()
+    linear.to(torch.float64)
+    assert linear.bias.dtype == torch.float64 and linear.scale.dtype == torch.float32 and torch.equal(linear.scale, scale)
+
+
 def test_products_are_close_to_those_in_full() -> None:
     """Three bits of mantissa: each element is wrong by 1/36 on average, a sum by a share of its terms."""
     x, w, dy = drawn(64, 128), drawn(96, 128, seed=11), drawn(64, 96, seed=2)
@@ -147,9 +179,10 @@ def test_projections_of_one_input_are_one_node_with_one_rounded_input(
     run = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **more: calls.append(tuple(b.shape)) or run(a, b, **more))
     monkeypatch.setattr(fp8, "rows_in_fp8", lambda x: calls.append("rounded") or rows_in_fp8(x))
+    biases = [None, drawn(16, 1, seed=13)[:, 0], drawn(32, 1, seed=14)[:, 0]]
     products = [
-        AdaptedProduct(linear.weight, None, a, b, scaling, scale_N1=linear.scale)
-        for linear, (a, b) in zip(linears, pairs, strict=True)
+        AdaptedProduct(linear.weight, bias, a, b, scaling, scale_N1=linear.scale)
+        for linear, bias, (a, b) in zip(linears, biases, pairs, strict=True)
     ]
     ys = adapted_products(x, products)
     assert calls == ["rounded", (64, 48), (64, 16), (64, 32)] and len({y.grad_fn for y in ys}) == 3
@@ -166,6 +199,8 @@ def test_projections_of_one_input_are_one_node_with_one_rounded_input(
     for place, ((a, b), (w8, sw)) in enumerate(zip(pairs, weights, strict=True)):
         low = x.detach().double() @ a.detach().double().T
         full = (x8 * sx) @ (w8 * sw).T + scaling * low @ b.detach().double().T
+        bias = biases[place]
+        full = full if bias is None else full + bias.double()
         assert error(ys[place].detach(), full) <= 2**-7
         if place not in used:
             assert a.grad is None or not a.grad.any()
