@@ -36,6 +36,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import TokenTally
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
+from hf_longctx.runtime.execution.round import OutOfMemoryTogether
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.sharded import layer_shards
@@ -222,34 +223,35 @@ class StepRunner:
 
         total_weight: sum of the weights of the step's label tokens over all ranks. ends_step: the plan is the last of its step,
         which then reduces gradients, and is left out or refused if it cannot be used. loss: the loss to report in place of that
-        of the tokens. Raises FloatingPointError on every rank for a refused step. On a single rank, a plan that runs out of
-        device memory is planned again for less, and the step runs again from its first plan.
+        of the tokens. Raises FloatingPointError on every rank for a refused step. If all ranks know that a plan has run out of
+        device memory, as a single one does, it is planned again for less, and the step runs again from its first plan.
         """
         while True:
             try:
                 return self._run_plan(model, batch, total_weight, ends_step, refusal, early_updates, loss)
-            except torch.OutOfMemoryError:
-                if (again := self._for_less(batch, early_updates)) is None:
+            except torch.OutOfMemoryError as error:
+                # otherwise the other ranks wait inside the plan
+                is_known = batch["step"].plan.num_ranks == 1 or isinstance(error, OutOfMemoryTogether)
+                again = self._for_less(batch, early_updates) if is_known else None
+                if again is None:
                     raise
                 batch = again
             # the error is gone, and with it the tensors of its frames
             self._run_again(model, total_weight)
 
     def _for_less(self, batch: Mapping[str, Any], early_updates: HostSteps | None) -> dict[str, Any] | None:
-        """Returns the batch of a plan that ran out of memory, planned for less; None if it cannot run again.
+        """Returns the batch of a plan that ran out of memory, planned for less; None if it cannot run again. Collective.
 
-        Other ranks wait inside the plan's collectives, so there must be none. Gradients that have left for the host, or were
-        there before the step, cannot be taken back.
+        Gradients that have left for the host, or were there before the step, cannot be taken back. In a step of several plans,
+        experts were balanced over all of them before the first one ran.
         """
         plan, free = batch["step"].plan, self.free
         is_routed = self._executor is not None and self._executor.routers is not None
-        if not free.is_watched or self.read is None or plan.num_ranks > 1 or self._has_gradients or early_updates is not None:
-            return None
-        if is_routed and self._num_batches > 1:
-            # experts were balanced over all plans of the step before the first of them ran
+        can_repeat = free.is_watched and self.read is not None and not self._has_gradients and early_updates is None
+        if not all(gather_objects(can_repeat and not (is_routed and self._num_batches > 1), self.run.control)):
             return None
         free.failed(plan)
-        self.run.report.say(free.agree(free.is_short))
+        self.run.report.say(free.agree(self.run.pool.num_ranks))
         batches = [dict(batch)]
         self._plan_again(batches, plan.step)
         return batches[0] if batches[0]["step"].plan is not plan else None

@@ -7,6 +7,7 @@ divided by the step's number of label tokens, or by the sum of their weights.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,16 @@ from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenT
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.lending import LentRound
-from hf_longctx.runtime.execution.round import Round, RoundHost, StepResult, Wanted, active_bytes, run_rounds
+from hf_longctx.runtime.execution.round import (
+    OutOfMemoryTogether,
+    Round,
+    RoundHost,
+    StepMemory,
+    StepResult,
+    Wanted,
+    active_bytes,
+    run_rounds,
+)
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.parameters.gradients import Send, TiedWeight, has_nonfinite_gradient
 from hf_longctx.runtime.parameters.host_steps import HostSteps
@@ -92,8 +102,9 @@ class StepExecutor:
         the result has the sums over all ranks.
 
         Every rank of the pool must call it with its own path of the same plan. Raises ValueError naming what cannot be executed,
-        and torch.OutOfMemoryError naming the action that ran out of device memory. With `routers`, call `route` before the first
-        plan of a step that has several.
+        and torch.OutOfMemoryError naming the action that ran out of device memory. A rank whose passes need no other rank then
+        takes part in the sums at the end of the plan, after which all ranks raise OutOfMemoryTogether; other ranks would wait for
+        it inside a pass. With `routers`, call `route` before the first plan of a step that has several.
         """
         with self._forgetting_broken_steps():
             return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine, tally)
@@ -126,9 +137,21 @@ class StepExecutor:
         with self.parameters.computing():
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            # plans that lend ranks sum over all stages, in another group
-            with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
-                memory = run_rounds(host, plan, rounds, f"step {plan.step}", predicted_bytes)
+            memory, failure, tells_failures = StepMemory(), "", self._tells_failures(plan)
+            try:
+                # plans that lend ranks sum over all stages, in another group
+                with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
+                    memory = run_rounds(host, plan, rounds, f"step {plan.step}", predicted_bytes)
+            except torch.OutOfMemoryError as error:
+                # ranks of its groups would wait for this one in their passes
+                if not tells_failures or any(group.degree > 1 for group, _ in plan.rounds):
+                    raise
+                failure = str(error)
+            if failure:
+                # the error is gone, and with it the tensors of its frames
+                rounds.clear()
+                gc.collect()
+                torch.cuda.empty_cache()
             total = self._sum_of(rounds)
             if reduce:
                 # weights stay gathered for all plans of the step
@@ -140,8 +163,12 @@ class StepExecutor:
                     # rounds fp32 sums, which frees memory for weights that come back
                     self._reduce()
                     is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
-                sums = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
+                own = [total, is_bad, *([torch.full_like(total, bool(failure))] if tells_failures else [])]
+                sums = torch.cat([torch.stack(own), *([] if tally is None else [tally.sums_3])])
                 total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
+                # waits for the device, as the sums of gradients do
+                if tells_failures and (num_failed := int(tallied.pop(0))):
+                    raise OutOfMemoryTogether(failure or f"step {plan.step}: {num_failed} other rank(s) ran out of device memory")
             if self.device.type == "cuda":
                 memory = replace(memory, device_peak=active_bytes(self.device)[1])
         aux_loss, self._aux_loss = self._aux_loss, None
@@ -151,6 +178,15 @@ class StepExecutor:
         if self.routers is not None and reduce:
             self.routers.forget()
         return StepResult(total, host.clock, memory, aux_loss, router_load, num_bad, tuple(tallied))
+
+    def _tells_failures(self, plan: RankPlan) -> bool:
+        """Whether the sums at the end of a plan tell if memory ran out on a rank; equal on all ranks.
+
+        They do if passes have no collectives but those of their groups: whole weights, one stage, no balance of experts. Weights
+        that were updated on the host during the passes could not be taken back.
+        """
+        is_free = plan.parameters == "replicated" and self.routers is None and self.early_updates is None
+        return is_free and self.pool.num_ranks > 1 and self.stage.num_stages == 1
 
     def evaluate(
         self,
@@ -214,10 +250,11 @@ class StepExecutor:
         """Context that drops the state of a step that raises: the next step has no expert balance and no sums of it."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._aux_loss, self._is_in_step = None, False
-            # sums already started would be matched with those of a later step
-            self.pool.drop_early()
+            if not isinstance(error, OutOfMemoryTogether):
+                # sums already started would be matched with those of a later step
+                self.pool.drop_early()
             if self.routers is not None:
                 self.routers.forget()
             self.parameters.forget()

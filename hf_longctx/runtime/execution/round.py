@@ -143,6 +143,10 @@ class RoundHost:
 _GIB = 2**30
 
 
+class OutOfMemoryTogether(torch.OutOfMemoryError):
+    """Raised by all ranks once the collectives of a plan are over, if device memory ran out on some of them."""
+
+
 @contextmanager
 def explained(where: str, action: Action, group: SequenceGroup, device: torch.device, predicted_bytes: int = 0) -> Iterator[None]:
     """Context that re-raises torch.OutOfMemoryError with a message that names `where` (step and round) and the action."""
