@@ -5,7 +5,8 @@ Shapes: H query heads, G KV heads, N heads of any kind, T tokens of this rank, S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -81,3 +82,33 @@ def split_blocks(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
             piece.copy_(part[:, start : start + size])
         start += size
     return flat
+
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = torch.finfo(FP8).max
+# least largest element of a row, below which its scale would be no normal number
+FP8_LEAST = FP8_LARGEST * torch.finfo(torch.float32).tiny
+# elements that are rounded at once, which takes copies of them
+FP8_ROUNDED = 2**24
+
+
+def row_blocks(num_rows: int, size: int, elements: int) -> Iterator[slice]:
+    """Yields ranges of rows with at most so many elements, in multiples of 256 rows if that many have fewer."""
+    count = max(1, elements // max(1, size))
+    count -= count % 256 if count > 256 else 0
+    return (slice(start, min(start + count, num_rows)) for start in range(0, num_rows, count))
+
+
+def round_rows_(parts: Sequence[Tensor], factors: Sequence[Tensor], values_TN: Tensor, scale_T1: Tensor) -> None:
+    """Writes rows in fp8, parts side by side, and their scales; multiplies columns by factors first, in the dtype of the parts."""
+    sizes = [part.shape[1] for part in parts]
+    for rows in row_blocks(len(values_TN), sum(sizes), FP8_ROUNDED):
+        x_TN = parts[0][rows] if len(parts) == 1 and not factors else parts[0].new_empty(values_TN[rows].shape)
+        for place, (part_Tn, x_Tn) in enumerate(zip(parts, x_TN.split(sizes, 1), strict=True)):
+            if factors:
+                torch.mul(part_Tn[rows], factors[place].T, out=x_Tn)
+            elif len(parts) > 1:
+                x_Tn.copy_(part_Tn[rows])
+        largest_T1 = torch.linalg.vector_norm(x_TN, math.inf, dim=1, keepdim=True, dtype=wide_dtype(x_TN.dtype))
+        scale_T1[rows] = (largest_T1.clamp(min=FP8_LEAST) / FP8_LARGEST).to(scale_T1.dtype)
+        torch.div(x_TN, scale_T1[rows], out=values_TN[rows])

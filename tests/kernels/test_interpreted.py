@@ -10,5 +10,5 @@ from helpers.measures.triton_runs import needs_triton, run_interpreted
 @needs_triton
 def test_kernels_are_the_reference() -> None:
     files = sorted((Path(__file__).parent / "interpreted").glob("interpreted_*.py"))
-    assert len(files) == 5
+    assert len(files) == 6
     run_interpreted(*files)

@@ -341,10 +341,11 @@ def scale_bytes(layer: Any) -> int:
 def unpacked_bytes(layer: Any) -> int:
     """Bytes that a product takes beside a packed weight: unpacked and, in backward, also cast if the dtypes differ.
 
-    For fp8 with scales of rows: the bytes in the other order, with those of a sibling, and rounded gradients.
+    For fp8 with scales of rows: the bytes in the other order, with those of a sibling, and rounded gradients; the copies with
+    which plain torch rounds on the CPU do not count.
     """
     if isinstance(layer, FP8Linear):
-        return 2 * _num_elements(layer) + (FP8_WORKSPACE_BYTES if layer.block is None else 12 * fp8.ROUNDED)
+        return 2 * _num_elements(layer) + (FP8_WORKSPACE_BYTES if layer.block is None else 12 * fp8.UNPACKED)
     stored, computed = layer.weight.quant_state.dtype, layer.compute_dtype
     return _num_elements(layer) * max(stored.itemsize + (computed.itemsize if computed != stored else 0), computed.itemsize)
 

@@ -556,9 +556,8 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     )
 
 
-# bytes read and written for a value of an input that is rounded to fp8, and for one of an output's gradient in half precision,
-# which is multiplied by the scales of a matrix first
-_ROUNDED_INPUT, _ROUNDED_GRADIENT = 2 + 2 + 1, (2 + 2) + 2 + (2 + 1)
+# bytes read and written for a value in half precision that is rounded to fp8, in one kernel
+_ROUNDED_VALUE = 2 + 1
 
 
 def _with_fp8(costs: CostCoefficients, model: ModelSpec, cluster: ClusterSpec) -> CostCoefficients:
@@ -581,8 +580,8 @@ def _with_fp8(costs: CostCoefficients, model: ModelSpec, cluster: ClusterSpec) -
     d, inner = model.hidden_size, 0 if model.experts.num_experts else model.intermediate_size
     inputs = 2 * d + model.output_size + inner
     outputs = model.query_size + model.kv_size + 2 * d + (1 + model.gated_mlp) * inner
-    forward = _with_elementwise(forward, model.num_layers * _ROUNDED_INPUT * inputs / rate)
-    backward = _with_elementwise(backward, model.num_layers * _ROUNDED_GRADIENT * outputs / rate)
+    forward = _with_elementwise(forward, model.num_layers * _ROUNDED_VALUE * inputs / rate)
+    backward = _with_elementwise(backward, model.num_layers * _ROUNDED_VALUE * outputs / rate)
     turned_s = 2 * count / (hardware.memory_bytes_per_s or rate)
     return replace(costs, forward=forward, backward=replace(backward, chunk_s=backward.chunk_s + turned_s))
 

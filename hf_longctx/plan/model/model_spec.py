@@ -124,8 +124,8 @@ def split_adapters(
 
 # (kind, share of layers) of some layers
 KindShares = tuple[tuple[LayerKind, float], ...]
-# bytes of rounded gradients, and of those that are being rounded, beside a matrix in fp8 whose bytes are in the other order
-FP8_WORKSPACE_BYTES = 2**27 + 2**26
+# bytes of rounded gradients beside a matrix in fp8 whose bytes are in the other order
+FP8_WORKSPACE_BYTES = 2**27
 # fields of a config with the cap of logits after the head
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # fields of a config with the rate of dropout of attention weights

@@ -19,21 +19,18 @@ Shapes: T tokens of this rank, C input features, N output features.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from hf_longctx.kernels.fp8_rows import round_rows
+from hf_longctx.kernels.reference import FP8, row_blocks
 from hf_longctx.runtime.core.torch_versions import fp8_product
 
-DTYPE = torch.float8_e4m3fn
-# the largest number of the dtype
-_LARGEST = torch.finfo(DTYPE).max
-# least largest element of a row, below which its scale would be no normal number
-_LEAST = _LARGEST * torch.finfo(torch.float32).tiny
-# elements of gradients that are multiplied at once, and that are rounded or unpacked at once, which takes copies
-MULTIPLIED, ROUNDED = 2**27, 2**24
+DTYPE = FP8
+# elements of gradients that are multiplied at once, and that are unpacked at once, which takes copies
+MULTIPLIED, UNPACKED = 2**27, 2**24
 # operators take matrices whose sizes are multiples of this
 SIZES = 16
 # dtypes of inputs and results of products in fp8
@@ -41,31 +38,8 @@ RESULTS = (torch.bfloat16, torch.float32)
 
 
 def rows_in_fp8(x_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows rounded to fp8 [T, C], and their scales [T, 1] in fp32: a row's largest element becomes fp8's largest number.
-
-    Elements of at least 2^-14 of the row's largest have a relative error of at most 1/16, smaller ones an error of at most 2^-10
-    scales. A row with NaN or infinity becomes NaN in part, and changes no other row.
-    """
-    values_TC = torch.empty(x_TC.shape, dtype=DTYPE, device=x_TC.device)
-    scale_T1 = torch.empty(len(x_TC), 1, device=x_TC.device)
-    for rows in _blocks(len(x_TC), x_TC.shape[1], ROUNDED):
-        _round(x_TC[rows], values_TC[rows], scale_T1[rows])
-    return values_TC, scale_T1
-
-
-def _round(x_TC: Tensor, values_TC: Tensor, scale_T1: Tensor) -> None:
-    largest_T1 = torch.linalg.vector_norm(
-        x_TC, math.inf, dim=1, keepdim=True, dtype=torch.promote_types(x_TC.dtype, torch.float32)
-    )
-    scale_T1.copy_(largest_T1.clamp(min=_LEAST) / _LARGEST)
-    torch.div(x_TC, scale_T1, out=values_TC)
-
-
-def _blocks(num_rows: int, size: int, elements: int) -> Iterator[slice]:
-    """Yields ranges of rows with at most so many elements, in multiples of 256 rows if that many have fewer."""
-    count = max(1, elements // max(1, size))
-    count -= count % 256 if count > 256 else 0
-    return (slice(start, min(start + count, num_rows)) for start in range(0, num_rows, count))
+    """Returns rows rounded to fp8 [T, C], and their scales [T, 1] in fp32, as `round_rows` does."""
+    return round_rows([x_TC])
 
 
 def multiply(
@@ -109,23 +83,10 @@ def input_gradient(gradients: Sequence[Tensor], matrices: Sequence[Tensor], scal
         part_Cn.copy_(bytes_nC.T)
     ones_C1 = torch.ones(num_features, 1, device=turned_CN.device)
     dx_TC = gradients[0].new_empty(num_tokens, num_features)
-    for tokens in _blocks(num_tokens, sum(sizes), MULTIPLIED):
-        rounded = _rounded_gradients([each[tokens] for each in gradients], scales)
-        dx_TC[tokens] = multiply(*rounded, turned_CN, ones_C1, dtype)
+    for tokens in row_blocks(num_tokens, sum(sizes), MULTIPLIED):
+        values_TN, scale_T1 = round_rows([each[tokens] for each in gradients], scales)
+        dx_TC[tokens] = multiply(values_TN, scale_T1, turned_CN, ones_C1, dtype)
     return dx_TC
-
-
-def _rounded_gradients(gradients: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rounds gradients of outputs times the scales of their matrices, side by side; some tokens at a time in their own dtype."""
-    sizes = [each.shape[1] for each in gradients]
-    values_TN = gradients[0].new_empty(len(gradients[0]), sum(sizes), dtype=DTYPE)
-    scale_T1 = gradients[0].new_empty(len(values_TN), 1, dtype=torch.float32)
-    for tokens in _blocks(len(values_TN), sum(sizes), ROUNDED):
-        scaled_TN = gradients[0].new_empty(values_TN[tokens].shape)
-        for part_Tn, gradient_Tn, scale_n1 in zip(scaled_TN.split(sizes, 1), gradients, scales, strict=True):
-            torch.mul(gradient_Tn[tokens], scale_n1.T, out=part_Tn)
-        _round(scaled_TN, values_TN[tokens], scale_T1[tokens])
-    return values_TN, scale_T1
 
 
 def unpacked(bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
@@ -134,7 +95,7 @@ def unpacked(bytes_NC: Tensor, scale: Tensor, block: tuple[int, int] | None, dty
     height, width = block or (1, num_columns)
     result_NC = torch.empty(bytes_NC.shape, dtype=dtype, device=bytes_NC.device)
     # some bands of blocks at a time, in at least fp32
-    band = max(1, ROUNDED // (height * num_columns)) * height
+    band = max(1, UNPACKED // (height * num_columns)) * height
     for start in range(0, num_rows, band):
         rows = slice(start, min(start + band, num_rows))
         scales_nb = scale[start // height : -(-rows.stop // height)].repeat_interleave(height, 0)[: rows.stop - start]

@@ -87,11 +87,11 @@ def fp8_product(
         found = torch._scaled_mm(x_TC, weight_CN, scale_a=one, scale_b=one, out_dtype=torch.float32)
         found = found * scales[0] * scales[1]
         return (found if bias_N is None else found + bias_N).to(dtype)
-    inside = bias_N if dtype != torch.float32 else None
+    inside, outside = (bias_N, None) if dtype != torch.float32 else (None, bias_N)
     result: Tensor = torch._scaled_mm(
         x_TC, weight_CN, scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=dtype, use_fast_accum=True
     )
-    return result if bias_N is inside else result.add_(bias_N)
+    return result if outside is None else result.add_(outside)
 
 
 def is_replaced(name: str, device_type: str) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_longctx.kernels import reference
 from hf_longctx.kernels.dropout_mask import keep_mask
+from hf_longctx.kernels.fp8_rows import round_rows
 from hf_longctx.kernels.merge_attention import accumulate_attention_
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.kernels.weight_mask import dropped_weights
@@ -30,6 +31,7 @@ def kernel_checks(tokens: int, device: torch.device, tolerance: float) -> dict[s
         "kernel sequence_layout, there and back": (partial(check_layout, tokens, device), 0.0),
         "kernel dropout_mask": (partial(check_dropout_mask, tokens, device), 0.0),
         "kernel weight_mask": (partial(check_weight_mask, tokens // 4, device), 0.0),
+        "kernel fp8_rows": (partial(check_fp8_rows, tokens, device), 0.0),
         **{
             f"scan {kernel.name}": (partial(check_scan, kernel, device), tolerance)
             for kernel in (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)
@@ -45,6 +47,23 @@ def random_heads(tokens: int, device: torch.device, dtype: torch.dtype = torch.b
         torch.randn(heads, tokens, HEAD_DIM, generator=generator).bfloat16().to(device, dtype) for heads in sizes
     )
     return gradient, q, k, v
+
+
+def check_fp8_rows(tokens: int, device: torch.device) -> tuple[float, str]:
+    """Checks rows rounded to fp8 against plain torch on the CPU, bit for bit: an input, and gradients of three outputs."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return 0.0, "it needs compute capability 8.9"
+    generator = torch.Generator().manual_seed(0)
+    sizes = (4096, 1024, 1024)
+    parts = [torch.randn(tokens, size, generator=generator).bfloat16() for size in sizes]
+    factors = [torch.rand(size, 1, generator=generator) for size in sizes]
+    error = 0.0
+    for own, own_factors in ((parts[:1], []), (parts, factors)):
+        found = round_rows([each.to(device) for each in own], [each.to(device) for each in own_factors])
+        expected = round_rows(own, own_factors)
+        pairs = ((a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, expected, strict=True))
+        error += sum(float((a != b).sum()) for a, b in pairs)
+    return error, "values that differ"
 
 
 def check_merge(tokens: int, device: torch.device) -> tuple[float, str]:

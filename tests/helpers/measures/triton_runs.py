@@ -20,7 +20,7 @@ from torch import Tensor
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-_NAMES |= {torch.int64: "i64", torch.uint8: "u8"}
+_NAMES |= {torch.int64: "i64", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
 
 
 def run_interpreted(*files: Path) -> None:

@@ -14,32 +14,30 @@ from helpers.ranks.pipeline_steps import stage_step_on_rank
 from helpers.ranks.rank_steps import step_on_rank
 from torch import Tensor
 
+from hf_longctx.kernels.fp8_rows import round_rows
 from hf_longctx.runtime.core import fp8, products
 
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
     """Context in which weights are rounded as ever, but the inputs of their products are not."""
-    rows_in_fp8 = fp8.rows_in_fp8
 
     def multiply(x_TC: Tensor, scale_T1: Tensor, bytes_NC: Tensor, scale_N1: Tensor, dtype: Any, bias_N: Any = None) -> Tensor:
         return F.linear(x_TC * scale_T1, fp8.unpacked(bytes_NC, scale_N1, None, torch.float64), bias_N)
 
-    def unrounded(x_TC: Tensor) -> tuple[Tensor, Tensor]:
+    def unrounded(parts: Any, factors: Any = ()) -> tuple[Tensor, Tensor]:
+        scaled = [part_TN * scale_N1.T for part_TN, scale_N1 in zip(parts, factors, strict=True)] if factors else parts
+        x_TC = torch.cat(tuple(scaled), 1)
         return x_TC, torch.ones(len(x_TC), 1, dtype=torch.float64)
 
-    def side_by_side(gradients: Any, scales: Any) -> tuple[Tensor, Tensor]:
-        return unrounded(torch.cat([dy_TN * scale_N1.T for dy_TN, scale_N1 in zip(gradients, scales, strict=True)], 1))
-
     def rounded(cls: Any, weight_NC: Tensor, bias_N: Any = None) -> Any:
-        values_NC, scale_N1 = rows_in_fp8(weight_NC.detach())
+        values_NC, scale_N1 = round_rows([weight_NC.detach()])
         return cls(values_NC.view(torch.uint8), scale_N1, None, bias_N)
 
     with (
         mock.patch.object(fp8, "RESULTS", (torch.float64,)),
         mock.patch.object(fp8, "multiply", multiply),
-        mock.patch.object(fp8, "rows_in_fp8", unrounded),
-        mock.patch.object(fp8, "_rounded_gradients", side_by_side),
+        mock.patch.object(fp8, "round_rows", unrounded),
         mock.patch.object(products.FP8Linear, "rounded", classmethod(rounded)),
     ):
         yield

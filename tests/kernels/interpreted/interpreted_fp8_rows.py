@@ -71,7 +71,7 @@ def test_values_half_way_between_two_numbers_go_to_the_even_one() -> None:
 
 
 def test_zeros_infinity_and_nan_stay_in_their_rows() -> None:
-    parts, factors = drawn(6, [32, 16], torch.float32)
+    parts, _ = drawn(6, [32, 16], torch.float32)
     for part in parts:
         part[1] = 0.0
     parts[0][2, 5], parts[1][3, 7], parts[0][4, 0] = float("nan"), float("nan"), float("inf")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_longctx.kernels import reference
 from hf_longctx.runtime.core import fp8
 from hf_longctx.runtime.core.fp8 import RoundedInput, input_gradient, rows_in_fp8, unpacked
 from hf_longctx.runtime.core.products import AdaptedProduct, FP8Linear, adapted_products, product
@@ -155,7 +156,7 @@ def test_tokens_do_not_depend_on_those_beside_them(monkeypatch: pytest.MonkeyPat
         assert torch.equal(found, expected)
     # in blocks of tokens
     monkeypatch.setattr(fp8, "MULTIPLIED", 11 * 48)
-    monkeypatch.setattr(fp8, "ROUNDED", 3 * 64)
+    monkeypatch.setattr(reference, "FP8_ROUNDED", 3 * 64)
     for found, expected in zip(both(slice(0, 300)), whole, strict=True):
         assert torch.equal(found, expected)
 
@@ -239,7 +240,7 @@ def test_inputs_in_full_are_refused() -> None:
 def test_blocks_are_unpacked_and_multiplied_without_a_second_rounding(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], elements: int
 ) -> None:
-    monkeypatch.setattr(fp8, "ROUNDED", elements)
+    monkeypatch.setattr(fp8, "UNPACKED", elements)
     num_outputs, num_inputs = shape
     values, _ = rows_in_fp8(drawn(*shape, seed=1))
     scale = torch.rand(-(-num_outputs // 16), -(-num_inputs // 8)) + 0.1
