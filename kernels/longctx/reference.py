@@ -100,7 +100,7 @@ def row_blocks(num_rows: int, size: int, elements: int) -> Iterator[slice]:
 
 
 def round_rows_(parts: Sequence[Tensor], factors: Sequence[Tensor], values_TN: Tensor, scale_T1: Tensor) -> None:
-    """Writes rows in fp8, parts side by side, and their scales; multiplies columns by factors first, in the dtype of the parts."""
+    """Writes rows in fp8, parts side by side, and their scales; columns are first multiplied by factors, in the parts' dtype."""
     sizes = [part.shape[1] for part in parts]
     for rows in row_blocks(len(values_TN), sum(sizes), FP8_ROUNDED):
         x_TN = parts[0][rows] if len(parts) == 1 and not factors else parts[0].new_empty(values_TN[rows].shape)
