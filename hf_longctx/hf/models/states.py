@@ -303,11 +303,18 @@ def mixer_of(model: nn.Module) -> Mixer | None:
     return next(iter(family_of(text_class(model)).mixers), None)
 
 
-def scan_line(known: Mixer | None, model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> str:
+def scan_line(
+    known: Mixer | None,
+    model: nn.Module,
+    states: StateSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    passes_states: bool = False,
+) -> str:
     """Says which code runs the scans of a model in a run; empty for a model without scans.
 
-    known: what `mixer_of` returns for it. states: the sizes of its layers. dtype: that of the tensors between layers. Checks the
-    kernel if there is one for the model.
+    known: what `mixer_of` returns for it. states: the sizes of its layers. dtype: that of the tensors between layers.
+    passes_states: whether ranks may pass states on. Checks the kernels if there are any for the model.
     """
     mixer = None if known is None else next((x for x in model.modules() if type(x).__name__ == known.name), None)
     if known is None or mixer is None or known.functions == ("causal_conv1d_fn",):
@@ -320,13 +327,24 @@ def scan_line(known: Mixer | None, model: nn.Module, states: StateSpec, device: 
         return f"scans: {' or '.join(each.label for each in kernels)}, if its first use finds it right"
     key = states.read_size // 2
     sizes = HeadSizes(key, states.head_elements // key, states.heads // states.read_heads, states.tile_tokens)
-    refused = []
-    for kernel in kernels:
-        problem = kernel.problem(device, dtype, sizes, settings_of(mixer))
-        if not problem:
-            return f"scans: {kernel.label} for whole rows; torch code where ranks pass states on"
-        refused.append(f"not {kernel.label}, because {problem}")
-    return f"scans: torch code, for each document; {'; '.join(refused)}"
+    settings = settings_of(mixer)
+
+    def chosen(is_passing: bool) -> tuple[str, str]:
+        """The first kernel that is right, or torch code, and why the kernels before it are not used."""
+        refused = []
+        for kernel in kernels:
+            problem = kernel.problem(device, dtype, kernel.passing_sizes(sizes) if is_passing else sizes, settings)
+            if not problem:
+                return kernel.label, ""
+            refused.append(f"; not {kernel.label}, because {problem}")
+        return "torch code", "".join(refused)
+
+    first, why = chosen(is_passing=False)
+    line = f"scans: {first}, for {'each document' if why else 'whole rows'}{why}"
+    if not passes_states:
+        return line
+    passing, why = chosen(is_passing=True)
+    return f"{line}; where ranks pass states on: {'the same' if passing == first else passing}{why}"
 
 
 # keywords of an mLSTM that have tokens

@@ -39,6 +39,7 @@ from hf_longctx.plan.core.types import PARAMETERS, Ranges
 from hf_longctx.plan.cost.catalog import spec_name, without_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.cost.traffic import may_pass_states
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.setup import (
@@ -439,12 +440,14 @@ def open_plan_source(
 def opening_line(setup: Setup, args: TrainingArguments, facts: ModelFacts) -> str:
     """The text that a run prints once: ranks, kinds of plans, memory, and operators for attention and scans."""
     dtype = _attention_dtype(args, facts.model)
-    scans = scan_line(facts.mixer, facts.base, setup.costs.model.states, args.device, dtype)
+    costs = setup.costs
+    passes_states = may_pass_states(setup.planner.degrees, costs.method, costs.model, costs.cluster)
+    scans = scan_line(facts.mixer, facts.base, costs.model.states, args.device, dtype, passes_states)
     advice = [
-        slow_tiles(setup.costs.model, args.device, dtype),
+        slow_tiles(costs.model, args.device, dtype),
         scans,
         allocator_advice(args.device.type, dict(os.environ)),
-        threads_advice(setup.costs, args.device.type, torch.get_num_threads(), len(os.sched_getaffinity(0))),
+        threads_advice(costs, args.device.type, torch.get_num_threads(), len(os.sched_getaffinity(0))),
     ]
     return "\n".join(filter(None, (_opening_line(setup, args, dtype), *setup.notes, *advice)))
 

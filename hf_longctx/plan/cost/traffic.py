@@ -24,6 +24,7 @@ The cost model uses the average over ranks; a test compares it with the exact co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,6 +211,12 @@ def _index_bytes_sent(model: ModelSpec, shape: GroupShape, own_tokens: float, is
     chosen = own_tokens * index.token_bytes * (shape.ulysses - 1) * index.num_chosen
     keys = own_tokens * (shape.degree - 1) * index.head_dim * index.num_indexes * model.bytes_per_element
     return chosen, 0.0 if is_backward else keys
+
+
+def may_pass_states(degrees: Sequence[int], method: GroupMethod, model: ModelSpec, cluster: ClusterSpec) -> bool:
+    """Whether ranks of any group of these degrees pass the states of a layer on."""
+    shapes = (shape for degree in degrees for shape in group_shapes(degree, method, model, cluster))
+    return model.states.heads > 0 and any(_passes_states(model, shape) for shape in shapes)
 
 
 def _state_exchanges(model: ModelSpec, shape: GroupShape) -> int:

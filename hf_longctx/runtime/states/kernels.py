@@ -8,7 +8,9 @@ fp32 (`by_token`), once per device capability, dtype and sizes of heads. A packa
 differs or fails is not used, with a warning in the log that names its version and the difference. Of several kernels for a scan,
 the first that is installed and right runs.
 
-Only a row's first document may start from a state, and only its last may leave one; `recurrence` cuts rows accordingly.
+Only a row's first document may start from a state, and only its last may leave one; `recurrence` cuts rows accordingly. Ranks
+that pass states on run each of their runs of tokens as a row of its own, from zeros or from the state that shows what an earlier
+one would change (`passing`), and leave its last state.
 
 Inputs, weights and states are those of `recurrence.scan_documents`. Shapes: T tokens of a row, N documents of it, or tokens of
 one document, G heads of queries and keys, H heads with a state (a multiple of G; neighbouring heads share a query and a key), K
@@ -26,7 +28,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -98,6 +100,10 @@ class ScanKernel(ABC):
     def sizes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> HeadSizes:
         """Returns the sizes of the heads of a scan's tensors."""
 
+    def passing_sizes(self, sizes: HeadSizes) -> HeadSizes:
+        """Returns the sizes with which tokens also give the effect of a state before them, if ranks pass states on."""
+        return sizes
+
     @abstractmethod
     def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors have the dtypes that the check covers."""
@@ -118,7 +124,8 @@ class ScanKernel(ABC):
 
     def takes(self, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> bool:
         """Whether the kernel is installed and correct for a scan of such tensors; the first call for such tensors checks it."""
-        x = tensors[0]
+        # queries of a delta rule may be wider
+        x = tensors[1]
         if x.device.type != self.device_type or x.dtype not in self.dtypes or not self.in_kernel_format(tensors):
             return False
         return not self.problem(x.device, x.dtype, self.sizes(tensors, settings), settings)
@@ -292,10 +299,18 @@ class DeltaKernel(ScanKernel):
         _, k, v, *_ = tensors
         return HeadSizes(k.shape[-1], v.shape[-1], v.shape[2] // k.shape[2])
 
+    def passing_sizes(self, sizes: HeadSizes) -> HeadSizes:
+        """Adds a column of values for each element of a key (`passing.DeltaRule`)."""
+        return replace(sizes, value=sizes.value + sizes.key)
+
     def in_kernel_format(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether queries, keys, values and strengths have one dtype, and decays are in fp32, one per head or per channel."""
+        """Whether keys, values and strengths have one dtype, and decays are in fp32, one per head or per channel.
+
+        Queries have that dtype, or are widened to fp32, as is their output then (`passing.DeltaRule`).
+        """
         q, k, v, decay, strength = tensors
-        is_uniform = q.dtype == k.dtype == v.dtype == strength.dtype and decay.dtype == torch.float32
+        is_uniform = k.dtype == v.dtype == strength.dtype and q.dtype in (k.dtype, torch.float32)
+        is_uniform = is_uniform and decay.dtype == torch.float32
         return is_uniform and (decay.dim() == 4) == self.by_channel
 
     def call(
@@ -306,7 +321,7 @@ class DeltaKernel(ScanKernel):
         # the other documents start from zeros
         states = None if state is None else F.pad(state, (0, 0, 0, 0, 0, 0, 0, row.num_documents - 1))
         output, after = self.function(
-            *(q, k, v),
+            *(q.to(k.dtype), k, v),
             g=decay,
             beta=strength,
             initial_state=states,
@@ -315,7 +330,7 @@ class DeltaKernel(ScanKernel):
             cu_seqlens=self.boundaries(row, q.device),
             **self.fixed,
         )
-        return output, after[-1:] if row.goes_on else None
+        return output.to(q.dtype), after[-1:] if row.goes_on else None
 
     def by_token(self, tensors: Sequence[Tensor], state: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """Outputs and last state of one document."""

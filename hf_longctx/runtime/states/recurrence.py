@@ -178,8 +178,27 @@ class MixerScan:
     size: ScanSize
     # dependence on the state before the tokens, for groups that pass states on; None if unknown
     state_map: StateMap | None = None
-    # faster kernel, used if installed and correct, on ranks that do not pass states on; None if no package has one
+    # faster kernel, used if installed and correct; None if no package has one
     kernel: KernelScan | None = None
+
+    def in_blocks(self, num_inputs: int, num_tokens: int, num_heads: int) -> Scan:
+        """Returns the scan of one document or slice in blocks, by a kernel that takes its tensors, else by `run`.
+
+        Arguments: see `in_blocks`. num_heads: heads with a state on this rank, which decide how many tokens a block has.
+        """
+        block_tokens = self.size.block_tokens(num_heads)
+        cut = in_blocks(self.run, num_inputs, num_tokens, block_tokens)
+
+        def scanned(tensors: Sequence[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+            if self.kernel is None or not self.kernel.takes(tensors):
+                return cut(tensors, before)
+            row = Row((0, tensors[0].shape[1]), goes_on=True)
+            by_kernel = row_in_blocks(self.kernel, row, num_inputs, num_tokens, block_tokens, self.size.tile_tokens)
+            output, after = by_kernel(tensors, before)
+            assert after is not None
+            return output, after
+
+        return scanned
 
 
 def scan_documents(
@@ -208,8 +227,8 @@ def scan_documents(
                 f"this kind of layer only shares out its {own_1THX[0].shape[2]} heads; set method='ulysses' and lower degrees"
             )
         whole = (*read_1TGX, *own_1THX)
-        cut = in_blocks(scan.run, len(whole), whole[-1].shape[1], scan.size.block_tokens(whole[-1].shape[2]))
-        return scan_runs(whole, weights_H, cut, scan.state_map, of, context)
+        in_runs = scan.in_blocks(len(whole), *whole[-1].shape[1:3])
+        return scan_runs(whole, weights_H, in_runs, scan.state_map, of, context)
     if num_ranks == 1:
         return _scanned((*read_1TGX, *own_1THX), weights_H, scan, of, context)
     num_heads, num_read = own_1THX[0].shape[2], read_1TGX[0].shape[2] if read_1TGX else own_1THX[0].shape[2]

@@ -21,11 +21,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models.any_model import wide_floats
-from helpers.models.reference import relative_error
+from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
+from helpers.plans.layouts import plan_of
 from helpers.plans.sliced_plans import sliced_plan
 from helpers.ranks.lone_steps import fp32_step, patched_model
+from helpers.ranks.rank_steps import step_on_rank
 from predicted.test_saved_bytes import saved_bytes
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
@@ -33,9 +35,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states import mixer_of, mixers_of, scan_line
+from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import Chunk, LayerPolicy, SequenceGroup, Span
 from hf_longctx.plan.memory.layer import Load, StateLayerBytes
 from hf_longctx.plan.model import mixers as state_spec
+from hf_longctx.plan.model.mixers import ScanSize
 from hf_longctx.runtime.attention.chunk import Document
 from hf_longctx.runtime.attention.kv_book import Slice
 from hf_longctx.runtime.process_groups import GroupPool
@@ -49,7 +53,8 @@ from hf_longctx.runtime.states.kernels import (
     Row,
     ScanKernel,
 )
-from hf_longctx.runtime.states.recurrence import row_blocks, rows_of
+from hf_longctx.runtime.states.passing import DeltaRule
+from hf_longctx.runtime.states.recurrence import MixerScan, row_blocks, rows_of
 
 pytestmark = newest
 
@@ -282,7 +287,8 @@ def test_a_kernel_is_checked_once_for_all_that_it_depends_on() -> None:
         assert kernel.takes([x[..., :4] if x.dim() == 4 else x for x in tensors], NORMALIZED) and len(calls) == 2 * num_checks
         # dtypes that no check covers
         assert not kernel.takes([x.double() for x in tensors], NORMALIZED)
-        assert not kernel.takes([tensors[0].float(), *tensors[1:]], NORMALIZED)
+        assert not kernel.takes([tensors[0], tensors[1].float(), *tensors[2:]], NORMALIZED)
+        assert not kernel.takes([tensors[0].double(), *tensors[1:]], NORMALIZED)
         assert len(calls) == 2 * num_checks
     with installed(GATED_DELTA_RULE, counted, device_type="cuda") as kernel:
         assert not kernel.takes(tensors, NORMALIZED) and len(calls) == 2 * num_checks
@@ -436,6 +442,77 @@ def test_rows_in_blocks_give_the_same_gradients(case: ModelCase, kernel: ScanKer
     assert sorted(tokens[4:]) == sorted(blocks * 2 * len(mixers_of(build_model(case))))
 
 
+RULES = {kernel.name: kernel for kernel in (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)}
+
+
+def step_by_kernel(name: str, run: Any, *step: Any) -> tuple[float, dict[str, Tensor], list[int]]:
+    """Runs a step on this rank with the package of a rule; returns loss, gradients and columns of values in each call."""
+    columns: list[int] = []
+
+    def counted(rule: Any, *qkv: Tensor, **given: Any) -> Any:
+        columns.append(qkv[2].shape[-1])
+        assert len(given["cu_seqlens"]) != 2 or given["output_final_state"]
+        return run(rule, *qkv, **given)
+
+    with installed(RULES[name], counted):
+        return *step_on_rank(*step), columns
+
+
+# rings of zigzag pieces, a ring of blocks, a block of more ranks than heads; one of them with slices
+@pytest.mark.parametrize("num_ranks,ulysses,is_sliced", [(2, 1, False), (3, 1, True), (4, 2, False), (4, 4, False)], ids=str)
+@MODELS
+def test_ranks_that_pass_states_on_scan_by_the_kernel(
+    ranks: Any, case: ModelCase, kernel: ScanKernel, num_ranks: int, ulysses: int, is_sliced: bool
+) -> None:
+    case, lengths = replace(case, dtype=torch.float32), [90, 1, 37]
+    if ulysses == num_ranks and kernel is GATED_DELTA_RULE:
+        case = replace(case, family="qwen3_5_few", num_layers=2)
+    plan = plan_of([[(num_ranks, (0, 1, 2))]], lengths, num_ranks, ulysses)
+    if is_sliced:
+        plan = sliced_plan(lengths, [[(0, 0, 50)], [(0, 50, 90), (1, 0, 1), (2, 0, 37)]], num_ranks=num_ranks, ulysses=ulysses)
+    rows = random_rows(lengths)
+    expected = reference_step(build_model(replace(case, dtype=torch.float64)), rows)
+    states = model_spec(build_model(case)).states
+    passes = ulysses < num_ranks or states.heads < num_ranks
+    key, value = states.read_size // 2, states.head_elements // (states.read_size // 2)
+    pool, step = ranks(num_ranks), (case, plan_to_json(plan), rows)
+
+    def worst(found: Any) -> float:
+        return max(relative_error(gradient, expected[1][name].float()) for name, gradient in found[1].items())
+
+    # what rounding in fp32 does in the torch code
+    most = max(worst(found) for found in pool.run(step_on_rank, *step))
+    assert most < 3e-3
+    every = set()
+    for *found, columns in pool.run(step_by_kernel, kernel.name, stand_in, *step):
+        assert columns
+        every |= set(columns)
+        assert found[0] == pytest.approx(expected[0], rel=1e-5) and worst(found) <= 4 * most
+    assert every == ({value, value + key} if passes else {value})
+
+
+@KERNELS
+def test_what_an_earlier_state_changes_is_found_by_the_kernel_in_half_precision(kernel: ScanKernel) -> None:
+    sizes, cut = sizes_for(kernel), 29
+    drawn = kernel.drawn(sizes, 70, NORMALIZED)
+    tensors = [x.requires_grad_() for name, x in drawn.items() if name != "first state"]
+    expected, _ = kernel.by_token([x.float() for x in tensors], None, NORMALIZED)
+    torch_code: list[Any] = []
+    scan = MixerScan(lambda *given: torch_code.append(given), ScanSize(8, 4), DeltaRule(), KernelScan((kernel,), NORMALIZED))
+    first, rest = ([x[:, part] for x in tensors] for part in (slice(0, cut), slice(cut, None)))
+    with installed(kernel):
+        run = scan.in_blocks(len(tensors), 70, tensors[2].shape[2])
+        start, state = run(first, None)
+        wide, one = scan.state_map.widened(rest)
+        effect = scan.state_map.effect(rest, [], *run(wide, one))
+        found = torch.cat([start, effect.output(state)], 1)
+    assert found.dtype == torch.bfloat16 and not torch_code
+    given = torch.randn(found.shape).to(found)
+    wanted = torch.autograd.grad(expected, tensors, given.float())
+    for mine, other in zip([found, *torch.autograd.grad(found, tensors, given)], [expected, *wanted], strict=True):
+        assert (mine.float() - other.float()).norm() <= 0.02 * other.float().norm()
+
+
 @pytest.mark.parametrize("documents", [(512,), (300, 10, 20, 182)], ids=["one", "pack"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block_bytes", [state_spec.BLOCK_BYTES, 2**20], ids=["whole", "blocks"])
@@ -474,12 +551,12 @@ def test_the_opening_lines_say_what_runs_the_scans() -> None:
     assert line(qwen) == line(bamba) == line(beside) == "scans: torch code, for each document"
     assert not line(build_model(ModelCase("lfm3", num_layers=4))) and not line(build_model(ModelCase("llama")))
     with installed(GATED_DELTA_RULE) as kernel:
-        assert line(qwen) == f"scans: {label} for whole rows; torch code where ranks pass states on"
+        assert line(qwen) == f"scans: {label}, for whole rows"
         with installed(QWEN_DELTA_RULE, whole):
             # for heads in fp32 there is one kernel, for those in bf16 the faster one
-            assert line(qwen) == f"scans: {label} for whole rows; torch code where ranks pass states on"
+            assert line(qwen) == f"scans: {label}, for whole rows"
             faster = scan_line(mixer_of(qwen), qwen, model_spec(qwen).states, CPU, torch.bfloat16)
-            assert faster.startswith("scans: chunk_gated_delta_rule of flash-qla (version unknown) for whole rows")
+            assert faster == "scans: chunk_gated_delta_rule of flash-qla (version unknown), for whole rows"
         # it checked heads of the model's sizes
         ((dtype, sizes, *_),) = kernel.verdicts
         mixer = next(iter(mixers_of(qwen).values()))
@@ -487,3 +564,20 @@ def test_the_opening_lines_say_what_runs_the_scans() -> None:
         assert (dtype, sizes) == (torch.float32, HeadSizes(mixer.head_k_dim, mixer.head_v_dim, per_key))
     with installed(GATED_DELTA_RULE, leaking):
         assert line(qwen).startswith(f"scans: torch code, for each document; not {label}, because its ")
+
+    def for_equal_sizes(rule: Any, *qkv: Tensor, **others: Any) -> Any:
+        if qkv[1].shape[-1] != qkv[2].shape[-1]:
+            raise NotImplementedError("keys and values of two sizes")
+        return stand_in(rule, *qkv, **others)
+
+    def passing(model: Any) -> str:
+        return scan_line(mixer_of(model), model, model_spec(model).states, CPU, torch.float32, passes_states=True)
+
+    assert mixer.head_k_dim == mixer.head_v_dim
+    with installed(GATED_DELTA_RULE) as kernel:
+        assert passing(qwen) == f"scans: {label}, for whole rows; where ranks pass states on: the same"
+    with installed(GATED_DELTA_RULE, for_equal_sizes):
+        assert passing(qwen) == (
+            f"scans: {label}, for whole rows; where ranks pass states on: torch code; not {label}, because its check failed with "
+            f"NotImplementedError: keys and values of two sizes"
+        )

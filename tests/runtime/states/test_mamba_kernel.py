@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -18,15 +19,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.models.any_model import wide_floats
-from helpers.models.reference import relative_error, worst_error
+from helpers.models.reference import random_rows, reference_step, relative_error, worst_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import newest
+from helpers.plans.layouts import plan_of
 from helpers.plans.sliced_plans import sliced_plan
 from helpers.ranks.lone_steps import fp32_step
+from helpers.ranks.rank_steps import step_on_rank
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
 from hf_longctx.hf.models.states import mixers_of
+from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.model import mixers as state_spec
 from hf_longctx.runtime.states import kernels as by_token
 from hf_longctx.runtime.states.kernels import MAMBA2_SCAN, HeadSizes
@@ -214,3 +218,25 @@ def test_rows_in_blocks_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch)
     # one more forward of every block in backward
     blocks = [tile, 3, tile, tile - 2, 5, tile, 2]
     assert sorted(tokens[4:]) == sorted(blocks * 2 * len(mixers_of(build_model(case))))
+
+
+def step_by_kernel(*step: Any) -> tuple[float, dict[str, Tensor], int]:
+    """Runs a step on this rank with the package; returns loss, gradients and the number of calls that leave a state."""
+    states: list[bool] = []
+
+    def counted(*args: Any, return_final_states: bool, **given: Any) -> Any:
+        states.append(return_final_states)
+        return stand_in(*args, return_final_states=return_final_states, **given)
+
+    with installed(counted):
+        return *step_on_rank(*step), sum(states)
+
+
+def test_ranks_that_pass_states_on_scan_by_the_kernel(ranks: Any) -> None:
+    case, lengths, num_ranks = ModelCase("bamba", num_layers=4, dtype=torch.float32), [90, 37], 2
+    plan, rows = plan_of([[(num_ranks, (0, 1))]], lengths, num_ranks, ulysses=1), random_rows(lengths)
+    expected = reference_step(build_model(replace(case, dtype=torch.float64)), rows)
+    for *found, num_states in ranks(num_ranks).run(step_by_kernel, case, plan_to_json(plan), rows):
+        assert worst_error(found, (expected[0], {name: each.float() for name, each in expected[1].items()})) <= 1e-3
+        # at least a run of each document in every layer, besides two rows of the check
+        assert num_states >= 2 + 2 * len(mixers_of(build_model(case)))
