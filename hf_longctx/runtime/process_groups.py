@@ -46,6 +46,7 @@ from hf_longctx.runtime.attention.kv_book import KVBook, slices_of
 from hf_longctx.runtime.attention.layout import GroupLayout
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.parameters.gradients import EarlyGroup
+from hf_longctx.runtime.tiles.stacks import StackChecks
 
 # (action kind "F" for hidden states or "B" for gradients, whether messages wrap around)
 _Lane = tuple[str, bool]
@@ -211,6 +212,8 @@ class GroupPool:
         self.early: EarlyGroup | None = None
         self._early_ranks: dist.ProcessGroup | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # verdicts of the device, which last for the run
+        self.stacks = StackChecks()
         self._readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = {}
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -349,6 +352,7 @@ class GroupPool:
             ),
             cu_seqlens=document_bounds(pieces[0]) if shape.num_blocks == 1 else (),
             known_readers=self._readers,
+            stacks=self.stacks,
             slices=slices,
             documents=tuple(
                 (piece.num_tokens, ends[chunk.spans[piece.document].sequence] if piece.document < len(chunk.spans) else 1)

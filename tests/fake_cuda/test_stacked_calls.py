@@ -30,7 +30,7 @@ def test_documents_of_one_length(gain: float, device: FakeDevice, computing: Com
     # a verdict runs four documents together, then alone; the fake device knows no seconds
     seconds, calls = iter([1.0 - gain, 1.0] * 9), []
     monkeypatch.setattr(stacks, "_seconds", lambda device, run: (run(), next(seconds))[1])
-    monkeypatch.setattr(stacks, "_CHECKS", StackChecks())
+    checks = StackChecks()
     forward = chunk.stack_forward
     monkeypatch.setattr(chunk, "stack_forward", lambda *inputs: (calls.append(inputs[3]), forward(*inputs))[1])
 
@@ -40,13 +40,13 @@ def test_documents_of_one_length(gain: float, device: FakeDevice, computing: Com
             torch.randn(BOUNDS[-1], heads, 16, generator=generator).to("cuda", torch.bfloat16) for heads in (4, 2, 2, 4)
         )
         leaves = [x.transpose(0, 1).requires_grad_() for x in (q, k, v)]
-        rule = AttentionRule(KVReaders(2, 2, torch.tensor([0, 0, 1, 1])), Scores(0.25), bounds=PackBounds())
+        rule = AttentionRule(KVReaders(2, 2, torch.tensor([0, 0, 1, 1])), Scores(0.25), bounds=PackBounds(), stacks=checks)
         output = ChunkAttention(rule, documents_of(BOUNDS, ()), None, KVBook(), "layer")(*leaves)
         return [output, *torch.autograd.grad(output, leaves, gradient)]
 
     found = results()
     assert calls == ([[300, 290, 290, 300]] if gain else [])
-    monkeypatch.setattr(chunk, "stack_counts", lambda q, k, v, lengths, scores: [1] * len(lengths))
+    monkeypatch.setattr(chunk, "stack_counts", lambda q, k, v, lengths, scores, checks: [1] * len(lengths))
     for one, other in zip(found, results(), strict=True):
         assert torch.equal(one.cpu(), other.cpu())
 

@@ -42,6 +42,7 @@ class FreeMemory:
         self.is_watched = device.type == "cuda" and setup.planner.activations is not None and source.is_timed
         self.limit_bytes = self._fitting_bytes = setup.memory.usable_bytes
         self._num_collections = self._collections()
+        self._num_checks = 0
 
     @property
     def is_short(self) -> bool:
@@ -51,6 +52,11 @@ class FreeMemory:
     def saw(self, plan: StepPlan) -> None:
         """Takes this rank's use of memory during a plan that has just run."""
         if not self.is_watched:
+            return
+        # documents that were compared meanwhile took memory that no plan needs
+        before, self._num_checks = self._num_checks, len(self.source.pool.stacks.verdicts)
+        if self._num_checks > before:
+            self._num_collections = self._collections()
             return
         predicted = predicted_memory(plan, self.source.pool.rank, self.source.costs.model).device_peak
         collections, self._num_collections = self._num_collections, self._collections()

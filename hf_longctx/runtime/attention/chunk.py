@@ -223,11 +223,12 @@ class ChunkAttention:
         if rule.bounds is None:
             return lone_runs(self.documents)
         runs = packed_runs(self.documents)
-        if rule.pattern != CAUSAL or rule.needs_positions:
+        stacks = rule.stacks
+        if stacks is None or rule.pattern != CAUSAL or rule.needs_positions:
             return runs
         # shapes are enough, so no head is copied
         k, v = (rule.readers.gather(x[:, :1]) for x in (k_gSD, v_gSE))
-        return stacked_runs(runs, lambda lengths: stack_counts(q_hSD, k, v, lengths, rule.scores))
+        return stacked_runs(runs, lambda lengths: stack_counts(q_hSD, k, v, lengths, rule.scores, stacks))
 
     def __call__(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor, sinks_h: Tensor | None = None) -> Tensor:
         """Attention inside each document, shape [S, h, E], differentiable. sinks_h: in fp32 or fp64, see `rows.with_sinks`."""

@@ -25,6 +25,7 @@ from hf_longctx.runtime.core.dropout import DropoutKeys, DropoutTokens
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import AttentionPattern
 from hf_longctx.runtime.tiles.plain import WeightDropout
+from hf_longctx.runtime.tiles.stacks import StackChecks
 
 if TYPE_CHECKING:
     from hf_longctx.runtime.activations.engine import ChunkActivations
@@ -251,6 +252,8 @@ class GroupContext:
     known_readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = field(default_factory=dict)
     # boundaries of runs of documents, on the device; shared by all layers of the chunk
     bounds: PackBounds = field(default_factory=PackBounds)
+    # see `AttentionRule`; owned by the pool
+    stacks: StackChecks | None = None
     # documents whose sequence has tokens in other chunks too; their keys and values are in `kv_book`
     slices: tuple[Slice, ...] = ()
     # (tokens of the piece, tokens of its whole document) for every piece on this rank, in order; each dummy token is a

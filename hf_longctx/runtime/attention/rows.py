@@ -22,6 +22,7 @@ from hf_longctx.runtime.attention.kv_book import KeyRun
 from hf_longctx.runtime.tiles.packs import PackBounds
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern, PatternTile
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs, WeightDropout
+from hf_longctx.runtime.tiles.stacks import StackChecks
 from hf_longctx.runtime.tiles.tile import plan_keys, tile_backward, tile_forward
 
 
@@ -52,6 +53,8 @@ class AttentionRule:
     gather: Callable[[Tensor], Tensor] | None = None
     # document boundaries of the chunk, if the device has an operator that takes several documents and obeys the rule
     bounds: PackBounds | None = None
+    # the device's verdicts on long documents of one length in one call; None: they have a call each
+    stacks: StackChecks | None = None
     # dropout of attention weights, if any
     dropout: WeightDropout | None = None
 

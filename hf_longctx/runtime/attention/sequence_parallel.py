@@ -84,7 +84,8 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
     shares_calls = not is_masked and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
     bounds, gather = context.bounds if shares_calls else None, partial(gather_tokens, block=context.block)
     dropout = context.weight_dropout(call.dropout, call.name, shares[context.block.index])
-    rule = AttentionRule(readers, Scores(call.scale, call.softcap), call.pattern, call.chosen_TK, gather, bounds, dropout)
+    scores = Scores(call.scale, call.softcap)
+    rule = AttentionRule(readers, scores, call.pattern, call.chosen_TK, gather, bounds, context.stacks, dropout)
     if context.block.num_ranks == 1:
         return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)

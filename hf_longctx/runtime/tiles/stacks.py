@@ -113,7 +113,7 @@ def stackable(lengths: Sequence[int], counts: Callable[[int], int]) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class StackChecks:
-    """Verdicts of this process's device on stacks, found at their first use."""
+    """Verdicts of a run's device on stacks, found at their first use. Documents that are compared need memory of their own."""
 
     verdicts: dict[tuple[HeadShape, int, int], bool] = field(default_factory=dict)
 
@@ -180,11 +180,10 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     return min(interval.stop_s - interval.start_s for interval in clock.intervals())
 
 
-_CHECKS = StackChecks()
-
-
-def stack_counts(q_HSD: Tensor, k_GSD: Tensor, v_GSE: Tensor, lengths: Sequence[int], scores: Scores) -> list[int]:
+def stack_counts(
+    q_HSD: Tensor, k_GSD: Tensor, v_GSE: Tensor, lengths: Sequence[int], scores: Scores, checks: StackChecks
+) -> list[int]:
     """Returns how many of these causal documents share each call, see `stackable`. q, k, v: of heads as operators get them."""
     device = q_HSD.device
     shape = HeadShape(device_capability(device), q_HSD.dtype, q_HSD.shape[0], k_GSD.shape[0], q_HSD.shape[2], v_GSE.shape[2])
-    return stackable(lengths, lambda num_tokens: _CHECKS.most(device, shape, scores, num_tokens))
+    return stackable(lengths, lambda num_tokens: checks.most(device, shape, scores, num_tokens))

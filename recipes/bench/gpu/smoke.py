@@ -69,6 +69,7 @@ from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.tiles.packs import PackBounds, takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
+from hf_longctx.runtime.tiles.stacks import StackChecks
 from hf_longctx.runtime.tiles.tile import attention_backend, tile_backward, tile_forward
 
 # error allowed: bf16 keeps 8 bits, so every rounding adds up to 2^-9, and gradients pass through several roundings
@@ -204,7 +205,7 @@ def check_runs(tokens: int, device: torch.device, pattern: AttentionPattern) -> 
     for dtype, known in ((torch.float32, None), (torch.bfloat16, PackBounds())):
         gradient, *inputs = random_heads(tokens, device, dtype)
         leaves = [x.requires_grad_() for x in inputs]
-        rule = AttentionRule(readers, Scores(SCALE), pattern, bounds=known)
+        rule = AttentionRule(readers, Scores(SCALE), pattern, bounds=known, stacks=StackChecks())
         attend = ChunkAttention(rule, documents_of(bounds, ()), None, KVBook(), "layer")
         out = attend(*leaves)
         out.backward(gradient.transpose(0, 1))

@@ -32,7 +32,7 @@ from hf_longctx.runtime.tiles import stacks
 from hf_longctx.runtime.tiles.packs import PackBounds, PackInputs, pack_backward, pack_forward, takes_packs
 from hf_longctx.runtime.tiles.patterns import CAUSAL, AttentionPattern
 from hf_longctx.runtime.tiles.plain import Scores
-from hf_longctx.runtime.tiles.stacks import stack_forward, stackable
+from hf_longctx.runtime.tiles.stacks import StackChecks, stack_forward, stackable
 
 # fp64 on both sides, sums of at most some 30 terms
 TOLERANCE = 1e-12
@@ -68,7 +68,7 @@ def results(
     )
     sinks = draw(num_heads).requires_grad_() if has_sinks else None
     record = None if recompute is None else AttentionRecord(TensorShare("attention_output", recompute, device=1 - recompute))
-    rule = AttentionRule(readers, Scores(SCALE), pattern, bounds=bounds)
+    rule = AttentionRule(readers, Scores(SCALE), pattern, bounds=bounds, stacks=StackChecks())
     attend = ChunkAttention(rule, documents_of(BOUNDS, ()), record, KVBook(), "layer")
     output = attend(q, k, v, sinks)
     if record is not None:
@@ -139,7 +139,7 @@ def test_documents_of_one_length_share_a_call(
         return stack_forward(q, k, v, lengths, scores)
 
     monkeypatch.setattr(chunk, "stack_forward", forward)
-    monkeypatch.setattr(chunk, "stack_counts", lambda q, k, v, lengths, scores: stackable(lengths, lambda num_tokens: 4))
+    monkeypatch.setattr(chunk, "stack_counts", lambda q, k, v, lengths, scores, checks: stackable(lengths, lambda num_tokens: 4))
     arguments = heads, CAUSAL, recompute, 8, has_sinks
     assert error_of(results(PackBounds(), *arguments), results(None, *arguments)) <= TOLERANCE
     stacked = [[9, 10, 11, 12], [20, 18]]
