@@ -40,11 +40,12 @@ class Step:
 STEPS = {
     "a": Step("2 and 4 ranks on one GPU against one process", 250, ("ranks.py", "--budget-s", "230")),
     "b": Step(
-        "LoRA on mixed lengths: ours, TRL, unsloth",
+        "LoRA on mixed lengths: ours, ours in fp8, TRL, unsloth",
         360,
         (
             *("trainings.py", "--layers", "32", "--tokens", "131072", "--limit", "32768", "--steps", "1"),
-            *("--methods", "hf_longctx", "TRL selective, Liger", "unsloth, packed, on device", "unsloth, packed"),
+            *("--methods", "hf_longctx", "hf_longctx, fp8"),
+            *("TRL selective, Liger", "unsloth, packed, on device", "unsloth, packed"),
         ),
     ),
     "c": Step(

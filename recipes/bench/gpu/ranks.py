@@ -3,10 +3,10 @@
     python recipes/bench/gpu/ranks.py [--ranks 2 4] [--only WORD ...] [--budget-s 230] [--json FILE] [--toy]
 
 Each row trains for two steps of plain gradient descent, through `LongContextTrainer`, in a layout of its own: Ulysses, a ring,
-both, groups that the plan chooses, sharded weights, pipeline stages, slices, offload, states and layers on the host, adapters,
-spread experts, a model with linear attention, a resume in another layout, and a rank that is killed. Compared are the losses of
-both steps and what the steps added to each weight, read from the checkpoint that the ranks save: the largest relative error of
-any weight. One process trains the same rows first.
+both, groups that the plan chooses, sharded weights, pipeline stages, slices, offload, states and layers on the host, adapters, also
+over frozen weights in fp8, spread experts, a model with linear attention, a resume in another layout, and a rank that is killed.
+Compared are the losses of both steps and what the steps added to each weight, read from the checkpoint that the ranks save: the
+largest relative error of any weight. One process trains the same rows first.
 
 NCCL lets ranks share a device from version 2.30 on (`NCCL_MULTI_RANK_GPU_ENABLE`). Older ones take each rank for a machine of its
 own (`NCCL_HOSTID`), and ranks talk through sockets. No seconds are printed: ranks that share a device say nothing about speed.
@@ -43,6 +43,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx import LongContextConfig, LongContextTrainer
+from hf_longctx.hf.models.quantised import round_frozen
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -52,7 +53,7 @@ from hf_longctx.recipes.bench.gpu.rows import append_row, end_with_children, is_
 # documents of a step, in tokens; on the CPU a 32nd
 LENGTHS = (4096, 1536, 1024, 512, 2048, 256, 768, 1024)
 NUM_STEPS, RATE = 2, 0.1
-# errors allowed of losses and of changes of weights: bf16 under autocast, fp32 on the CPU
+# errors allowed of losses and of changes of weights: bf16 under autocast, as weights in fp8 need on the CPU, too; fp32 on the CPU
 TOLERANCES = {"cuda": (2e-2, 1e-1), "cpu": (1e-4, 5e-3)}
 VICTIM = 1
 KILLED = "a rank that is killed"
@@ -105,6 +106,13 @@ def cases(num_ranks: int, longest: int) -> dict[str, Case]:
         "optimizer states on the host": Case({"parameters": "sharded", "optimizer_states": "host"}),
         "layers on the host": Case({"parameters": "sharded", "layer_weights": "host"}),
         "adapters": Case({**together, "parameters": "sharded"}, "adapters"),
+        "adapters over fp8": Case({**together, "parameters": "sharded"}, "fp8"),
+        "adapters over fp8, stages": Case({"stages": 2}, "fp8"),
+        "adapters over fp8, activations on the host": Case(
+            {**together, "host_gib": 1.0, "tile_tokens": longest // num_ranks // 8},
+            "fp8",
+            room_tokens=longest // num_ranks * 3 // 4,
+        ),
         "spread experts": Case({"parameters": "sharded", "expert_ranks": num_ranks}, "experts"),
         "states of linear attention": Case({**together, "method": "ulysses"}, "states"),
         "shards, resumed as stages": Case({"parameters": "sharded"}, resumed={"stages": 2}),
@@ -298,7 +306,7 @@ def compared(job: Job, name: str, case: Case, found: tuple[list[float], dict[str
     errors = {key: float((changes[key] - each).norm() / each.norm()) for key, each in expected.items() if each.norm() > 0}
     unmoved = [key for key, each in expected.items() if each.norm() == 0 and changes[key].norm() != 0]
     worst = max(errors, key=lambda key: _size(errors[key]))
-    most_loss, most_weight = TOLERANCES[job.device]
+    most_loss, most_weight = TOLERANCES["cuda" if case.model == "fp8" else job.device]
     is_good = loss_error <= most_loss and errors[worst] <= most_weight and not unmoved
     return Row(name, job.num_ranks, loss_error, errors[worst], is_good, note if is_good else f"{note}; worst: {worst}")
 
@@ -364,6 +372,8 @@ def trainer_of(
     """A trainer of this rank, what watches it, and a list that gets its plans."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 512, (length,), generator=generator).tolist() for length in job.lengths] * NUM_STEPS
+    is_fp8 = case.model == "fp8"
+    is_autocast = job.device == "cuda" or is_fp8
     arguments = TrainingArguments(
         str(folder),
         max_steps=NUM_STEPS,
@@ -373,15 +383,19 @@ def trainer_of(
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         logging_steps=1,
-        bf16=job.device == "cuda",
+        bf16=is_autocast,
         use_cpu=job.device == "cpu",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
     settings = {"report_steps": False, "timeline_steps": 0, "collective_timeout_s": 60.0, **config}
+    if is_fp8:
+        # rounded here to count its bytes; the trainer would do so otherwise
+        round_frozen(model)
+        settings["frozen_weights"] = "fp8"
     if case.room_tokens:
-        bytes_of = ByteModel(model_spec(model, is_autocast=job.device == "cuda"))
+        bytes_of = ByteModel(model_spec(model, is_autocast=is_autocast))
         groups = num_communicators(job.num_ranks, (job.num_ranks,)) if job.device == "cuda" else 0
         room = bytes_of.states() + bytes_of.kept_bytes(case.room_tokens) + groups * COMMUNICATOR_BYTES
         settings["device_gib"] = room / 2**30
@@ -441,7 +455,7 @@ def build(job: Job, name: str) -> PreTrainedModel:
         mlp = {"num_experts": 0, "mlp_only_layers": [0, 1]}
         return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**sizes, **linear, **mlp, layer_types=layers))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    if name == "adapters":
+    if name in ("adapters", "fp8"):
         # matrices B that are zero would let no gradient through to A
         adapters = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
         return get_peft_model(model, adapters)

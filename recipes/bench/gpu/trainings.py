@@ -19,6 +19,7 @@ one document after the other (`gradient_accumulation_steps`), so that it has no 
     hf_longctx                    our trainer with its defaults: norms, MLP and rotary embedding by torch.compile
     hf_longctx, not compiled      the same with `compile_layers=False`
     hf_longctx, Liger             the same with Liger's norms and MLP
+    hf_longctx, fp8               the same with frozen matrices in fp8, which rounds weights and what they multiply
 
 Every method runs in a process of its own, and says with which settings and packages; what is not installed, or needs a GPU, is
 skipped. The first step does not count; losses of the first step, with the same weights, must
@@ -80,6 +81,7 @@ METHODS = {
     "hf_longctx": "defaults",
     "hf_longctx, not compiled": "compile_layers=False",
     "hf_longctx, Liger": "use_liger_kernel",
+    "hf_longctx, fp8": "frozen_weights='fp8'",
 }
 # module that a method needs, by a word of its name; those that need a GPU
 NEEDS = {"liger": "liger_kernel", "trl": "trl", "fla": "fla", "deepspeed": "deepspeed", "unsloth": "unsloth"}
@@ -371,7 +373,7 @@ def save_base(job: Job, folder: str) -> None:
 
 
 def _train(job: Job, method: str, times: DeviceTimes) -> Row:
-    is_cuda, is_ours = torch.cuda.is_available(), method.startswith("hf_longctx")
+    is_cuda, is_ours, is_fp8 = torch.cuda.is_available(), method.startswith("hf_longctx"), method.endswith("fp8")
     rows = token_rows(job)
     # every step trains the same documents
     data = datasets.Dataset.from_dict({"input_ids": rows * (job.steps + 1), "labels": rows * (job.steps + 1)})
@@ -395,7 +397,8 @@ def _train(job: Job, method: str, times: DeviceTimes) -> Row:
             lr_scheduler_type="constant",
             logging_steps=1,
             logging_nan_inf_filter=False,
-            bf16=is_cuda,
+            # products in fp8 are made in bf16 on the CPU, too
+            bf16=is_cuda or is_fp8,
             use_cpu=not is_cuda,
             optim="adamw_torch_fused" if is_cuda else "adamw_torch",
             save_strategy="no",
@@ -405,7 +408,11 @@ def _train(job: Job, method: str, times: DeviceTimes) -> Row:
         )
         shared = {"model": model, "args": args, "train_dataset": data, "callbacks": [times]}
         if is_ours:
-            config = LongContextConfig(timeline_steps=0, compile_layers=False if "not compiled" in method else None)
+            config = LongContextConfig(
+                timeline_steps=0,
+                compile_layers=False if "not compiled" in method else None,
+                frozen_weights="fp8" if is_fp8 else "unchanged",
+            )
             trainer: Trainer = LongContextTrainer(longctx_config=config, **shared)
         else:
             kind = offloading(Trainer) if "DeepSpeed" in method else Trainer

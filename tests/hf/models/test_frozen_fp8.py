@@ -18,6 +18,7 @@ from helpers.models.reference import random_rows, reference_step, relative_error
 from helpers.models.tiny_models import ModelCase, adapted, build_model
 from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
+from helpers.plans.policies import replayed
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.trainers.trainer_runs import make_trainer
 from torch import Tensor
@@ -42,6 +43,7 @@ from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.model_spec import PackedSpec
+from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core import fp8
 
 CPU = torch.device("cpu")
@@ -70,6 +72,7 @@ POLICIES = {
     "keep": LayerPolicy((share("attention_output"), share("qkv"), share("mlp"))),
     "recompute": LayerPolicy((share("attention_output", 1.0), share("qkv", 1.0), share("mlp", 1.0))),
     "half": LayerPolicy((share("attention_output", 0.25), share("qkv", 0.5), share("mlp", 0.5))),
+    "host": replayed(0.25, 0.5, mlp=0.5, input_host=0.5),
 }
 
 
@@ -100,9 +103,9 @@ def test_a_matrix_without_an_adapter_is_rounded_too() -> None:
     assert len(fp8_layers(model)) == 14
 
 
-@pytest.mark.parametrize(("name", "tile_tokens"), [("recompute", 8), ("half", 0), ("half", 5)])
+@pytest.mark.parametrize(("name", "tile_tokens"), [("recompute", 8), ("half", 0), ("half", 5), ("host", 0), ("host", 5)])
 def test_with_products_in_fp64_all_gradients_are_exact(in_fp64: None, name: str, tile_tokens: int) -> None:
-    step = EngineStep(None, LENGTHS, rounded_model)
+    step = EngineStep(HostTier.on(CPU, 2**20) if name == "host" else None, LENGTHS, rounded_model)
     assert step.engine.can_keep_qkv
     undo = bind_adapters(step.model)
     loss, _ = step.forward((POLICIES[name],) * 2, tile_tokens)

@@ -58,7 +58,7 @@ def test_methods_are_chosen_by_name_or_word() -> None:
 
     assert chosen() == list(trainings.METHODS)
     assert chosen("hf_longctx") == ["hf_longctx"]
-    assert chosen("longctx") == ["hf_longctx", "hf_longctx, not compiled", "hf_longctx, Liger"]
+    assert chosen("longctx") == ["hf_longctx", "hf_longctx, not compiled", "hf_longctx, Liger", "hf_longctx, fp8"]
     assert chosen("unsloth", "TRL") == ["TRL selective, Liger", "unsloth"]
 
 
@@ -67,12 +67,21 @@ def test_other_systems_are_named_with_their_settings_or_why_they_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.json"
-    words = ["unsloth, packed", "DeepSpeed ALST, Liger", "HF checkpointing, fla", "HF checkpointing", "hf_longctx"]
+    words = [
+        "unsloth, packed",
+        "DeepSpeed ALST, Liger",
+        "HF checkpointing, fla",
+        "HF checkpointing",
+        "hf_longctx",
+        "hf_longctx, fp8",
+    ]
     assert trainings.main(["--toy", "--steps", "0", "--methods", *words, "--json", str(file)]) == 0
     rows = {row["method"]: row for row in read_rows(file)}
     assert rows.keys() == set(words) and all(row["settings"] and "torch " in row["packages"] for row in rows.values())
     states = {method: row["state"] for method, row in rows.items()}
-    assert states.pop("HF checkpointing") == states.pop("hf_longctx") == "ok"
+    assert {states.pop(method) for method in ("HF checkpointing", "hf_longctx", "hf_longctx, fp8")} == {"ok"}
+    # rounded, but the same computation
+    assert rows["hf_longctx, fp8"]["loss"] != pytest.approx(rows["hf_longctx"]["loss"], rel=1e-7)
     assert all(state.startswith("skipped: ") for state in states.values())
     said = capsys.readouterr().out
     assert "SFTConfig(packing=True, max_length=limit)" in said and "packages: torch" in said

@@ -28,7 +28,7 @@ def test_layouts_equal_one_process_and_a_killed_rank_is_named(tmp_path: Path, ca
 def test_every_layout_has_a_row_for_two_ranks_and_those_of_blocks_for_four() -> None:
     two, four = (ranks.cases(n, 128) for n in (2, 4))
     assert set(two) < set(four) and list(four)[-1] == ranks.KILLED
-    assert {case.model for case in two.values()} == {"dense", "adapters", "experts", "states"}
+    assert {case.model for case in two.values()} == {"dense", "adapters", "fp8", "experts", "states"}
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-2])
