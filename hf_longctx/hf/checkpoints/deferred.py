@@ -5,7 +5,9 @@ weight's shape: it takes no memory, code that reads shapes, types and devices wo
 cannot be written to, and computing with it gives NaN. Buffers are real, since files do not hold most of them: the constructor of
 a second model makes them, whose parameters have no values.
 
-Frozen weights in fp8 are rounded while they are read: each rank rounds its own rows, since each row has its own scale.
+Frozen weights in fp8 are rounded while they are read: each rank rounds its own rows, since each row has its own scale. Matrices
+that a checkpoint has in fp8, with a scale for each block, keep their bytes and scales, unless they are to be unpacked: then each
+rank unpacks its own rows of one matrix at a time.
 
 If a weight has the same name and shape in the checkpoint as in the model, every rank reads its own slice. All other weights, such
 as experts that transformers fuses, are read by transformers on rank 0, which sends them one at a time.
@@ -16,7 +18,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,15 +31,17 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.hub import cached_file
 
 from hf_longctx.hf.checkpoints.weights import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.quantised import fp8_layers
+from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
+from hf_longctx.hf.models.quantised import block_size_of, fp8_layers, put_in_place
 from hf_longctx.runtime.core import fp8
+from hf_longctx.runtime.core.products import FP8Linear
 from hf_longctx.runtime.parameters.gradients import first_row
 
 # attribute of a model whose weights are still to be read
@@ -45,6 +50,8 @@ SOURCE = "longctx_source"
 _ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 # arguments that say where a checkpoint on the hub is
 _PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+# dtype of a tensor in a file, and what follows a weight's name in that of its scales
+_IN_FP8, _SCALE = "F8_E4M3", "_scale_inv"
 _WHOLE = "load the whole model with AutoModelForCausalLM.from_pretrained instead"
 
 
@@ -54,6 +61,8 @@ class WeightSource:
 
     # local folder with the safetensors files
     folder: str
+    # rows and columns of a block of a weight in fp8
+    block: tuple[int, int] | None
     # shape of every weight and persistent buffer by its name in the model
     shapes: dict[str, torch.Size]
     # names of those that files hold under the same name and in the same shape
@@ -67,17 +76,33 @@ class WeightSource:
 def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
     """Makes the model that `AutoModelForCausalLM.from_pretrained` would load, in evaluation mode, without its weights.
 
-    `settings` go to `from_pretrained`. Not collective. Raises ValueError, naming the first, if the checkpoint lacks weights, if
-    weights are quantised, and for buffers that the model's constructor does not make again.
+    `settings` go to `from_pretrained`. Not collective. Linear modules with weights in fp8 are `FP8Linear` modules with scales of
+    blocks, unless a `quantization_config` in `settings` has `dequantize`. Raises ValueError, naming the first, if the checkpoint
+    lacks weights, if weights are quantised in another way, and for buffers that the model's constructor does not make again.
     """
     place = {name: settings[name] for name in _PLACE if name in settings}
     config = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **place)
-    if settings.get("quantization_config") or getattr(config, "quantization_config", None):
-        raise ValueError(f"the weights of {name_or_path} are quantised, which are not read shard by shard; {_WHOLE}")
+    asked, stored = settings.get("quantization_config"), getattr(config, "quantization_config", None)
+    if (asked or stored) and (block_size_of(stored) is None or not isinstance(asked, FineGrainedFP8Config | None)):
+        raise ValueError(
+            f"the weights of {name_or_path} are quantised, of which only those in fp8 with scales of blocks are read shard by "
+            f"shard; {_WHOLE}"
+        )
+    block = block_size_of(stored)
     settings = {**settings, "use_safetensors": True}
     loader: Any = AutoModelForCausalLM.from_pretrained
-    model, report = loader(name_or_path, device_map="meta", output_loading_info=True, **settings)
+    shown = settings
+    if block is not None:
+        # built without transformers' own modules for fp8, which a CPU does not get
+        plain_config = copy.deepcopy(config)
+        del plain_config.quantization_config
+        shown = {**{name: each for name, each in settings.items() if name != "quantization_config"}, "config": plain_config}
+        settings = {**settings, "quantization_config": FineGrainedFP8Config(dequantize=True)}
+    with nullcontext() if block is None else _without_warnings():
+        model, report = loader(name_or_path, device_map="meta", output_loading_info=True, **shown)
     state = model.state_dict()
+    if any(value.dtype == fp8.DTYPE for value in state.values()):
+        raise ValueError(f"the config of {name_or_path} names no dtype of the model; give dtype=torch.bfloat16")
     if missing := sorted(set(report["missing_keys"]) & state.keys()):
         raise ValueError(
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} (the first is {missing[0]}), which would be "
@@ -85,15 +110,22 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
         )
     config_file: Any = cached_file(name_or_path, CONFIG_NAME, **place)
     folder = str(Path(config_file).parent)
-    in_files = _shapes_in_files(folder)
+    in_files, in_fp8 = _shapes_in_files(folder)
     # a tensor that comes back as it went in is neither renamed nor changed
     saved = revert_weight_conversion(model, dict(state))
     plain = {name for name, value in state.items() if saved.get(name) is value and in_files.get(name) == value.shape}
     shapes = {name: value.shape for name, value in state.items()}
+    if lost := sorted(
+        name for name in plain & in_fp8 if block is None or in_files.get(name + _SCALE) != _scales(shapes[name], block)
+    ):
+        raise ValueError(f"{lost[0]} of {name_or_path} is in fp8 without scales of its blocks ({lost[0]}{_SCALE}); {_WHOLE}")
     _make_buffers(model)
     _replace(model, {weight: torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape) for weight in model.parameters()})
     tied = tuple(_tied(model, shapes))
-    setattr(model, SOURCE, WeightSource(folder, shapes, frozenset(plain), tied, partial(loader, name_or_path, **settings)))
+    if block is not None and not (asked and asked.dequantize):
+        _keep_blocks(model, plain & in_fp8, block)
+    read = partial(loader, name_or_path, **settings)
+    setattr(model, SOURCE, WeightSource(folder, block, shapes, frozenset(plain), tied, read))
     deferred: PreTrainedModel = model
     return deferred
 
@@ -179,10 +211,15 @@ def read_deferred(model: Any, device: torch.device) -> None:
         with safe_open(path, framework="pt", device="cpu") as reader:
             for name in sorted(source.plain.intersection(reader.keys())):
                 for target in targets[name]:
-                    if id(target) in scales:
-                        _read_rounded(target, scales[id(target)], reader.get_slice(name), base.dtype)
+                    scale, found = scales.get(id(target)), reader.get_slice(name)
+                    found_scale = reader.get_slice(name + _SCALE) if found.get_dtype() == _IN_FP8 else None
+                    if scale is not None and found_scale is not None and scale.shape == torch.Size(found_scale.get_shape()):
+                        read_own(target, _Bytes(found))
+                        read_own(scale, found_scale)
+                    elif scale is not None or found_scale is not None:
+                        _read_changed(target, scale, found, (found_scale, source.block), base.dtype)
                     else:
-                        read_own(target, reader.get_slice(name))
+                        read_own(target, found)
                     done.add(id(target))
     # a tied weight is one tensor under two names
     rest = {name: found for name, found in sorted(targets.items()) if any(id(target) not in done for target in found)}
@@ -201,17 +238,76 @@ def read_deferred(model: Any, device: torch.device) -> None:
     forget_source(model)
 
 
-def _read_rounded(bytes_NC: Tensor, scale_N1: Tensor, found: Any, dtype: torch.dtype) -> None:
-    """Rounds this rank's rows of a matrix in a file, a slice of `safe_open`, to fp8. dtype: of the model's own weights."""
-    if torch.Size(found.get_shape()) != bytes_NC.shape:
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context in which transformers does not list scales as tensors that the model does not have."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+class _Bytes:
+    """A slice of `safe_open` whose elements in fp8 are read as bytes."""
+
+    def __init__(self, found: Any) -> None:
+        self.found, self.get_shape = found, found.get_shape
+
+    def __getitem__(self, place: Any) -> Tensor:
+        found: Tensor = self.found[place]
+        return found.view(torch.uint8)
+
+
+def _read_changed(
+    target: Tensor, scale_N1: Tensor | None, found: Any, blocks: tuple[Any, tuple[int, int] | None], dtype: torch.dtype
+) -> None:
+    """Reads this rank's rows of a matrix in a file, a slice of `safe_open`, whose numbers are not those of the model.
+
+    scale_N1: rows are rounded to fp8, and these are their scales; None: they are not. blocks: scales of the blocks of a matrix in
+    fp8, which is unpacked (None for another one), and the size of a block. dtype: of the model's own weights.
+    """
+    if torch.Size(found.get_shape()) != target.shape:
         raise ValueError(
-            f"the checkpoint has a weight of shape {found.get_shape()}, but the model one of {bytes_NC.shape}; {_WHOLE}"
+            f"the checkpoint has a weight of shape {found.get_shape()}, but the model one of {tuple(target.shape)}; {_WHOLE}"
         )
-    first, num_rows = (first_row(bytes_NC), len(bytes_NC.to_local())) if isinstance(bytes_NC, DTensor) else (0, len(bytes_NC))
-    if num_rows:
-        values_nC, scale_n1 = fp8.rows_in_fp8(found[first : first + num_rows].to(dtype))
-        for target, value in ((bytes_NC, values_nC.view(torch.uint8)), (scale_N1, scale_n1)):
-            (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
+    first, num_rows = (first_row(target), len(target.to_local())) if isinstance(target, DTensor) else (0, len(target))
+    if not num_rows:
+        return
+    scales, block = blocks
+    if scales is None:
+        rows_nC = found[first : first + num_rows].to(dtype)
+    else:
+        # whole blocks of rows
+        height = block[0] if block is not None else 1
+        begin, stop = first // height, -(-(first + num_rows) // height)
+        bytes_nC = found[begin * height : first + num_rows].view(torch.uint8)
+        rows_nC = fp8.unpacked(bytes_nC, scales[begin:stop].float(), block, dtype)[first - begin * height :]
+    values = [(target, rows_nC)]
+    if scale_N1 is not None:
+        values_nC, scale_n1 = fp8.rows_in_fp8(rows_nC)
+        values = [(target, values_nC.view(torch.uint8)), (scale_N1, scale_n1)]
+    for each, value in values:
+        (each.to_local() if isinstance(each, DTensor) else each).copy_(value)
+
+
+def _scales(shape: torch.Size, block: tuple[int, int]) -> torch.Size | None:
+    """Shape of the scales of a matrix in fp8; None for a tensor that is no matrix."""
+    return torch.Size(-(-size // own) for size, own in zip(shape, block, strict=True)) if len(shape) == 2 else None
+
+
+def _keep_blocks(model: nn.Module, names: Collection[str], block: tuple[int, int]) -> None:
+    """Puts modules with placeholders for bytes and scales in place of linear modules with these weights."""
+    nan = torch.full((1, 1), math.nan)
+    for name in names:
+        place = name.rpartition(".")[0]
+        linear = model.get_submodule(place)
+        if type(linear) is nn.Linear and name.endswith(".weight"):
+            shape: Any = _scales(linear.weight.shape, block)
+            bytes_NC = nan.to(fp8.DTYPE).view(torch.uint8).expand(linear.weight.shape)
+            put_in_place(model, place, FP8Linear(bytes_NC, nan.expand(shape), block, linear.bias).train(linear.training))
+    refuse_merges_and_files(model, fp8_layers(model).values(), "in fp8")
 
 
 def _tied(model: nn.Module, shapes: Collection[str]) -> list[frozenset[str]]:
@@ -228,12 +324,16 @@ def _own_name(name: str) -> str:
     return _ADDED.sub("", name)
 
 
-def _shapes_in_files(folder: str) -> dict[str, torch.Size]:
-    shapes = {}
+def _shapes_in_files(folder: str) -> tuple[dict[str, torch.Size], set[str]]:
+    """Shapes of all tensors in the files of a checkpoint by name, and the names of those in fp8."""
+    shapes, in_fp8 = {}, set[str]()
     for path in checkpoint_files(folder):
         with safe_open(path, framework="pt", device="cpu") as reader:
-            shapes.update({name: torch.Size(reader.get_slice(name).get_shape()) for name in reader.keys()})  # noqa: SIM118
-    return shapes
+            for name in reader.keys():  # noqa: SIM118
+                found = reader.get_slice(name)
+                shapes[name] = torch.Size(found.get_shape())
+                in_fp8 |= {name} if found.get_dtype() == _IN_FP8 else set()
+    return shapes, in_fp8
 
 
 def _make_buffers(model: Any) -> None:

@@ -51,8 +51,21 @@ def is_four_bit(module: nn.Module) -> bool:
 
 
 def can_load(config: Any) -> bool:
-    """Whether a checkpoint with this `quantization_config` can be loaded: it must be empty (not quantised), or four-bit."""
-    return not config or (config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit")))
+    """Whether one stage of a checkpoint with this `quantization_config` can be loaded.
+
+    The config must be empty (not quantised), of four bits, or of fp8 with scales of blocks.
+    """
+    is_four_bit = bool(config) and config.get("quant_method") == "bitsandbytes" and bool(config.get("load_in_4bit"))
+    return not config or is_four_bit or block_size_of(config) is not None
+
+
+def block_size_of(config: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block that shares a scale, by the `quantization_config` of a checkpoint in fp8; None for others."""
+    found = config if isinstance(config, dict) and config.get("quant_method") == "fp8" else {}
+    size = found.get("weight_block_size")
+    if size is None or found.get("activation_scheme", "dynamic") != "dynamic":
+        return None
+    return int(size[0]), int(size[1])
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
@@ -64,7 +77,7 @@ def quantised_problems(model: Any) -> list[str]:
     """Returns why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
     layers = four_bit_layers(model)
     if not layers and not any(packed_weights(model)):
-        return block_problems(model) if block_layers(model) else _method_problems(model)
+        return block_problems(model) or ([] if block_layers(model) else _method_problems(model))
     if not any("lora_" in name for name, _ in model.named_parameters()):
         return [
             "four-bit weights cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or "
@@ -172,7 +185,7 @@ def block_layers(model: nn.Module) -> dict[str, Any]:
 def block_problems(model: nn.Module) -> list[str]:
     """Returns why adapters cannot be trained over transformers' modules in fp8; empty if they can, or if there are none."""
     layers = block_layers(model)
-    if layers and not any("lora_" in name for name, _ in model.named_parameters()):
+    if (layers or fp8_layers(model)) and not any("lora_" in name for name, _ in model.named_parameters()):
         return [
             "weights in fp8 cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or load the "
             "model in bfloat16"
@@ -233,6 +246,11 @@ def rounding_problems(model: Any, device: torch.device, is_autocast: bool) -> li
             "or pack_experts"
         ]
     named = _named_for_rounding(model)
+    if any(layer.block is not None for layer in fp8_layers(model).values()):
+        return [
+            "frozen_weights='fp8' would round weights a second time, which are in fp8 with scales of blocks; leave "
+            f"frozen_weights out, or {_IN_BF16} to round them again"
+        ]
     if not any("lora_" in name for name, _ in model.named_parameters()):
         return [
             "frozen_weights='fp8' rounds weights that are not trained, but the model has no adapters; train adapters with "

@@ -136,7 +136,7 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
         _make_weights(copied, seed)
         for place in kept:
             for packed in packed_layers(layers[place]).values():
-                _round_again(copied, names[id(packed)], inner.dtype, is_full=dtype is not None)
+                _round_again(copied, names[id(packed)], inner.dtype, packed.block, is_full=dtype is not None)
     config = inner.config.get_text_config()
     was_shortened = _shorten_windows(copied, inner.config, longest_window)
     generator = torch.Generator().manual_seed(seed)
@@ -311,10 +311,16 @@ def _make_weights(copied: Any, seed: int) -> None:
             weight.data.normal_(0.0, _NOISE)
 
 
-def _round_again(copied: Any, name: str, dtype: torch.dtype, is_full: bool) -> None:
-    """Rounds a random weight that stands for one in fp8. is_full: it stays in a plain module, rounded and unpacked."""
+def _round_again(copied: Any, name: str, dtype: torch.dtype, block: tuple[int, int] | None, is_full: bool) -> None:
+    """Rounds a random weight that stands for one in fp8, whose scales are of rows or of blocks.
+
+    is_full: it stays in a plain module, rounded and unpacked.
+    """
     plain: Any = copied.get_submodule(name)
     rounded = FP8Linear.rounded(plain.weight.to(dtype), plain.bias)
+    if block is not None:
+        shape = [-(-size // own) for size, own in zip(plain.weight.shape, block, strict=True)]
+        rounded = FP8Linear(rounded.weight.detach(), rounded.scale.detach().mean().expand(shape).clone(), block, plain.bias)
     if is_full:
         plain.weight.data = in_full(rounded).weight.data
     else:

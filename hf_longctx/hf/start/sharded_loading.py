@@ -22,11 +22,13 @@ def load_sharded(
 
     Each rank then reads only its own shards from the safetensors files, and holds no more than these and one weight. Weights that
     transformers renames or fuses when it reads them, such as those of experts, are read on rank 0 alone, which holds the whole
-    model on its host and sends one weight at a time. Until then every weight is NaN; adapters may be put over them. With
-    replicated parameters or on one rank, this is `from_pretrained`, except with `frozen_weights="fp8"`, where matrices are
-    rounded while they are read, one at a time; with `parameters="auto"`, the trainer chooses among shards.
+    model on its host and sends one weight at a time. Matrices in fp8 with scales of blocks keep their bytes, or are unpacked
+    while they are read, with `quantization_config=FineGrainedFP8Config(dequantize=True)`. Until then every weight is NaN;
+    adapters may be put over them. With replicated parameters or on one rank, this is `from_pretrained`, except with
+    `frozen_weights="fp8"`, where matrices are rounded while they are read, one at a time; with `parameters="auto"`, the trainer
+    chooses among shards.
     `settings` go to `from_pretrained`. Not collective, but every rank must call this. Raises ValueError if the checkpoint lacks
-    weights or is quantised, and if the ranks have not joined yet.
+    weights or is quantised in another way, and if the ranks have not joined yet.
 
     Example:
 

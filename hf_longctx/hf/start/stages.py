@@ -40,8 +40,8 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
     quantised = getattr(config, "quantization_config", None) or {}
     if not can_load(quantised):
         raise ValueError(
-            f"the checkpoint in {folder} is quantised by {quantised.get('quant_method')}; only four bits by bitsandbytes are "
-            f"tested: use such a checkpoint, or one in bfloat16 or float32"
+            f"the checkpoint in {folder} is quantised by {quantised.get('quant_method')}; only four bits by bitsandbytes, and "
+            f"fp8 with scales of blocks, are tested: use such a checkpoint, or one in bfloat16 or float32"
         )
     return config
 
@@ -85,8 +85,8 @@ def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int) -> 
         # tell the loader to expect weights of other stages; in checkpoints of a base model these have no prefix
         prefix = f"{self.base_model_prefix}."
         dropped = {re.escape(name.removeprefix(prefix)) for name in whole - set(self.state_dict())}
-        # the pattern also covers the scales next to a four-bit weight
-        self._keys_to_ignore_on_load_unexpected |= {f"^({re.escape(prefix)})?{name}(\\..*)?$" for name in dropped}
+        # the pattern also covers the scales next to a weight in four bits or fp8
+        self._keys_to_ignore_on_load_unexpected |= {f"^({re.escape(prefix)})?{name}(\\..*|_scale_inv)?$" for name in dropped}
 
     # named like the original, because transformers finds weight conversions by class name
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})

@@ -3,10 +3,10 @@
     python recipes/bench/gpu/ranks.py [--ranks 2 4] [--only WORD ...] [--budget-s 230] [--json FILE] [--toy]
 
 Each row trains for two steps of plain gradient descent, through `LongContextTrainer`, in a layout of its own: Ulysses, a ring,
-both, groups that the plan chooses, sharded weights, pipeline stages, slices, offload, states and layers on the host, adapters, also
-over frozen weights in fp8, spread experts, a model with linear attention, a resume in another layout, and a rank that is killed.
-Compared are the losses of both steps and what the steps added to each weight, read from the checkpoint that the ranks save: the
-largest relative error of any weight. One process trains the same rows first.
+both, groups that the plan chooses, sharded weights, pipeline stages, slices, offload, states and layers on the host, adapters,
+also over frozen weights in fp8, spread experts, a model with linear attention, a resume in another layout, and a rank that is
+killed. Compared are the losses of both steps and what the steps added to each weight, read from the checkpoint that the ranks
+save: the largest relative error of any weight. One process trains the same rows first.
 
 NCCL lets ranks share a device from version 2.30 on (`NCCL_MULTI_RANK_GPU_ENABLE`). Older ones take each rank for a machine of its
 own (`NCCL_HOSTID`), and ranks talk through sockets. No seconds are printed: ranks that share a device say nothing about speed.
