@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib.util
 import io
 import logging
@@ -20,6 +21,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -41,6 +43,7 @@ from helpers.models.chats import conversation, word_tokenizer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import TrainerMemoryTracker
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextMixin, LongContextTrainer
 
@@ -761,7 +764,16 @@ def soak(count: int, seed: int, first: int = 0, chosen: int | None = None) -> tu
             found["wrong"] += 1
         finally:
             signal.alarm(0)
+            _end_memory_trackers()
     return found, wrong
+
+
+def _end_memory_trackers() -> None:
+    """Ends transformers' threads that look for the peak of memory: one whose trainer was refused keeps a core busy for good."""
+    if any(TrainerMemoryTracker.peak_monitor_func.__name__ in thread.name for thread in threading.enumerate()):
+        for tracker in gc.get_objects():
+            if type(tracker) is TrainerMemoryTracker:
+                tracker.peak_monitoring = False
 
 
 def _too_long(*_: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from soak.constructors import soak
 
 
@@ -9,3 +11,5 @@ def test_odd_arguments_end_in_a_run_or_a_refusal() -> None:
     found, wrong = soak(60, 1)
     assert not wrong
     assert min(found["trained"], found["refused"]) > 5
+    # threads of transformers that measure memory without a pause
+    assert not [thread.name for thread in threading.enumerate() if "peak_monitor" in thread.name]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.models.tiny_models import ModelCase, build_model, tiny_llama
+from helpers.ranks.rank_pool import RankPool
 from helpers.trainers.trainer_runs import training_arguments
 
 from hf_longctx import LongContextConfig, LongContextTrainer
@@ -46,14 +45,18 @@ def calls_of_a_start(folder: str) -> dict[str, int]:
 
 
 def test_a_start_does_not_ask_the_model_what_its_facts_say(tmp_path: Path) -> None:
-    # in a process of its own: in one that had run thousands of tests, a profiled call never returned
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        calls = pool.submit(calls_of_a_start, str(tmp_path)).result()
+    # a new process, which is ended if it does not answer: in one that had run thousands of tests, a profiled call never returned
+    pool = RankPool(1)
+    try:
+        (calls,) = pool.run(calls_of_a_start, str(tmp_path))
+    finally:
+        pool.close()
     most = {function.__name__: number for function, number in MOST_CALLS.items()}
     assert {name: number for name, number in calls.items() if number > most[name]} == {}
     assert calls.keys() == most.keys()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "case,text_class_name",
     [
