@@ -6,6 +6,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keeps xdist from putting files in an order of its own, by which those with one long test would begin last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files without a quick test alone if only quick ones are asked for, since to import all takes 20 seconds."""
+    if config.getoption("markexpr") != "quick" or not collection_path.match("test_*.py"):
+        return None
+    return "mark.quick" not in collection_path.read_text() or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Takes `quick("name", ...)` off the cells of a test's parameters that it does not name."""
+    item.own_markers = [mark for mark in item.own_markers if mark.name != "quick" or not mark.args or _cell(item) in mark.args]
+
+
+def _cell(item: pytest.Item) -> str:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
 
 
 @pytest.hookimpl(trylast=True)

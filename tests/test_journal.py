@@ -9,6 +9,8 @@ import pytest
 
 from hf_longctx.journal import JOURNAL, append_lines, read_journal
 
+pytestmark = pytest.mark.quick
+
 
 def start(training: str, step: int) -> dict[str, object]:
     return {"kind": "start", "training": training, "step": step}

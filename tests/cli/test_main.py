@@ -26,6 +26,7 @@ def test_show_prints_every_hand_written_plan(name: str, capsys) -> None:
     assert "micro-batch 0" in printed.out and "digest" in printed.out
 
 
+@pytest.mark.quick
 def test_show_prints_groups_chunks_and_schedule(capsys) -> None:
     main(["show", str(FIXTURES / "nested.json")])
     out = capsys.readouterr().out
@@ -75,6 +76,7 @@ def test_a_reader_that_closes_the_pipe_gets_no_traceback(words: tuple[str, ...])
     assert (found.returncode, found.stderr) == (int("--list" in words), "")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", BROKEN_TEXTS)
 def test_a_plan_that_breaks_a_rule_is_refused(name: str, tmp_path: Path, capsys) -> None:
     (old, new), message = BROKEN_TEXTS[name]
@@ -101,6 +103,7 @@ def test_a_folder_is_refused(tmp_path: Path, capsys) -> None:
     check_refused(tmp_path, "directory", capsys)
 
 
+@pytest.mark.quick
 def test_version_is_the_package_version(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -137,6 +140,7 @@ def test_show_runs_without_torch_or_transformers() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.quick
 def test_the_module_can_be_run() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "hf_longctx.cli.main", "show", "/nonexistent.json"],

@@ -51,6 +51,7 @@ def test_a_folder_has_all_that_its_family_names(family: Family) -> None:
     assert bool(family.wrapper) == bool(family.text)
 
 
+@pytest.mark.quick
 def test_each_class_and_each_type_belongs_to_one_family() -> None:
     classes = Counter(name for family in FAMILIES for name in (family.causal, family.wrapper, *family.refused) if name)
     types = Counter(name for family in FAMILIES for name in family.model_types)
@@ -71,6 +72,7 @@ def test_families_name_rows_and_reasons_that_there_are() -> None:
     assert {reason for family in FAMILIES for reason in family.refused.values()} == REASONS.keys()
 
 
+@pytest.mark.quick
 def test_an_unknown_type_has_the_traits_of_llama_but_no_kernels() -> None:
     unknown = traits_of({"model_type": "unknown"})
     assert unknown == traits_of({}) == family_of("UnknownForCausalLM").traits

@@ -119,6 +119,7 @@ def test_a_setting_changed_after_construction_is_checked_again() -> None:
         config.check()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_impossible_setting_is_refused_with_its_value_and_remedy(name: str) -> None:
     settings, message = REFUSED[name]
@@ -229,6 +230,7 @@ def test_no_name_is_one_of_the_training_arguments() -> None:
     assert not ours & theirs
 
 
+@pytest.mark.quick
 def test_both_classes_are_parsed_from_one_command_line(tmp_path) -> None:
     parser = HfArgumentParser([TrainingArguments, LongContextConfig])
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--seed", "7", "--degrees", "1", "2", "4", "--max_length", "99"]

@@ -108,6 +108,7 @@ def engine_steps(
     return values, norms, weights
 
 
+@pytest.mark.quick("sharded")
 @pytest.mark.parametrize(
     "num_ranks,case,config,temperature",
     [

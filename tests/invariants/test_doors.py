@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 TESTS = Path(__file__).parents[1]
 # file -> why it switches the self-test off
 OFF = {

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 TESTS = Path(__file__).parents[1]
 # functions whose first two arguments are an owner and the name of what is replaced
 REPLACERS = ("object", "setattr", "replaced")

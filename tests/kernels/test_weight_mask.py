@@ -13,6 +13,8 @@ from hf_longctx.kernels import weight_mask as op
 from hf_longctx.kernels.weight_mask import dropped_weights
 from hf_longctx.runtime.core.dropout import DropoutKeys
 
+pytestmark = pytest.mark.quick
+
 POSITIONS = torch.arange(128).unsqueeze(0)
 KEY = DropoutKeys(seed=3).site_key("layer weights")
 

@@ -134,6 +134,7 @@ def test_a_browser_draws_every_chart_without_errors(page: Path, tmp_path: Path, 
     assert [name for name, _, fits in charts if not fits] == [] and scroll_width <= width
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lines", "message"),
     [([], "has no journal.jsonl"), ([START], "has no finished step yet")],
@@ -153,6 +154,7 @@ def test_a_long_run_is_thinned_to_means(folder: Path) -> None:
     assert thinned(steps) == steps
 
 
+@pytest.mark.quick
 def test_each_of_several_held_out_sets_has_a_curve_of_its_own() -> None:
     logs = [{"eval_a_loss": 2.0 - step, "eval_b_loss": 1.0, "eval_needle_loss": 5.0, "eval_loss_at_4_7": 3.0} for step in (0, 1)]
     lines = [{"kind": "log", "step": step, "logs": each} for step, each in enumerate(logs)]

@@ -200,6 +200,7 @@ def test_sequences_of_a_pack_stand_longest_first() -> None:
     assert [span.sequence for span in group.chunks[0].spans] == [0, 2, 1, 3]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("solver", ["auto", "greedy", "static"])
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_one_sequence_is_planned_in_every_world(num_ranks: int, solver: Solver) -> None:

@@ -87,6 +87,7 @@ def test_adapters_are_remedies_by_the_bytes_of_their_states() -> None:
     assert not any("LoRA" in one.change for one in remedies(replace(memory, model=packed), REPLICATED))
 
 
+@pytest.mark.quick
 def test_every_remedy_is_computed_by_the_same_formula() -> None:
     assert lengths_by_remedy(REPLICATED) == {
         # 160,000 - 20,992 bytes are 91 tokens on each of 4 ranks
@@ -163,6 +164,7 @@ def test_fewer_tokens_over_weights_of_four_bits_are_explained() -> None:
     assert small.unquantized_tokens == 0 and not any("without --quantize" in note for note in small.notes)
 
 
+@pytest.mark.quick
 def test_every_change_that_a_refusal_offers_makes_the_model_fit() -> None:
     with pytest.raises(ValueError, match="does not fit") as refusal:
         build_scenario(Request("llama-3.1-8b", "h200", 1))

@@ -36,6 +36,7 @@ def config_file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.quick
 def test_file_gives_values_of_the_right_type(config_file: str) -> None:
     recipe, config, args = read_settings(ALL, [config_file])
     assert config.max_length == 100 and config.degrees == [1, 2]
@@ -157,6 +158,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_settings(ALL, [str(tmp_path / "list.yaml")])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["demo.yaml", "text.yaml", "single_gpu_long.yaml", "pipeline.yaml", "extend_demo.yaml"])
 def test_shipped_configs_are_valid(name: str) -> None:
     path = Path(__file__).parents[2] / "recipes" / "configs" / name

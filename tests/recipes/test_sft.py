@@ -38,6 +38,7 @@ def demo(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return launch(folder, str(ROOT / "recipes" / "configs" / "demo.yaml"), *SMALL), folder / "out"
 
 
+@pytest.mark.quick
 def test_demo_prints_one_line_per_log_and_its_world(demo) -> None:
     run, _ = demo
     assert run.returncode == 0, run.stderr[-3000:]

@@ -58,12 +58,14 @@ def test_a_process_without_a_launcher_is_one_rank() -> None:
     assert pool.group((0,)) is None
 
 
+@pytest.mark.quick
 def test_context_of_one_rank() -> None:
     context = GroupPool((1,), timeout_s=1.0).context(sequence_group(0), CHUNK)
     assert (context.num_tokens, context.block.num_ranks, context.ring.num_blocks, context.calls.count) == (8, 1, 1, 0)
     assert context.cu_seqlens == (0, 8)
 
 
+@pytest.mark.quick
 def test_shards_that_do_not_cover_the_chunk_are_refused() -> None:
     ring = Ring(None, 0, (0,), ((Piece(0, 0, 8, 0),),), ((),))
     with pytest.raises(ValueError, match=r"\(7,\) tokens do not add up to the 8 tokens of the chunk"):
@@ -82,6 +84,7 @@ def sums_of_ranks(groups: list[tuple[int, ...]]) -> list[int]:
     return sums
 
 
+@pytest.mark.quick
 def test_handles_join_exactly_their_ranks(ranks) -> None:
     groups = [(0, 1), (2, 3), (0, 1, 2, 3)]
     for rank, sums in enumerate(ranks(4).run(sums_of_ranks, groups)):

@@ -14,6 +14,8 @@ from hf_longctx.plan.groups.problem import Layout
 from hf_longctx.plan.planner import build_plan
 from hf_longctx.sim.execution import execute_plan
 
+pytestmark = pytest.mark.quick
+
 SHAPES = {1: GroupShape(1), 2: GroupShape(2, 2)}
 LENGTHS = (100, 30, 10)
 # a pair of ranks with one sequence of 100 tokens, then two single ranks with 30 and 10 tokens

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hf_longctx.plan.core.serialize import plan_to_json
 
 
+@pytest.mark.quick("<2>,<1,1>,<2>-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_matches_one_plain_process(ranks, name: str, family: str) -> None:

@@ -161,6 +161,7 @@ def test_a_config_file_keeps_its_own_class(tmp_path: Path) -> None:
     assert isinstance(model_config(str(path)), Qwen3Config)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_layers", [0, 1])
 def test_layers_are_cut_off_with_their_types(num_layers: int) -> None:
     config = Qwen3Config(

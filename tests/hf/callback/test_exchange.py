@@ -32,6 +32,7 @@ def expected_documents(rows: list[dict[str, list[int]]]) -> tuple[list[list[int]
     return pairs, [len(row["input_ids"]) for row in rows]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("collator", [PaddingCollator(), DataCollatorWithFlattening(return_flash_attn_kwargs=True)])
 def test_padded_and_flattened_batches_give_the_same_documents(collator: Any) -> None:
     rows = random_rows([5, 1, 9, 2])
@@ -146,6 +147,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, set[str]]] = {
 }
 
 
+@pytest.mark.quick("all ranks together")
 @pytest.mark.parametrize("name", RUNS)
 def test_training_alone_follows_the_stock_trainer(ranks, rows, name: str) -> None:
     num_ranks, config, arguments, padded, used = RUNS[name]

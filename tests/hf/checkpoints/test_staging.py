@@ -16,6 +16,8 @@ from hf_longctx.hf.checkpoints import staging
 from hf_longctx.hf.checkpoints.manifest import Contents
 from hf_longctx.hf.checkpoints.staging import SavingRanks, StagedCheckpoint, is_whole, publish, recover, seal
 
+pytestmark = pytest.mark.quick
+
 CONTENTS = Contents(step=5, num_ranks=1, num_stages=1, parameters="replicated", weights_only=False, data=None)
 
 

@@ -20,6 +20,8 @@ from hf_longctx.hf.data.scan import token_rows
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.groups.exact import rank_layouts
 
+pytestmark = pytest.mark.quick
+
 NO_LABEL = -100
 Row = dict[str, list[int]]
 Token = tuple[int, int, int]

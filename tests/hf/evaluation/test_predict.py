@@ -94,6 +94,7 @@ def test_every_row_is_scored_as_by_its_whole_logits(ranks, name: str) -> None:
         check(found, ROWS)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", ["granite", "gemma2"])
 def test_changed_logits_score_every_row(family: str) -> None:
     case = ModelCase(family, promoted=True)

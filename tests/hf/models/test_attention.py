@@ -48,6 +48,7 @@ def test_generate_and_padded_evaluation_are_bit_equal_without_a_plan(family: str
     assert all(torch.equal(a, b) for a, b in zip(expected.scores, found.scores, strict=True))
 
 
+@pytest.mark.quick
 def test_training_loss_and_gradients_are_bit_equal_without_a_plan() -> None:
     case = ModelCase(dtype=torch.float32)
     plain, patched = build_model(case), build_model(case)
@@ -138,6 +139,7 @@ def test_a_class_of_a_module_that_is_gone_has_the_attention_of_its_base() -> Non
     assert attention_problems(model) == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keyword", ["position_bias", "indices"])
 def test_unknown_semantics_are_refused_by_name(keyword: str) -> None:
     heads = torch.zeros(1, 2, 5, 4)

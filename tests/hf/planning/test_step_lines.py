@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from helpers.plans.layouts import plan_of
 from helpers.plans.measured_plans import INTERVALS, step_record
 
@@ -11,6 +12,8 @@ from hf_longctx.hf.planning.report import record_parts
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.plan.core.types import Estimate
 from hf_longctx.runtime.execution.round import StepMemory
+
+pytestmark = pytest.mark.quick
 
 
 def test_one_step_before_calibration_has_no_prediction() -> None:

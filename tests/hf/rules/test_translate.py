@@ -82,6 +82,7 @@ UNTRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", UNTRANSLATED)
 def test_what_has_no_words_is_refused_by_name(tmp_path: Path, name: str) -> None:
     launched, changes, remedy = UNTRANSLATED[name]

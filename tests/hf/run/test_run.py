@@ -110,6 +110,7 @@ def test_a_start_that_fails_on_several_ranks_leaves_their_groups_as_they_were(ra
         assert ranks(2).run(groups_and_states, phase, settings) == [(True, told)] * 2
 
 
+@pytest.mark.quick
 def test_a_run_beside_the_loop_of_a_stock_trainer_decides_less(tmp_path: Path) -> None:
     model = build_model(ModelCase())
     own = request_of(ModelCase(), str(tmp_path), model)

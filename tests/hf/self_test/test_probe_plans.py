@@ -13,6 +13,8 @@ from hf_longctx.plan.core.types import LayerRange, Span
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.model.model_spec import ModelSpec
 
+pytestmark = pytest.mark.quick
+
 MODEL = ModelSpec(8, 32, 48, 4, 2, 8, 64, 512)
 LENGTHS = probe_lengths(61)
 

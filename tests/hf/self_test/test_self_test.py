@@ -533,6 +533,7 @@ def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
     return error, printed.getvalue(), is_stock
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:
     passed = ranks(2).run(run_stock, is_attached, "")

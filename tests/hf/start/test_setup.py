@@ -89,6 +89,7 @@ def test_a_device_without_room_is_refused_before_the_first_step_with_settings_th
         assert fits >= 1 and setup.room_tokens >= min(64, fits, tokens_per_rank or 64)
 
 
+@pytest.mark.quick
 def test_stages_whose_gathered_weights_do_not_fit_are_refused_with_bytes_limit_and_remedy() -> None:
     facts = ModelFacts.of(build_model(ModelCase(num_layers=8, dtype=torch.float32)))
     arguments: Any = SimpleNamespace(bf16=False, optim="adamw_torch", device=torch.device("cpu"), world_size=4)
@@ -122,6 +123,7 @@ def most_states(spec: ModelSpec, parameters: Parameters) -> int:
     return ByteModel(spec).most_states(layer_ranges(spec.num_layers, 2), parameters, 2)
 
 
+@pytest.mark.quick
 def test_the_longest_row_that_is_accepted_can_be_planned() -> None:
     # formulas alone take 64 tokens in this ring, and the plan of 8 is refused
     model = build_model(ModelCase(family="deepseek_v2", dtype=torch.float32))

@@ -64,6 +64,7 @@ def test_twenty_steps_follow_one_plain_process(ranks, rows, name: str, promoted:
             assert degrees >= {"1", "2"}, layouts
 
 
+@pytest.mark.quick("2-2")
 @pytest.mark.parametrize("num_ranks,steps", [(1, 2), (2, 2), (2, 4)])
 def test_accumulated_plans_follow_one_plain_process(ranks, rows, num_ranks: int, steps: int) -> None:
     case = ModelCase("llama", promoted=True)
@@ -162,6 +163,7 @@ def test_resuming_inside_an_epoch_continues_with_the_same_samples(ranks, rows, t
     assert (tmp_path / "timeline.json").exists()
 
 
+@pytest.mark.quick
 def test_mixin_serves_other_trainers(rows) -> None:
     class Mine(LongContextMixin, Trainer):
         pass

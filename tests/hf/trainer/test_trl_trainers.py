@@ -101,6 +101,7 @@ RUNS: dict[str, tuple[int, str, str, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("mixin, two ranks together")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_trainer_of_trl_follows_stock_trl_on_one_process(ranks, name: str) -> None:
     num_ranks, kind, how, lora, config, arguments = RUNS[name]

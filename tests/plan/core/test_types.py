@@ -24,6 +24,8 @@ from hf_longctx.plan.core.types import (
     TensorShare,
 )
 
+pytestmark = pytest.mark.quick
+
 numbers = st.integers(min_value=0, max_value=200)
 actions = st.builds(
     Action,

@@ -13,6 +13,8 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.cost.cost_model import training_operations
 from hf_longctx.plan.setup import lora_adapters
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("length", [16, 48])
 def test_products_are_those_that_torch_counts(length: int) -> None:

@@ -84,6 +84,7 @@ def test_the_order_of_the_sequences_does_not_change_how_full_bins_are(packing: t
     assert fills[0] == fills[1]
 
 
+@pytest.mark.quick
 @given(packings(max_size=7))
 @example(([6, 6, 6, 5, 5], 10))
 def test_no_packing_needs_fewer_bins_than_the_bound(packing: tuple[list[int], int]) -> None:
@@ -122,6 +123,7 @@ def test_the_largest_capacity_takes_lengths_to_the_brim() -> None:
     assert pack_sequences(lengths, MAX_CAPACITY).bins() == [[2], [0, 1]]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("lengths", "capacity", "message"),
     [

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from helpers.plans.cost_models import MODEL, cost_model
 
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.memory.stage import accumulated_bytes
 from hf_longctx.plan.predict.evaluate import evaluate_plan
+
+pytestmark = pytest.mark.quick
 
 PARAMETERS = MODEL.part_parameters(MODEL.num_layers, True, True)
 

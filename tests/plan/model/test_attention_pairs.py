@@ -18,6 +18,8 @@ from hf_longctx.plan.cost.fitting import hardware_rates
 from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs, SpanRates, masked_keys
 from hf_longctx.plan.policies.slots import layer_slots
 
+pytestmark = pytest.mark.quick
+
 WINDOWS = st.lists(st.none() | st.integers(1, 90), min_size=1, max_size=5).map(tuple)
 # keys that a device computes at once; 0: hidden pairs do not count
 TILES = st.sampled_from([0, 16, 64])

@@ -30,6 +30,7 @@ def test_layouts_are_all_full_ones_of_up_to_three_degrees(num_ranks: int, degree
     assert set(found) == everything
 
 
+@pytest.mark.quick
 def test_many_ranks_have_hundreds_of_layouts_not_thousands() -> None:
     assert len(stage_layouts(32, (*range(1, 9), 16, 24, 32))) < 200
     assert (8,) * 4 in stage_layouts(32, (1, 2, 4, 8, 16, 32))
@@ -76,6 +77,7 @@ def test_equal_groups_are_within_a_third_of_the_optimum(lengths: list[int], num_
     assert makespan(dealt, seconds) <= bound * least_makespan(seconds) * (1 + 1e-9)
 
 
+@pytest.mark.quick
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=6),
     st.sampled_from([(2, 1), (4, 2, 2), (8, 1), (2, 1, 1), (3, 1)]),

@@ -13,6 +13,8 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.policies.fit import FittedGroups, Trial, first_fitting, least_memory_group, search_room
 
+pytestmark = pytest.mark.quick
+
 MODEL = named_model("llama-3.1-8b")
 
 

@@ -25,6 +25,8 @@ from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 
+pytestmark = pytest.mark.quick
+
 
 def group(positions: tuple[int, ...], chunks: list[tuple[int, ...]], lengths: tuple[int, ...], order: str = "") -> SequenceGroup:
     """A group of whole sequences; each chunk is a tuple of sequences."""

@@ -18,6 +18,8 @@ from hf_longctx.plan.policies.fit import with_layers
 from hf_longctx.plan.predict.pipeline_run import PredictionCache, run_pipeline
 from hf_longctx.plan.room.cells import GroupCells
 
+pytestmark = pytest.mark.quick
+
 LENGTHS = [40_000, 9_000, 3_000, 5_000, 7_000]
 
 

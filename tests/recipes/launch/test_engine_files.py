@@ -128,6 +128,7 @@ def test_kubeflows_models_take_its_file_and_know_every_field() -> None:
     assert known == file
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipes" / "accelerate").glob("*.yaml")))
 def test_accelerate_takes_its_files(name: str) -> None:
     """It raises for a key that it does not know."""
@@ -136,6 +137,7 @@ def test_accelerate_takes_its_files(name: str) -> None:
     assert (config.num_machines, config.rdzv_backend) == ((2, "c10d") if name == "nodes.yaml" else (1, "static"))
 
 
+@pytest.mark.quick
 def test_the_dockerfile_copies_what_is_there_and_has_a_python_that_is_supported() -> None:
     lines = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split() for line in lines if line and not line.startswith("#")]

@@ -128,6 +128,7 @@ def run(case: ModelCase, policies: tuple[LayerPolicy, ...], tile_tokens: int, le
     return work
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
 @pytest.mark.parametrize("tile_tokens", [0, 1, 16, 64])
 def test_attention_runs_once_and_the_mlp_twice(family: str, tile_tokens: int) -> None:
@@ -218,6 +219,7 @@ def test_a_norm_behind_the_mlp_costs_a_third_forward() -> None:
     assert (work.pairs, work.mlp_tokens) == (2 * PAIRS, [3 * 52] * 2)
 
 
+@pytest.mark.quick
 def test_several_chunks_may_be_in_flight_in_any_order() -> None:
     # forward, forward, backward, backward over two chunks of one group, both orders
     rows = random_rows(LENGTHS)

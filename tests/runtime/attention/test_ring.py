@@ -155,6 +155,7 @@ def test_messages_travel_while_tiles_are_computed(ranks) -> None:
 lengths_of_documents = st.lists(st.integers(1, 90), min_size=1, max_size=6)
 
 
+@pytest.mark.quick
 @settings(max_examples=50)
 @given(lengths_of_documents, st.integers(2, 5))
 def test_every_visible_pair_is_computed_once_and_no_masked_tile(lengths: list[int], degree: int) -> None:

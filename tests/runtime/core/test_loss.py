@@ -17,6 +17,8 @@ from hf_longctx.runtime.core.loss import (
     summed_loss,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def logits_and_labels(num_tokens: int, dtype: torch.dtype, masked: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)

@@ -190,6 +190,7 @@ def test_a_model_that_drops_the_context_in_one_layer_is_refused() -> None:
         executor_of(model).evaluate(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"])
 
 
+@pytest.mark.quick
 def test_intervals_name_every_action_and_the_reduction_in_order() -> None:
     result = executor_of(patched_model()).run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS)
     assert [(i.round, i.kind, i.name) for i in result.intervals()] == [
@@ -326,6 +327,7 @@ SLICED = [(Span(0, 0, 6),), (Span(0, 6, 13), Span(1, 0, 5), Span(2, 0, 9))]
 
 
 # tiles of 5: gradients are computed with the loss where its backward comes next, else by a second run of the head
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "chunks,words,expected",
     [

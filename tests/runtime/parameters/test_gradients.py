@@ -35,6 +35,7 @@ def reduced_on_rank(bucket_bytes: int) -> list[Tensor]:
     return [parameter.grad for parameter in parameters]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_gradients_are_summed_over_ranks_in_buckets_of_any_size(ranks, bucket_bytes: int) -> None:
     expected = [a.grad + b.grad for a, b in zip(parameters_of(0), parameters_of(1), strict=True)]
@@ -72,6 +73,7 @@ def test_a_parameter_without_gradient_stays_without(ranks) -> None:
         assert trained.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.quick
 def test_one_rank_keeps_its_gradients() -> None:
     parameters = parameters_of(0)
     before = [parameter.grad.clone() for parameter in parameters]

@@ -19,6 +19,7 @@ def by_loop(kept: Tensor, added: Tensor, before: Tensor | None) -> Tensor:
     return torch.stack(states)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 33, 256, 257, 300])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_blocks_are_the_loop(num_tokens: int, with_state: bool) -> None:

@@ -14,6 +14,8 @@ from hf_longctx.runtime.tiles import stacks
 from hf_longctx.runtime.tiles.plain import Scores
 from hf_longctx.runtime.tiles.stacks import HeadShape, StackChecks, stack_backward, stack_forward, stackable
 
+pytestmark = pytest.mark.quick
+
 CUDA, SCORES = torch.device("cuda"), Scores(0.3)
 SHAPE = HeadShape((9, 0), torch.bfloat16, 32, 8, 128, 128)
 

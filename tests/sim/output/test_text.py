@@ -13,6 +13,8 @@ from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
 from hf_longctx.sim.output.text import _beside, execution_text, forecast_text
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequence() -> None:
     found = forecast()

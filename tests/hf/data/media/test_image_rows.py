@@ -124,6 +124,7 @@ def test_what_is_not_learnt_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text.count("no token of an image is learnt: their labels are -100") == 1
 
 
+@pytest.mark.quick
 def test_sizes_come_from_headers_and_obey_the_orientation_of_cameras() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -82,6 +82,7 @@ def rows_of(batch: ReadBatch) -> list[list[int]]:
     return [sequence.input_ids.tolist() for sequence in batch.sequences]
 
 
+@pytest.mark.quick
 def test_batches_take_rows_in_order_and_end_with_the_epoch() -> None:
     rows = random_rows([3, 5, 2, 7, 4, 6])
     stream = Stream(rows)
@@ -200,6 +201,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_bad_row_is_named_when_it_comes(name: str) -> None:
     row, message = BAD_ROWS[name]

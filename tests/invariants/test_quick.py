@@ -1,0 +1,34 @@
+"""The quick tests touch every sub-package, and the cells that they name are there."""
+
+from __future__ import annotations
+
+import configparser
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_sub_package_has_a_quick_test_in_its_own_folder() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    folders = ["/".join(name.split(".")[1:]) for name in config["options"]["packages"].split() if "." in name]
+    quick = {path.parent for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.quick" in path.read_text()}
+    assert len(folders) > 40
+    assert [folder for folder in folders if ROOT / "tests" / folder not in quick] == []
+
+
+def test_named_cells_are_there(request: pytest.FixtureRequest) -> None:
+    """Looks at all tests of this session."""
+    found: dict[Any, set[str]] = {}
+    for item in request.session.items:
+        if hasattr(item, "callspec"):
+            found.setdefault(item.function, set()).add(item.callspec.id)
+    named = {each: mark.args for each in found for mark in getattr(each, "pytestmark", []) if mark.name == "quick"}
+    lacking = {each: set(cells) - found[each] for each, cells in named.items()}
+    assert [f"{inspect.getfile(each)}: {each.__name__} {sorted(cells)}" for each, cells in lacking.items() if cells] == []
