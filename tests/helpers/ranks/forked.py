@@ -101,15 +101,36 @@ class Program:
         self._process.join()
 
 
+CPU = {"ACCELERATE_USE_CPU": "true"}
+
+
+def start_ranks(
+    script: Path,
+    arguments: list[str],
+    num_ranks: int,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    file_per_rank: bool = False,
+) -> list[Program]:
+    """Starts `script` on ranks of one node. They write to `stdout.txt` and `stderr.txt` in `folder`, or to `stdout0.txt`, ..."""
+    port = free_port()
+    return [
+        Program(
+            script,
+            arguments,
+            {**(environment or {}), **rank_environment(rank, num_ranks, port)},
+            *(folder / f"{name}{rank if file_per_rank else ''}.txt" for name in ("stdout", "stderr")),
+        )
+        for rank in range(num_ranks)
+    ]
+
+
 def run_ranks(
     script: Path, arguments: list[str], num_ranks: int, folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs `script` on ranks of one node as a launcher does; ten seconds after a rank fails, the others are ended."""
-    port, out, errors = free_port(), folder / "stdout.txt", folder / "stderr.txt"
-    ranks = [
-        Program(script, arguments, {**(environment or {}), **rank_environment(rank, num_ranks, port)}, out, errors)
-        for rank in range(num_ranks)
-    ]
+    out, errors = folder / "stdout.txt", folder / "stderr.txt"
+    ranks = start_ranks(script, arguments, num_ranks, folder, environment)
     codes: list[int] = []
     try:
         for rank in ranks:

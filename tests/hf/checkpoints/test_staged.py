@@ -343,7 +343,7 @@ def save_slowly(folder: str) -> None:
     write = weights_module._save_own
 
     def slow(*args: Any) -> None:
-        time.sleep(4.0 * own.stage.stage)
+        time.sleep(2.5 * own.stage.stage)
         write(*args)
 
     weights_module._save_own = slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.ranks.forked import free_port, run_ranks
+from helpers.ranks.forked import free_port, start_ranks
 from helpers.ranks.rank_steps import group_pool
 from helpers.trainers.trainer_runs import training_arguments
 
@@ -22,6 +22,7 @@ def gathered_on_rank(values: list[object]) -> list[object]:
     return gather_objects(values[pool.rank], pool.control)
 
 
+@pytest.mark.quick
 def test_values_are_gathered_in_rank_order_on_every_rank(ranks) -> None:
     values = [["a", 1], None]
     assert ranks(2).run(gathered_on_rank, values) == [values, values]
@@ -43,6 +44,7 @@ def message_on_rank(problems: list[list[str]]) -> str:
     return message
 
 
+@pytest.mark.quick
 def test_a_problem_of_one_rank_is_raised_on_every_rank_with_its_number(ranks) -> None:
     expected = "this run cannot start:\n- the disk is full (on rank 1)"
     assert ranks(2).run(message_on_rank, [[], ["the disk is full"]]) == [expected, expected]
@@ -143,6 +145,7 @@ BACKEND_MESSAGES = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("message", BACKEND_MESSAGES)
 def test_a_lost_rank_is_explained_with_step_rank_and_time_out(message: str) -> None:
     with pytest.raises(RuntimeError) as raised, explain_lost_ranks(step=7, rank=3, timeout_s=60.0):
@@ -195,7 +198,7 @@ def test_ranks_that_come_minutes_apart_to_what_follows_the_meeting_are_waited_fo
     assert ranks(2).run(meet_on_rank) == [[0, 1], [0, 1]]
 
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 
 PROGRAM = """
 import os, sys, time
@@ -225,9 +228,16 @@ dist.barrier()
 
 
 # "refused": every rank catches the error of a call; then, or without any run in a new process group, the user's code waits
-@pytest.mark.parametrize("place", ["refused", "new group", "next run"])
-def test_a_rank_waits_for_one_that_works_after_a_refusal_and_in_another_process_group(tmp_path: Path, place: str) -> None:
-    program = tmp_path / "program.py"
+def test_a_rank_waits_for_one_that_works_after_a_refusal_and_in_another_process_group(tmp_path: Path) -> None:
+    """All cases run side by side, since most of their time is a wait."""
+    program, pairs = tmp_path / "program.py", {}
     program.write_text(PROGRAM)
-    done = run_ranks(program, [place, str(TIMEOUT_S), str(free_port())], 2, tmp_path)
-    assert done.returncode == 0, done.stderr
+    try:
+        for place in ("refused", "new group", "next run"):
+            (tmp_path / place).mkdir()
+            pairs[place] = start_ranks(program, [place, str(TIMEOUT_S), str(free_port())], 2, tmp_path / place)
+        for place, pair in pairs.items():
+            assert [rank.wait(100) for rank in pair] == [0, 0], (place, (tmp_path / place / "stderr.txt").read_text())
+    finally:
+        for rank in (each for pair in pairs.values() for each in pair):
+            rank.kill()

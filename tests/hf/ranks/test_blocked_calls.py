@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-from helpers.ranks.forked import Program, free_port, rank_environment
+from helpers.ranks.forked import start_ranks
 
 TIMEOUT_S = 3.0
 
@@ -47,31 +46,32 @@ with beating(lambda: 7, timeout_s):
 
 
 # gloo itself notices a peer that was killed, but neither one that was stopped nor, outside a collective, any
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "end"), [("device wait", "SIGKILL"), ("device wait", "SIGSTOP"), ("collective", "SIGSTOP"), ("receive", "SIGSTOP")]
-)
-def test_a_main_thread_inside_a_blocking_call_does_not_delay_the_verdict(tmp_path: Path, place: str, end: str) -> None:
-    program, stopped, port = tmp_path / "program.py", tmp_path / "stopped", free_port()
-    program.write_text(PROGRAM)
-    ranks = [
-        Program(
-            program,
-            [place, end, str(stopped), str(TIMEOUT_S)],
-            rank_environment(rank, 2, port),
-            tmp_path / f"stdout{rank}.txt",
-            tmp_path / f"stderr{rank}.txt",
-        )
-        for rank in range(2)
-    ]
+CASES = [("device wait", "SIGKILL"), ("device wait", "SIGSTOP"), ("collective", "SIGSTOP"), ("receive", "SIGSTOP")]
+
+
+def test_a_main_thread_inside_a_blocking_call_does_not_delay_the_verdict(tmp_path: Path) -> None:
+    """All cases run side by side, since most of their time is a wait."""
+    pairs, folders, ended = [], [tmp_path / str(number) for number in range(len(CASES))], dict[int, float]()
     try:
-        other = int(place == "receive")
-        code = ranks[other].wait(60)
-        took_s = time.time() - float(stopped.read_text())
+        for folder, (place, end) in zip(folders, CASES, strict=True):
+            folder.mkdir()
+            program = folder / "program.py"
+            program.write_text(PROGRAM)
+            arguments = [place, end, str(folder / "stopped"), str(TIMEOUT_S)]
+            pairs.append(start_ranks(program, arguments, 2, folder, file_per_rank=True))
+        # rank 0 holds the store, which does not answer any more in the last case
+        others = [int(place == "receive") for place, _ in CASES]
+        until_s = time.monotonic() + 60
+        while len(ended) < len(CASES) and time.monotonic() < until_s:
+            time.sleep(0.05)
+            waiting = [number for number in range(len(CASES)) if number not in ended]
+            ended |= {number: time.time() for number in waiting if pairs[number][others[number]].exit_code is not None}
     finally:
-        for rank in ranks:
+        for rank in (each for pair in pairs for each in pair):
             rank.kill()
-    errors = (tmp_path / f"stderr{other}.txt").read_text()
-    assert code == 1 and f"step 7 could not finish on rank {other}: rank {1 - other} died" in errors, errors
-    # the verdict comes after 0.7 limits, and rank 0, which holds the store, stays a little for the others
-    assert 0.6 * TIMEOUT_S < took_s < 2 * TIMEOUT_S
+    for number, (folder, case, other) in enumerate(zip(folders, CASES, others, strict=True)):
+        errors = (folder / f"stderr{other}.txt").read_text()
+        assert number in ended and pairs[number][other].exit_code == 1, (case, errors)
+        assert f"step 7 could not finish on rank {other}: rank {1 - other} died" in errors, (case, errors)
+        # the verdict comes after 0.7 limits, and rank 0, which holds the store, stays a little for the others
+        assert 0.6 * TIMEOUT_S < ended[number] - float((folder / "stopped").read_text()) < 2 * TIMEOUT_S, case

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.ranks.forked import Program, free_port, rank_environment
+from helpers.ranks.forked import CPU, Program, start_ranks
 
 PROGRAM = """
 import os, signal, sys
@@ -43,17 +43,7 @@ def start(folder: Path, how: str) -> list[Program]:
     folder.mkdir()
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    port, errors, num_ranks = free_port(), folder / "stderr.txt", 4 if "sharded stages" in how else 2
-    return [
-        Program(
-            program,
-            [str(folder), how],
-            {**rank_environment(rank, num_ranks, port), "ACCELERATE_USE_CPU": "true"},
-            folder / "stdout.txt",
-            errors,
-        )
-        for rank in range(num_ranks)
-    ]
+    return start_ranks(program, [str(folder), how], 4 if "sharded stages" in how else 2, folder, CPU)
 
 
 # run side by side, since most of their time is a wait

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.models.versions import resuming
-from helpers.ranks.forked import Program, free_port, rank_environment, run_ranks
+from helpers.ranks.forked import CPU, free_port, run_ranks, start_ranks
 from helpers.trainers.trainer_runs import training_arguments
 from transformers import TrainerControl, TrainerState
 
@@ -86,9 +86,6 @@ def ranks_of(folder: Path, who: str, resume: bool = False) -> list[dict]:
     done = run_ranks(program(folder), [str(folder), who, "resume" if resume else "new"], 2, folder, CPU)
     assert done.returncode == 0, done.stderr
     return results(folder)
-
-
-CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
 def program(folder: Path) -> Path:
@@ -179,20 +176,10 @@ def test_the_way_to_resume_is_named_truly_for_weights_alone(tmp_path: Path, capl
 
 
 def test_a_second_signal_ends_a_rank_at_once_inside_a_collective(tmp_path: Path) -> None:
-    port, errors = free_port(), tmp_path / "stderr.txt"
-    ranks = [
-        Program(
-            program(tmp_path),
-            [str(tmp_path), "twice", "new"],
-            {**rank_environment(rank, 2, port), **CPU},
-            tmp_path / "stdout.txt",
-            errors,
-        )
-        for rank in range(2)
-    ]
+    ranks = start_ranks(program(tmp_path), [str(tmp_path), "twice", "new"], 2, tmp_path, CPU)
     try:
         assert ranks[1].wait(60) == 128 + signal.SIGTERM
     finally:
         for rank in ranks:
             rank.kill()
-    assert "rank 1 got SIGTERM after SIGTERM: it ends at once, without saving" in errors.read_text()
+    assert "rank 1 got SIGTERM after SIGTERM: it ends at once, without saving" in (tmp_path / "stderr.txt").read_text()
