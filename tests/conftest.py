@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,22 +75,48 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Takes `quick("name", ...)` off the cells of a test's parameters that it does not name."""
-    item.own_markers = [mark for mark in item.own_markers if mark.name != "quick" or not mark.args or _cell(item) in mark.args]
+    """Takes `quick("name", ...)` and `wide("name", ...)` off the cells of a test's parameters that they do not name."""
+    item.own_markers = [
+        mark for mark in item.own_markers if mark.name not in ("quick", "wide") or not mark.args or _cell(item) in mark.args
+    ]
 
 
 def _cell(item: pytest.Item) -> str:
     return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with files that have a slow test, and then with those that have many, so that both cores are busy to the end."""
-    if not hasattr(config, "workerinput"):
-        return
-    num_tests = Counter(item.path for item in items)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, -num_tests[item.path]))
+# about the seconds of a test that is marked as slow, of one on several ranks, and of any other
+_SLOW_S, _RANKS_S, _PLAIN_S = 15.0, 1.5, 0.2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Marks most cells of grids as wide, and begins with the files that take longest, so that all cores are busy to the end."""
+    _mark_wide(items)
+    yield
+    if hasattr(config, "workerinput"):
+        seconds: Counter[Path] = Counter()
+        for item in items:
+            on_ranks = "ranks" in getattr(item, "fixturenames", ())
+            seconds[item.path] += _SLOW_S if item.get_closest_marker("slow") else _RANKS_S if on_ranks else _PLAIN_S
+        items.sort(key=lambda item: -seconds[item.path])
+
+
+# folders whose grids run whole, since their cells take milliseconds
+_WHOLE = ("plan", "hf/rules")
+
+
+def _mark_wide(items: list[pytest.Item]) -> None:
+    """Marks the cells of a test under several `parametrize` that differ from its first cell in more than one of them."""
+    whole = [Path(__file__).parent / folder for folder in _WHOLE]
+    first: dict[Any, list[list[int]]] = {}
+    for item in items:
+        lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        if len(lists) > 1 and isinstance(item, pytest.Function) and not any(map(item.path.is_relative_to, whole)):
+            names = [each.replace(",", " ").split() if isinstance(each, str) else each for each in lists]
+            values = [[id(item.callspec.params[name]) for name in each] for each in names]
+            if sum(own != other for own, other in zip(values, first.setdefault(item.function, values), strict=True)) > 1:
+                item.add_marker(pytest.mark.wide)
 
 
 def pytest_collection_finish() -> None:

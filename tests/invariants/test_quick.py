@@ -29,6 +29,6 @@ def test_named_cells_are_there(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         if hasattr(item, "callspec"):
             found.setdefault(item.function, set()).add(item.callspec.id)
-    named = {each: mark.args for each in found for mark in getattr(each, "pytestmark", []) if mark.name == "quick"}
-    lacking = {each: set(cells) - found[each] for each, cells in named.items()}
-    assert [f"{inspect.getfile(each)}: {each.__name__} {sorted(cells)}" for each, cells in lacking.items() if cells] == []
+    named = [(each, mark.args) for each in found for mark in getattr(each, "pytestmark", []) if mark.name in ("quick", "wide")]
+    lacking = [f"{inspect.getfile(each)}: {each.__name__}[{cell}]" for each, cells in named for cell in {*cells} - found[each]]
+    assert lacking == []

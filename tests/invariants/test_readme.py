@@ -36,7 +36,7 @@ def test_the_commands_that_ci_runs_stand_alone_on_their_lines() -> None:
     assert f"\npip install -e . && {launch}\n" in README
     extended = launch.replace("demo.yaml", "extend_demo.yaml")
     assert f'\npip install -e ".[plot]" && {extended}\n' in (ROOT / "docs" / "get-started" / "quickstart.md").read_text()
-    assert '\npip install -e ".[test]" && pytest -n 2 --dist loadfile\n' in README
+    assert '\npip install -e ".[test]" && pytest -n 3 --dist loadfile\n' in README
 
 
 def test_no_number_is_left_blank() -> None:

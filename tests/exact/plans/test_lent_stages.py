@@ -100,11 +100,12 @@ def test_one_side_alone_matches(ranks, sides) -> None:
     check(ranks(2), ModelCase(num_layers=4), lent_plan(plan, *sides))
 
 
+@pytest.mark.parametrize("examples", [5, pytest.param(12, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_random_slices_match(ranks, num_stages: int) -> None:
+def test_random_slices_match(ranks, examples: int, num_stages: int) -> None:
     pool = ranks(num_stages)
 
-    @settings(max_examples=12, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
     @given(
         st.lists(st.integers(num_stages, 12), min_size=num_stages - 1, max_size=num_stages + 3),
         st.sampled_from([(True, True), (True, True), (True, False), (False, True)]),

@@ -158,8 +158,9 @@ def random_problems(draw: st.DrawFn) -> tuple[list[int], int, GroupMethod, tuple
     return lengths, draw(st.sampled_from([0, 2, 4])), method, degrees, draw(st.booleans()), pair_s
 
 
-def test_random_plans_with_all_switches_match(ranks) -> None:
-    @settings(max_examples=16, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("examples", [6, pytest.param(16, marks=pytest.mark.wide)])
+def test_random_plans_with_all_switches_match(ranks, examples: int) -> None:
+    @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
     @given(random_problems())
     def matches(problem: tuple[list[int], int, GroupMethod, tuple[int, ...], bool, float]) -> None:
         lengths, shard_ranks, method, degrees, is_small, pair_s = problem

@@ -70,6 +70,7 @@ ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 CASES = {"adapters": ADAPTED, "adapters, accumulation": ADAPTED, "states along the sequence": STATES}
 
 
+@pytest.mark.wide("adapters")
 @pytest.mark.quick("two ranks")
 @pytest.mark.parametrize("name", ATTACHED)
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:

@@ -178,6 +178,9 @@ def test_planted_bugs_in_a_model_without_attention_are_noticed() -> None:
 LENDING = {"stages": 2, "lend_stages": True}
 
 
+@pytest.mark.wide(
+    "tokens of a slice come in the order of ranks", "a rank's weights get its own gradients alone", "labels of the whole shard"
+)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_lending_stops_the_run_before_step_1(ranks, bug: str) -> None:
     messages = ranks(2).run(start, replace(MIXED, lora=LORA), LENDING, {}, bug)
@@ -267,6 +270,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
 }
 
 
+@pytest.mark.wide("adapters, gathered", "lent stages", "longrope in stages")
 @pytest.mark.parametrize("name", PASSING)
 def test_sound_models_pass_and_say_what_was_covered(ranks, name: str) -> None:
     num_ranks, case, config, arguments, said = PASSING[name]

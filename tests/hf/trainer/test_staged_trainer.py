@@ -119,6 +119,7 @@ def run_to(folder: str, layout: tuple[int, Any], is_tied: bool) -> None:
     trainer_of(folder, layout, is_tied, self_test=True, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
+@pytest.mark.wide("layout1", "layout3")
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -190,6 +191,7 @@ EVERY: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide("two stages, gathered per step", "one stage, sharded")
 @resuming
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two stages, sharded", "two stages, gathered per step", "one stage, sharded"])

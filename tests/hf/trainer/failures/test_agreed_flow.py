@@ -135,9 +135,9 @@ SOME = ["stop", "all and stop", "in a log", "in a save", "between two batches", 
 # door, changed settings, rank of the callback, names of cases
 DOORS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "trainer": ("trainer", {}, 1, list(CASES)),
-    "first rank": ("trainer", {}, 0, SOME),
-    "sharded": ("trainer", {"parameters": "sharded"}, 1, SOME),
-    "staged": ("trainer", {"stages": 2}, 1, SOME),
+    "first rank": ("trainer", {}, 0, SOME[:3]),
+    "sharded": ("trainer", {"parameters": "sharded"}, 1, SOME[:4]),
+    "staged": ("trainer", {"stages": 2}, 1, SOME[:4]),
     "attached": ("attached", {}, 1, SOME),
     "alone": ("alone", {}, 1, list(CASES)),
 }

@@ -73,6 +73,12 @@ def train(
     return recorder.losses, weights, trainer.evaluate()["eval_loss"], {fact for fact, holds in facts.items() if holds}
 
 
+@pytest.mark.wide(
+    "states on the host-gathered_per_step",
+    "hybrids-gathered_per_step",
+    "more ranks than heads-gathered_per_step",
+    "windows-gathered_per_step",
+)
 @pytest.mark.parametrize("name,parameters", EVERY_RUN)
 def test_clipped_steps_and_an_evaluation_follow_one_plain_process(ranks, tmp_path: Path, name: str, parameters: str) -> None:
     case, config = (RUNS | ALONE)[name]
