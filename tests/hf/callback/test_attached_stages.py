@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models.chats import word_tokenizer
-from helpers.models.reference import random_rows, relative_error
+from helpers.models.reference import relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
-from helpers.trainers.trainer_runs import SKEWED, LossRecorder, make_trainer, plain_training, train_with_norms, training_arguments
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training, train_with_norms, training_arguments
 from helpers.trainers.trl_runs import rows_of, trl_arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainerCallback
 
@@ -40,11 +40,6 @@ RUNS: dict[str, tuple[int, ModelCase, dict[str, Any]]] = {
 }
 
 Rows = list[dict[str, list[int]]]
-
-
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    return random_rows(SKEWED)
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:

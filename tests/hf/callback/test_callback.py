@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.reference import random_rows, relative_error
+from helpers.models.reference import relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.trainers.stock_runs import EventRecorder, fp64_loss, make_stock_trainer, quiet_config
@@ -27,18 +26,12 @@ from hf_longctx.hf.models.attention import attention_name
 from hf_longctx.hf.run import run
 from hf_longctx.plan.setup import Setup
 
-SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 CASE = ModelCase(promoted=True)
 STATES = ModelCase("lfm3", promoted=True, num_layers=4)
 ADAPTED = ModelCase(
     promoted=True,
     lora=(("r", 2), ("lora_dropout", 0.1), ("target_modules", ["q_proj", "down_proj"]), ("modules_to_save", ["lm_head"])),
 )
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, list[int]]]:
-    return random_rows(SKEWED)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:

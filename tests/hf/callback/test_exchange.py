@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_longctx.hf.callback.exchange import LocalDocuments, TokenExchange, read_documents
 
-SKEWED = [61, *(random.Random(0).choice([3, 5, 8, 13, 21, 34]) for _ in range(39))]
 COUNTED = {"num_items_in_batch": torch.tensor(7)}
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, list[int]]]:
-    return random_rows(SKEWED)
 
 
 def expected_documents(rows: list[dict[str, list[int]]]) -> tuple[list[list[int]], list[int]]:

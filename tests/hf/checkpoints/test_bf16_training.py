@@ -10,11 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import SKEWED, make_trainer
+from helpers.trainers.trainer_runs import make_trainer
 
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -35,11 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, list[int]]]:
-    return random_rows(SKEWED)
 
 
 def train(rows: list[dict[str, list[int]]], folder: str, config: dict[str, Any], arguments: dict[str, Any], resume: str) -> Found:

@@ -9,9 +9,8 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
-from helpers.trainers.trainer_runs import SKEWED, LossRecorder, make_trainer, plain_training, training_arguments
+from helpers.trainers.trainer_runs import LossRecorder, make_trainer, plain_training, training_arguments
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import LongContextConfig, LongContextTrainer, load_pipeline_stage
@@ -24,11 +23,6 @@ ARGUMENTS = {"max_steps": NUM_STEPS, "logging_steps": 1}
 CASE = ModelCase(promoted=True, num_layers=4, tied=True)
 
 Rows = list[dict[str, list[int]]]
-
-
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    return random_rows(SKEWED)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,12 @@ from unittest.mock import patch
 import datasets
 import pytest
 import torch
-from helpers.models.reference import random_rows, reference_step
+from helpers.models.reference import reference_step
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.trainers.trainer_runs import (
     ARGUMENTS,
     NUM_STEPS,
-    SKEWED,
     LossRecorder,
     make_trainer,
     plain_training,
@@ -31,11 +30,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.run import run as run_module
 from hf_longctx.runtime.parameters.host_layers import LayerShards
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, list[int]]]:
-    return random_rows(SKEWED)
 
 
 @pytest.fixture(scope="module")

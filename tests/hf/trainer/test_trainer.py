@@ -40,11 +40,6 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, list[int]]]:
-    return random_rows(SKEWED)
-
-
 @pytest.mark.parametrize(
     "name,promoted,tolerance",
     [*((name, True, 1e-10) for name in RUNS), ("all ranks together", False, 1e-6), ("heterogeneous", False, 1e-6)],

@@ -8,11 +8,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import (
-    SKEWED,
     LossRecorder,
     Rows,
     make_trainer,
@@ -90,11 +88,6 @@ class Hooking(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 2 and args.process_index == 1:
             getattr(next(iter(model.parameters())), self.kind)(lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    return random_rows(SKEWED)
 
 
 @pytest.fixture(scope="module")

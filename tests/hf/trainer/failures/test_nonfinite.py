@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.models.any_model import build_any
-from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import make_stock_trainer, quiet_config
-from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
+from helpers.trainers.trainer_runs import Rows, make_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -112,11 +111,6 @@ def train(
             message += f" written: {sorted(path.name for path in Path(folder).glob('nonfinite-step-*/model/*'))}"
     last = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     return message, callback.weights, last, callback.num_steps, trainer.state.log_history
-
-
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    return random_rows(SKEWED)
 
 
 BAD_WEIGHT = "weights that are not finite: model.layers.1.self_attn.o_proj.weight"

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase
-from helpers.trainers.trainer_runs import SKEWED, Rows, make_trainer
+from helpers.trainers.trainer_runs import Rows, make_trainer
 from torch import nn
 from transformers import TrainerCallback
 
@@ -49,11 +48,6 @@ def train(
         message = str(error)
     found = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
     return message, drift.num_steps, found
-
-
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    return random_rows(SKEWED)
 
 
 # name -> (ranks, settings, the rank that drifts, what is said)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import SKEWED, make_trainer, plain_training_with, train_on_rank
+from helpers.trainers.trainer_runs import make_trainer, plain_training_with, train_on_rank
 from torch import Tensor
 from transformers import TrainingArguments
 
@@ -44,11 +43,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stages gathered per step": {"stages": 2, "tokens_per_rank": 32, "parameters": "gathered_per_step"},
 }
 Values = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, list[int]]]:
-    return random_rows(SKEWED)
 
 
 def uncompiled() -> Any:
