@@ -89,10 +89,20 @@ def _cell(item: pytest.Item) -> str:
 _SLOW_S, _RANKS_S, _PLAIN_S = 15.0, 1.5, 0.2
 
 
+_COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+
+@pytest.fixture(scope="session")
+def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """All tests of the files that this session looks at, also those that markers leave out."""
+    return request.config.stash[_COLLECTED]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Marks most cells of grids as wide, and begins with the files that take longest, so that all cores are busy to the end."""
     _mark_wide(items)
+    config.stash[_COLLECTED] = list(items)
     yield
     if hasattr(config, "workerinput"):
         seconds: Counter[Path] = Counter()

@@ -23,10 +23,11 @@ def test_every_sub_package_has_a_quick_test_in_its_own_folder() -> None:
     assert [folder for folder in folders if ROOT / "tests" / folder not in quick] == []
 
 
-def test_named_cells_are_there(request: pytest.FixtureRequest) -> None:
-    """Looks at all tests of this session."""
+def test_named_cells_are_there(collected: list[pytest.Item], pytestconfig: pytest.Config) -> None:
+    if any("::" in each for each in pytestconfig.args):
+        pytest.skip("single tests were asked for")
     found: dict[Any, set[str]] = {}
-    for item in request.session.items:
+    for item in collected:
         if hasattr(item, "callspec"):
             found.setdefault(item.function, set()).add(item.callspec.id)
     named = [(each, mark.args) for each in found for mark in getattr(each, "pytestmark", []) if mark.name in ("quick", "wide")]
