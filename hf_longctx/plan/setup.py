@@ -1118,11 +1118,11 @@ def lora_adapters(model: ModelSpec, rank: int, on_experts: bool = False) -> Adap
         attention_saved_bytes=saved * 4 * rank,
         mlp_saved_bytes=in_mlp + beside.mlp_saved_bytes,
         cut_bytes=4 * rank * 3 * width,
-        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0) + beside.tile_bytes,
+        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0),
         reads_first_norm=True,
         reads_attention=True,
         reads_second_norm=num_mlp > 0 or beside.reads_second_norm,
-        reads_product=num_mlp > 0 or beside.reads_product,
+        reads_product=num_mlp > 0,
         idle_parameters=beside.idle_parameters,
         splits_experts=beside.splits_experts,
         copied_bytes=beside.copied_bytes,
@@ -1136,6 +1136,6 @@ def _expert_adapters(model: ModelSpec, rank: int, width: int) -> AdapterSpec:
     first_outputs = (2 if model.gated_mlp else 1) * inner_size
     matrices = [(rank, row_size, first_outputs), (rank, inner_size, row_size)]
     chosen, element = experts.token_rows // experts.num_layers, model.bytes_per_element
-    sizes = (row_size, first_outputs), (chosen, experts.num_experts), (element, width)
+    sizes = (chosen, experts.num_experts), (element, width)
     count = rank * experts.num_experts * sum(sum(both) for _, *both in matrices)
-    return replace(split_adapters(matrices, *sizes, reads_rows=rank > 0), layer_parameters=count)
+    return replace(split_adapters(matrices, *sizes, first_rank=rank), layer_parameters=count)

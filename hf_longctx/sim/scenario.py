@@ -531,7 +531,7 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
     if not request.lora_rank:
         raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
     if model.experts.num_layers:
-        return replace(model, packed=PackedSpec.of_experts(model), tiles_mlps=False)
+        return replace(model, packed=PackedSpec.of_experts(model))
     if kind != "nf4":
         raise ValueError(f"--quantize mxfp4 packs experts, and {request.model} has none; give nf4, or leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False, cuts_heads=False)

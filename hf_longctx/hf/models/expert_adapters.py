@@ -30,7 +30,8 @@ from hf_longctx.hf.models.packed_experts import packed_weight, packed_weights
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.model.model_spec import AdapterSpec, split_adapters
 from hf_longctx.runtime.core.binding import class_name, replace_forward
-from hf_longctx.runtime.core.expert_products import ExpertMatrices, Rows, enter, grouped_problem, leave
+from hf_longctx.runtime.core.expert_products import ExpertMatrices, ExpertMLP, Rows, grouped_problem, run_experts
+from hf_longctx.runtime.core.products import MAKER, computed
 from hf_longctx.runtime.execution.experts import experts_forward, first_expert, replace_experts_forward
 
 logger = logging.getLogger(__name__)
@@ -129,25 +130,17 @@ def _matrices(experts: Any) -> tuple[str, str]:
 def expert_adapter_spec(found: AdaptedExperts, num_chosen: int) -> AdapterSpec:
     """Sizes that experts of a layer and adapters on them save, for tokens with `num_chosen` experts each."""
     experts = found.experts
-    sizes = [(wrapper.r[wrapper.active_adapters[0]], wrapper.in_features, wrapper.out_features) for wrapper in found.wrappers]
-    row_size, inner_size = _down_shape(experts)
+    sizes = {
+        wrapper.parameter_name: (wrapper.r[wrapper.active_adapters[0]], wrapper.in_features, wrapper.out_features)
+        for wrapper in found.wrappers
+    }
     adapters = [each.lora_A[each.active_adapters[0]].weight for each in found.wrappers]
     return split_adapters(
-        sizes,
-        (row_size, inner_size * (2 if experts.has_gate else 1)),
+        list(sizes.values()),
         (num_chosen, int(experts.num_experts)),
         (experts_dtype(experts).itemsize, max((each.element_size() for each in adapters), default=0)),
-        reads_rows=any(wrapper.parameter_name != _LEAVING for wrapper in found.wrappers),
+        first_rank=next((rank for name, (rank, _, _) in sizes.items() if name != _LEAVING), 0),
     )
-
-
-def _down_shape(experts: Any) -> tuple[int, int]:
-    """Outputs and inputs of an expert's last matrix."""
-    if (found := packed_weight(experts, _LEAVING)) is not None:
-        _, outputs, half = found.codes_ENH.shape
-        return outputs, 2 * half
-    shape = getattr(experts, _LEAVING).shape
-    return (shape[2], shape[1]) if experts.is_transposed else (shape[1], shape[2])
 
 
 def expert_adapter_problems(model: nn.Module) -> list[str]:
@@ -210,8 +203,14 @@ def bind_expert_adapters(model: nn.Module, is_grouped: Callable[[torch.device, t
         for wrapper in found.wrappers:
             undo.append(replace_forward(wrapper, partial(_passed_on, found, wrapper, wrapper.forward)))
         own = experts_forward(found.experts)
+        vars(found.experts)[MAKER] = _no_maker
+        undo.append(partial(vars(found.experts).pop, MAKER, None))
         undo.append(replace_experts_forward(found.experts, partial(_run, found, own, is_grouped)))
     return undo
+
+
+def _no_maker() -> None:
+    """Stands for a maker that computes outputs."""
 
 
 def _passed_on(found: AdaptedExperts, wrapper: Any, own: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -234,9 +233,9 @@ def _run(
     entering, leaving = map(found.matrices, _matrices(experts))
     assert not isinstance(entering.weight, DTensor)
     rows = Rows(chosen_Tk, len(entering.weight), is_grouped(hidden_TC.device, entering.dtype))
-    inner_SN = enter(hidden_TC, entering, rows)
-    inner_SF = experts._apply_gate(inner_SN) if experts.has_gate else experts.act_fn(inner_SN)
-    return leave(inner_SF, weights_Tk, leaving, rows).to(hidden_TC.dtype)
+    mlp = ExpertMLP(entering, leaving, experts._apply_gate if experts.has_gate else experts.act_fn)
+    make = vars(experts)[MAKER]() or computed
+    return run_experts(hidden_TC, weights_Tk, mlp, rows, make).to(hidden_TC.dtype)
 
 
 class GroupedProducts:

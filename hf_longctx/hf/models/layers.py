@@ -76,8 +76,8 @@ def layer_modules(model: nn.Module) -> tuple[LayerModules, ...]:
 
 
 def tiles_mlps(model: nn.Module) -> bool:
-    """Whether policies may run the MLPs of all layers alone, in token tiles, and keep what they save."""
-    return not any(modules.whole_mlp for modules in map(_modules_of, text_layers(model)))
+    """Whether the MLPs of all layers run alone: in token tiles and kept for some tokens, unless their experts are packed."""
+    return not any(modules.whole_mlp and not modules.mlps for modules in map(_modules_of, text_layers(model)))
 
 
 def tiles_norms(model: nn.Module) -> bool:
@@ -158,12 +158,10 @@ def _norms(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
-    """MLPs of a layer that may run alone, and the reason why its MLP may not (empty if it may, or if the layer has none)."""
+    """MLPs of a layer that may run alone, and why they never run in tiles, or why there are none (else empty)."""
     named = (getattr(layer, name, None) for name in _MLPS)
     # an MLP that reads earlier tokens is a mixer
     mlps = tuple(module for module in named if isinstance(module, nn.Module) and not num_calls(module))
-    if any(True for mlp in mlps for _ in packed_weights(mlp)):
-        return (), "its experts are unpacked anew for every tile"
     for mlp in mlps:
         inputs = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
         needed = [each for each in inputs if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -171,7 +169,8 @@ def _mlps(layer: nn.Module) -> tuple[tuple[nn.Module, ...], str]:
             return (), f"{type(mlp).__name__} takes more than hidden states"
     if not mlps and _has_other_matrices(layer):
         return (), f"{type(layer).__name__} has no module that is its MLP"
-    return mlps, ""
+    is_packed = any(True for mlp in mlps for _ in packed_weights(mlp))
+    return mlps, "its experts are unpacked anew for every tile" if is_packed else ""
 
 
 def _has_other_matrices(layer: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
 from hf_longctx.runtime.core.binding import class_name
-from hf_longctx.runtime.core.expert_products import FourBits, PackedMatrices, packed
+from hf_longctx.runtime.core.expert_products import FourBits, PackedMatrices, check_inputs, packed
 
 
 class FourBitWeight(nn.Module):
@@ -49,7 +49,8 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
     """Packs the weights of all experts of `model`, in place, and freezes them; returns the bytes that they take.
 
     kind: "mxfp4", which is exact for weights that were unpacked from it, or "nf4". Call it after `get_peft_model`, which finds no
-    packed weights. Raises ValueError for another kind, and for a model without experts of a class that adapters may be on.
+    packed weights. Raises ValueError for another kind, for a model without experts of a class that adapters may be on, and for
+    experts with an odd number of inputs, before any weight is packed.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("gpt-oss-20b-bf16", dtype=torch.bfloat16)
@@ -64,6 +65,10 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
             f"{type(model).__name__} has no experts of a class that can be packed ({', '.join(sorted(MODULES.experts))}); leave "
             f"pack_experts out"
         )
+    for experts in found:
+        for weight in experts.parameters(recurse=False):
+            if weight.dim() == 3:
+                check_inputs(weight.shape[1 if experts.is_transposed else 2])
     num_bytes = 0
     for experts in found:
         for name, weight in list(experts.named_parameters(recurse=False)):

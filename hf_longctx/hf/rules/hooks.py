@@ -79,7 +79,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "datasets.iterable_dataset:IterableDataset": {"_distributed": (), "_ex_iterable": ()},
     "flash_attn.cute.interface": {"_flash_attn_bwd": (), "_flash_attn_fwd": ()},
     "flash_attn.flash_attn_interface": {"_flash_attn_backward": (), "_flash_attn_forward": ()},
-    "peft.tuners.lora.layer:ParamWrapper": {"_param_ndim": ()},
+    "peft.tuners.lora.layer:ParamWrapper": {"_activate_lora": ("active_adapters",), "_param_ndim": ()},
     "torch": {"_C": (), "_dynamo": (), "_scaled_mm": ()},
     "torch._C": {"_dispatch_dump_table": ()},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo": ()},

@@ -331,6 +331,11 @@ RANK_BYTES = 16
 UNPACKED_AT_ONCE, UNPACKED_BYTES, UNPACKING_BYTES = 4, 12, 14.5
 
 
+def expert_rows(num_rows: int, num_experts: int, at_once: int = UNPACKED_AT_ONCE) -> int:
+    """Returns the most rows of experts that run at once if `at_once` of them are unpacked at a time: their share of all rows."""
+    return -(-num_rows * min(at_once, num_experts) // num_experts)
+
+
 def heads_at_once(num_heads: int, per_kv: int, num_tokens: int, head_dim: int) -> int:
     """Returns the query heads that attention's backward takes at once, since it makes several tensors of their size.
 

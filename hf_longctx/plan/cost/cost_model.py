@@ -69,14 +69,19 @@ def elementwise_bytes(model: ModelSpec) -> tuple[int, int]:
     (hidden, inner), (hidden_back, inner_back) = _FORWARD[width], backward[width]
     (less, less_back, _), (less_inner, less_inner_back, _) = _saved(model, width)
     d, f = model.hidden_size, model.intermediate_size
-    return (hidden - less) * d + (inner - less_inner) * f, (hidden_back - less_back) * d + (inner_back - less_inner_back) * f
+    # experts that run apart make their inner tensors again in backward
+    again = inner * (f - model.whole_size)
+    return (
+        (hidden - less) * d + (inner - less_inner) * f,
+        (hidden_back - less_back) * d + (inner_back - less_inner_back) * f + again,
+    )
 
 
 def replayed_bytes(model: ModelSpec) -> tuple[int, int]:
     """Returns bytes of one token that a layer adds under any policy, and that its MLP adds if it runs once more."""
     width = 2 if model.bytes_per_element <= 2 else 4
     (_, _, less), (_, _, less_inner) = _saved(model, width)
-    return (_REPLAY[width] - less) * model.hidden_size, (_INNER_REPLAY[width] - less_inner) * model.intermediate_size
+    return (_REPLAY[width] - less) * model.hidden_size, (_INNER_REPLAY[width] - less_inner) * model.whole_size
 
 
 def _saved(model: ModelSpec, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -539,13 +544,13 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     if not hardware.elementwise_bytes_per_s:
         return found
     if unpacked := model.experts.parameters * model.num_layers * model.packed.has_experts:
-        # a forward, a backward and its replay unpack all experts, however few tokens the chunk has
+        # a forward and a backward unpack all experts, however few tokens the chunk has; a replay for gradients unpacks none
         unpack_s = unpacked * UNPACKING_BYTES / hardware.elementwise_bytes_per_s
         forward, backward = found.forward, found.backward
         found = replace(
             found,
             forward=replace(forward, chunk_s=forward.chunk_s + unpack_s),
-            backward=replace(backward, chunk_s=backward.chunk_s + 2 * unpack_s),
+            backward=replace(backward, chunk_s=backward.chunk_s + unpack_s),
         )
     forward_bytes, backward_bytes = elementwise_bytes(model)
     layer_byte_s = model.num_layers / hardware.elementwise_bytes_per_s

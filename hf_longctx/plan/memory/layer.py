@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from hf_longctx.plan.core.sharding import ADAPTER_ELEMENTS, PACKED_ROWS, head_shares, heads_at_once, packed_rows, passes_states
+from hf_longctx.plan.core.sharding import (
+    ADAPTER_ELEMENTS,
+    PACKED_ROWS,
+    expert_rows,
+    head_shares,
+    heads_at_once,
+    packed_rows,
+    passes_states,
+)
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass, small_tile
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
@@ -47,6 +55,8 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 
 # most elements of a score matrix, as in `runtime/tiles/plain.py`
 MOST_SCORES = 2**25
+# places of a row of an expert and of its token while it runs
+_ROW_PLACES = 16
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
 # shares of a layer that keeps everything, made once, since most layers do
 _KEPT_SHARES = {name: LayerPolicy().share(name) for name in TENSOR_CLASSES}
@@ -103,7 +113,10 @@ class LayerBytes:
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
         # norms and MLPs run in tiles if the runtime can run them separately
         self.tiles_norms = tile_tokens > 0 and model.tiles_norms
-        self._mlp_tile, self._tiles_mlp = (self.tokens, False) if model.runs_mlps_whole else (self.tile, tile_tokens > 0)
+        # packed experts run for all tokens at once, but as a node that a replay runs for gradients alone
+        is_node = model.tiles_mlps and not model.experts.are_spread
+        self._tiles_mlp = is_node and (tile_tokens > 0 or model.packed.has_experts)
+        self._mlp_tile = self.tokens if model.runs_mlps_whole else self.tile
         self.is_plain = policy.keeps_everything
         shares = _KEPT_SHARES if self.is_plain else {name: policy.share(name) for name in TENSOR_CLASSES}
         # tokens of each class at which the recomputed and the host part end
@@ -124,12 +137,13 @@ class LayerBytes:
     def _sizes(self) -> tuple[int, int, int, int]:
         """Returns bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
 
-        If values have another head size than keys: the larger of queries and outputs, and half of keys and values together.
+        Experts that run apart have no inner tensors of all tokens. If values have another head size than keys: the larger of
+        queries and outputs, and half of keys and values together.
         """
         model = self.model
         e = model.bytes_per_element
         a, kv = max(model.query_size, model.output_size), model.kv_size
-        return e * model.hidden_size, e * a, e * kv // 2, e * model.intermediate_size
+        return e * model.hidden_size, e * a, e * kv // 2, e * model.whole_size
 
     @property
     def _kept_heads(self) -> tuple[int, int]:
@@ -154,9 +168,36 @@ class LayerBytes:
             # in an MLP with tiles, they exist for one tile at a time
             in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
         if adapters.splits_experts:
-            # rows of experts exist k times while a tile, or the whole MLP, runs
-            in_mlp = adapters.tile_bytes * min(self._mlp_tile, again)
+            # what experts hold is counted with their rows
+            in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
         return adapters.attention_saved_bytes * self.tokens + in_mlp
+
+    def _expert_work(self, num_tokens: int, is_backward: bool, is_kept: bool = False) -> int:
+        """Returns bytes of experts that run apart while some rows run, with the sums of all tokens in at least fp32.
+
+        The sums are rounded when no row runs. is_kept: what the node saves of rows is counted elsewhere.
+        """
+        model, experts = self.model, self.model.experts
+        if not model.adapters.splits_experts:
+            return 0
+        e, rows = model.bytes_per_element, num_tokens * experts.token_rows // experts.num_layers
+        row, inner = e * experts.row_size, e * experts.inner_size
+        first = (2 if model.gated_mlp else 1) * inner
+        if is_backward:
+            # outputs of the first matrices and what an adapter adds to them; inner tensors and gradients of outputs; inner
+            # tensors and their gradients; gradients of rows and what is added to them
+            most = max(row + 2 * first, first + 4 * inner + row, 2 * first + 4 * inner, first + 2 * row)
+            clamped = (model.num_clamped + 1) * inner if model.num_clamped else 0
+        else:
+            most = max(row + 2 * first, inner + 2 * row, first + 4 * inner)
+            clamped = inner if model.num_clamped else 0
+        if is_kept and (is_backward or not model.packed.has_experts):
+            # a part reads what is saved; one that is all rows has it first
+            most -= first
+        # products with A, their gradients, and places
+        most += clamped + 3 * model.adapters.mlp_saved_bytes * experts.num_layers // experts.token_rows + _ROW_PLACES
+        at_once = expert_rows(rows, experts.num_experts) if model.packed.has_experts else rows
+        return max(at_once * most, row * num_tokens) + max(4, e) * num_tokens * experts.row_size
 
     @property
     def _has_plain_tiles(self) -> bool:
@@ -294,6 +335,7 @@ class LayerBytes:
         # input, residual, the norm's output and kept tensors of attention
         mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
         mlp += (d * self.tokens if self._tiles_mlp else 0) + inner * self._mlp_tile + self._travelling
+        mlp += self._expert_work(self._mlp_tile, is_backward=False)
         return max(self._mixing_forward(), norm, mlp)
 
     @property
@@ -317,7 +359,7 @@ class LayerBytes:
         in_mlp = (0 if saves_product(model) else f) + (0 if saves_second_norm(model) else d)
         added = max(0, model.adapters.tile_bytes - model.adapters.mlp_saved_bytes)
         output = 0 if saves_attention(model) else self._kept_heads[0]
-        return max(in_mlp, added, output) * self.tokens
+        return max(max(in_mlp, added, output) * self.tokens, self._expert_work(self.tokens, is_backward=False, is_kept=True))
 
     @property
     def _travelling(self) -> int:
@@ -426,16 +468,20 @@ class LayerBytes:
         if self.is_plain:
             # nothing is released if the second matrix's input was not saved
             gradients += 0 if saves_product(self.model) else f
-            return gradient + gradients * self.tokens + self._travelling
+            experts = self._expert_work(self.tokens, is_backward=True, is_kept=True)
+            return gradient + gradients * self.tokens + self._travelling + experts
         before = self._replayed_attention + self._second_norm * self.tokens + self._results[0] + gradient
+        experts = self._expert_work(self._mlp_tile, is_backward=True)
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
-            return before + inner * self.tokens + self._travelling
+            # a replay of the whole layer has saved what a kept MLP does
+            saved = (inner_bytes(self.model) - self.model.routed_bytes) * self.tokens if experts else 0
+            return before + inner * self.tokens + self._travelling + experts + saved
         # input gradients are collected in one tensor, weight gradients of tiles are summed in fp32
         matrices = self.model.mlp_matrices * self.model.intermediate_size * d
         weights = matrices * (1 + self._wide) if self.model.trains_layers else 0
         recomputed = min(self.tile, self._recomputed("mlp"))
         kept = min(self.tile, self.tokens - self._recomputed("mlp"))
-        return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights
+        return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights + experts
 
     @property
     def _held_mlp(self) -> int:

@@ -105,7 +105,10 @@ def inner_bytes(model: ModelSpec) -> int:
     """Returns bytes per token that an MLP saves besides its input: inner tensors, routing, and tensors of its adapters."""
     # a kernel of a gate keeps no activation
     count = (1 if not model.gated_mlp else 2 if model.fuses_gates else 3) + saves_product(model)
-    return matrix_bytes(model) * count * model.intermediate_size + model.routed_bytes + model.adapters.mlp_saved_bytes
+    own = matrix_bytes(model) * count * model.whole_size
+    # experts that run apart keep outputs of their first matrices
+    apart = model.bytes_per_element * (2 if model.gated_mlp else 1) * model.split_size
+    return own + apart + model.routed_bytes + model.adapters.mlp_saved_bytes
 
 
 def scale_bytes(model: ModelSpec) -> int:

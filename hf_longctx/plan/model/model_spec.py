@@ -68,9 +68,10 @@ class AdapterSpec:
     reads_product: bool = False
     # those of `layer_parameters` on experts that a token does not choose
     idle_parameters: int = 0
-    # frozen experts multiply their adapters apart, save hidden states once and no outputs (`runtime.core.expert_products`)
+    # frozen experts run apart from their class's forward, as one node that saves hidden states once, and outputs of their first
+    # matrices (`runtime.core.expert_products`)
     splits_experts: bool = False
-    # rounded copies of the adapters of one matrix of all experts, and its gradients before they are added
+    # rounded copies of the adapters of all experts of a layer, and their gradients before they are added
     copied_bytes: int = 0
 
     @property
@@ -94,31 +95,29 @@ NO_ADAPTERS = AdapterSpec()
 
 def split_adapters(
     matrices: Sequence[tuple[int, int, int]],
-    sizes: tuple[int, int],
     experts: tuple[int, int],
     elements: tuple[int, int],
     *,
-    reads_rows: bool,
+    first_rank: int,
 ) -> AdapterSpec:
     """Returns what adapters on the experts of a layer save and hold, without their number of parameters.
 
-    matrices: (rank, inputs, outputs) of the adapted matrices. sizes: elements of a row that an expert reads, and outputs of its
-    first matrices. experts: those of a token, and all. elements: bytes of an element of the frozen weights, in whose dtype
-    products are made, and of the adapters. reads_rows: whether a first matrix has an adapter.
+    matrices: (rank, inputs, outputs) of the adapted matrices. experts: those of a token, and all. elements: bytes of an element
+    of the frozen weights, in whose dtype products are made, and of the adapters. first_rank: rank of the adapter on the first
+    matrices; 0 without one.
     """
-    (row_size, first_outputs), (num_chosen, num_experts), (element, width) = sizes, experts, elements
-    filled = [-(-rank * element // RANK_BYTES) * RANK_BYTES for rank, _, _ in matrices]
-    copied = [(2 * row_bytes + width * rank) * sum(both) for row_bytes, (rank, *both) in zip(filled, matrices, strict=True)]
-    saved = num_chosen * sum(filled)
+    (num_chosen, num_experts), (element, width), wide = experts, elements, max(4, elements[1])
+
+    def filled(rank: int) -> int:
+        return -(-rank * element // RANK_BYTES) * RANK_BYTES
+
+    copied = [(filled(rank) + (wide + width * (width < 4)) * rank) * sum(both) for rank, *both in matrices]
     return AdapterSpec(
-        mlp_saved_bytes=saved,
-        # rows as they are gathered or multiplied, with an adapter's output that is added, and gradients of the first matrices
-        tile_bytes=saved + num_chosen * element * (2 * row_size + first_outputs),
-        reads_second_norm=reads_rows,
-        reads_product=True,
+        mlp_saved_bytes=num_chosen * filled(first_rank),
+        reads_second_norm=first_rank > 0,
         idle_parameters=sum(rank * sum(both) for rank, *both in matrices) * (num_experts - num_chosen),
         splits_experts=True,
-        copied_bytes=num_experts * max(copied, default=0),
+        copied_bytes=num_experts * sum(copied),
     )
 
 
@@ -130,8 +129,8 @@ FP8_WORKSPACE_BYTES = 2**27
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # fields of a config with the rate of dropout of attention weights
 WEIGHT_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-# places of a row and its expert: three numbers of four bytes
-_ROW_INDEX_BYTES = 12
+# place of a row among the choices of all tokens
+_ROW_INDEX_BYTES = 4
 # bytes of the weights that an update on the host moves and updates at once, unless one weight has more
 UPDATE_PART_BYTES = 64 * 2**20
 
@@ -223,7 +222,8 @@ class ModelSpec:
     qk_norms: bool = False
     # a replay can reuse queries, keys and values of the first run
     can_keep_qkv: bool = True
-    # policies can run MLPs in token tiles, and keep what they save; otherwise a replay runs a whole MLP at once
+    # MLPs run alone: in token tiles and kept for some tokens, unless their experts are packed; otherwise a replay runs a whole
+    # layer with its MLP
     tiles_mlps: bool = True
     # norms inside layers run in token tiles
     tiles_norms: bool = True
@@ -452,7 +452,7 @@ class ModelSpec:
     @property
     def runs_mlps_whole(self) -> bool:
         """Whether MLPs run whole, never in token tiles, and a replay runs all of them, for example if experts are spread."""
-        return self.experts.are_spread or not self.tiles_mlps
+        return self.experts.are_spread or not self.tiles_mlps or self.packed.has_experts
 
     @property
     def replayed_classes(self) -> tuple[TensorClass, ...]:
@@ -636,9 +636,29 @@ class ModelSpec:
         """Bytes per token and layer that routing to experts and back saves, besides what experts save inside."""
         if not self.adapters.splits_experts:
             return self.bytes_per_element * self.routed_elements
-        # neither the rows that experts read nor their outputs, but the places of rows
-        saved = self.bytes_per_element * (self.routed_elements - self.experts.row_elements // self.num_layers)
-        return saved + _ROW_INDEX_BYTES * self.experts.token_rows // self.num_layers
+        # neither the rows that experts read nor their outputs, but the places of rows, and a latent that experts read
+        latent = self.experts.row_size if self.experts.row_size != self.hidden_size else 0
+        saved = self.bytes_per_element * latent * self.experts.num_layers + _ROW_INDEX_BYTES * self.experts.token_rows
+        return saved // self.num_layers
+
+    @property
+    def split_size(self) -> int:
+        """Inner features of the experts of a token that run apart from their class's forward, the mean over layers."""
+        return self.experts.token_rows * self.experts.inner_size // self.num_layers if self.adapters.splits_experts else 0
+
+    @property
+    def num_clamped(self) -> int:
+        """Inner tensors of an expert besides those of a plain gate, since it clamps them; 0 for experts that read a latent."""
+        experts = self.experts
+        if not experts.token_rows or experts.row_size != self.hidden_size:
+            return 0
+        return (self.routed_elements * self.num_layers - experts.row_elements) // (experts.token_rows * experts.inner_size)
+
+    @property
+    def whole_size(self) -> int:
+        """The part of `intermediate_size` that runs as its class says."""
+        split = self.split_size * self.experts.row_size // self.hidden_size
+        return max(0, self.intermediate_size - split)
 
     @property
     def token_products(self) -> int:

@@ -183,13 +183,13 @@ class LayerModules:
     """A decoder layer that supports Hugging Face's checkpointing, with its modules that process tokens independently."""
 
     layer: nn.Module
-    # modules that compute hidden states from hidden states alone: several if the layer adds their outputs, none if it is
-    # replayed whole
+    # modules that compute hidden states from hidden states alone: several if the layer adds their outputs, none if the layer is
+    # replayed with its MLP
     mlps: tuple[nn.Module, ...]
     norms: tuple[nn.Module, ...]
     # linear modules for queries, keys and values; empty if other modules compute them
     projections: tuple[nn.Linear, ...] = ()
-    # why the layer has an MLP that is not in `mlps`; empty if it has none
+    # why the layer's MLP, which may be in `mlps`, never runs in tiles nor keeps some tokens; empty if it may, or if there is none
     whole_mlp: str = ""
     # the MLP returns its output and a second value, which the layer drops
     mlp_gives_more: bool = False
@@ -471,11 +471,13 @@ class _LayerBinding:
 
         def forward(x: Tensor) -> Any:
             slot = self.current
-            if slot is None or not (slot.tile_tokens if number is None else slot.splits_mlp):
+            is_whole = number is not None and bool(self.modules.whole_mlp)
+            if slot is None or not (slot.tile_tokens if number is None else slot.splits_mlp or is_whole):
                 return run(x)
             # some mixtures of experts return [T, C] without the leading dimension
             alone = (lambda tile: run(tile)[0].view(tile.shape)) if gives_more else run
-            output = tokenwise(module, alone, x, slot.tile_tokens, None if number is None else slot.mlps[number])
+            tile_tokens = 0 if is_whole else slot.tile_tokens
+            output = tokenwise(module, alone, x, tile_tokens, None if number is None else slot.mlps[number])
             return (output, None) if gives_more else output
 
         self._bind(module, forward)

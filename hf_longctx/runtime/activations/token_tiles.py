@@ -12,10 +12,10 @@ output computed.
 
 Runs for gradients alone leave out products whose values no gradient needs, such as the last projection of an MLP: the gradients
 of y = x W' + b need x and W, not y. So if y is only added to something and returned, it can stay uninitialised: a third less work
-for a gated MLP. These linear modules are found once per MLP, from the graph of a few tokens, and tested: with NaN in place of
-their outputs, the gradient of the input must stay the same. Each later run checks its own graph again and computes everything if
-the MLP has changed. An MLP with hooks inside, a linear module with its own forward, or a weight of an unusual type always
-computes everything.
+for a gated MLP. Experts that are one node (`runtime.core.expert_products`) leave everything to their backward. Such modules,
+linear ones and experts, are found once per MLP, from the graph of a few tokens, and tested: with NaN in place of their outputs,
+the gradient of the input must stay the same. Each later run checks its own graph again and computes everything if the MLP has
+changed. An MLP with hooks inside, a linear module with its own forward, or a weight of an unusual type always computes all of it.
 
 Shapes: T tokens of this rank, C features.
 """
@@ -38,7 +38,7 @@ from hf_longctx.plan.core.types import TensorShare
 from hf_longctx.runtime.activations.adapted_projection import only_multiplies
 from hf_longctx.runtime.activations.host_tier import HostTensor, HostTier
 from hf_longctx.runtime.core.dropout import on_tiles
-from hf_longctx.runtime.core.products import Maker, make_products
+from hf_longctx.runtime.core.products import MAKER, Maker, make_products
 
 # nodes whose backward reads no value of their inputs
 _ADDING = frozenset(
@@ -48,8 +48,8 @@ _ADDING = frozenset(
 _ADDING_FIRST = frozenset(("_AddLowRankBackward",))
 # largest change of the input's gradient relative to its largest value, since products may be rounded differently
 _TOLERANCE = 0.05
-# linear modules found in each MLP, for its lifetime
-_FOUND: WeakKeyDictionary[nn.Module, tuple[nn.Linear, ...]] = WeakKeyDictionary()
+# modules found in each MLP, for its lifetime
+_FOUND: WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = WeakKeyDictionary()
 
 
 def look_for_last_products(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1TC: Tensor, gradient_1TC: Tensor) -> None:
@@ -68,7 +68,7 @@ def look_for_last_products(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1T
 
 def run_for_gradients(mlp: nn.Module, run: Callable[[Tensor], Tensor], x_1TC: Tensor) -> Tensor:
     """Returns run(x), the forward of `mlp`, with its graph; values of the output may be uninitialised."""
-    plain = [linear for linear in _FOUND.get(mlp, ()) if _is_plain(linear)]
+    plain = [module for module in _FOUND.get(mlp, ()) if _is_plain(module)]
     if not plain or _has_hooks(mlp):
         return run(x_1TC)
     with _trials(plain, torch.Tensor.new_empty) as trials:
@@ -89,7 +89,7 @@ def _hooks(module: nn.Module) -> bool:
 
 
 class _Trial:
-    """Makes the output of one linear module: computes it, or returns what `unread` gives, which is not read. Counts its calls."""
+    """Makes the output of one module: computes it, or returns what `unread` gives, which is not read. Counts its calls."""
 
     def __init__(self, unread: Callable[..., Tensor] | None = None) -> None:
         self.unread, self.num_calls = unread, 0
@@ -103,10 +103,10 @@ class _Trial:
 
 
 @contextmanager
-def _trials(linears: Iterable[nn.Linear], unread: Callable[..., Tensor] | None = None) -> Iterator[dict[nn.Linear, _Trial]]:
+def _trials(modules: Iterable[nn.Module], unread: Callable[..., Tensor] | None = None) -> Iterator[dict[nn.Module, _Trial]]:
     """Context in which trials make the outputs of these modules, with their graph."""
-    trials = {linear: _Trial(unread) for linear in linears}
-    undo = [make_products(linear, trial.current) for linear, trial in trials.items()]
+    trials = {module: _Trial(unread) for module in modules}
+    undo = [make_products(module, trial.current) for module, trial in trials.items()]
     try:
         yield trials
     finally:
@@ -114,27 +114,28 @@ def _trials(linears: Iterable[nn.Linear], unread: Callable[..., Tensor] | None =
             each()
 
 
-def _watched(mlp: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, tuple[nn.Linear, ...]]:
-    """Returns run(x), and the linear modules that ran once and whose outputs were only added."""
-    with _trials(each for each in mlp.modules() if isinstance(each, nn.Linear) and _is_plain(each)) as trials:
+def _watched(mlp: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, tuple[nn.Module, ...]]:
+    """Returns run(x), and the modules that ran once and whose outputs were only added."""
+    with _trials(each for each in mlp.modules() if _is_plain(each)) as trials:
         y = run(x)
-    return y, tuple(linear for linear, trial in trials.items() if _are_only_added(y, [trial]))
+    return y, tuple(module for module, trial in trials.items() if _are_only_added(y, [trial]))
 
 
 def _is_same_without(
-    linears: Sequence[nn.Linear], run: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, gradient: Tensor
+    modules: Sequence[nn.Module], run: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, gradient: Tensor
 ) -> bool:
     """Whether the gradient of x stays the same if the outputs of these modules are NaN."""
-    with _trials(linears, partial(torch.Tensor.new_full, fill_value=float("nan"))):
+    with _trials(modules, partial(torch.Tensor.new_full, fill_value=float("nan"))):
         other = run(x)
     expected, found = (torch.autograd.grad(end, x, gradient, retain_graph=True)[0] for end in (y, other))
     # false for NaN
     return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _is_plain(linear: nn.Linear) -> bool:
-    """Whether calling the module only multiplies."""
-    return only_multiplies(linear) and type(linear.weight) is nn.Parameter
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling the module only multiplies, or makes its output by a maker."""
+    is_linear = isinstance(module, nn.Linear) and only_multiplies(module) and type(module.weight) is nn.Parameter
+    return is_linear or MAKER in vars(module)
 
 
 def _are_only_added(y: Tensor, trials: Iterable[_Trial]) -> bool:

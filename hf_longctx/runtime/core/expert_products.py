@@ -1,30 +1,36 @@
-"""Products of tokens with the frozen matrices of their experts and with low-rank adapters beside these, as autograd nodes.
+"""The MLP of a layer's experts as one autograd node: products with frozen matrices, and with low-rank adapters beside these.
 
-Rows are the copies of a token that its experts read, sorted by expert. For the rows of expert e
+Rows are the copies of a token that its experts read, sorted by expert. For the rows of expert e, a matrix gives
 
     y = x W_e + b_e + scaling * (x A_e') B_e'
 
-so no sum W + scaling * B A is made. An MLP of experts is two nodes with the class's activation between them. `enter` gathers the
-rows and multiplies them: it saves hidden states as the layer has them, not gathered. `leave` multiplies, weighs and adds up the
-k rows of a token: it saves its input, not the k outputs that the gradient of a routing weight w seems to need. For with a row's
-output z = i W + b + scaling * (i A') B' and y = sum of w z, that gradient is
+so no sum W + scaling * B A is made. Rows are gathered and multiplied by the first matrices, the class's activation follows, then
+the last matrices, and the k outputs of a token are weighed and added up. Matrices in four bits are unpacked for some experts at a
+time, and the rows of these run from gathering to adding before the next experts are unpacked. So gathered rows, inner tensors
+and outputs of all experts never exist at once. Whole matrices run all rows at once, since token tiles bound their number.
+
+The node saves hidden states as the layer has them, not gathered, outputs of the first matrices, and products with their A. What
+follows is made again in backward, but for outputs of the last matrices: with a row's output z = i W + b + scaling * (i A') B'
+and y = sum of w z, the gradient of a routing weight w is
 
     <dy, z> = <i, dy W' + scaling * (dy B) A> + <dy, b> = <i, d> + <dy, b>
 
-where w d is the gradient of i, which backward makes anyway. Both nodes save the rows' products with A. They save no copies of A
-and B: backward rounds and rearranges the weights again.
+where w d is the gradient of i, which backward makes anyway. If nothing reads y (`products.Maker`), as in a replay for gradients,
+the node makes and saves nothing in forward, and backward makes outputs of the first matrices for some experts at a time, too.
 
 An adapter lies in memory as PEFT has it. A is [E r, K], expert by expert. B is [N, r E], and its fastest index is the expert.
 Experts without rows get gradients of zeros.
 
-Shapes: T tokens, k experts of each, S = T k rows, E experts whose rows there are, K inputs and N outputs of a matrix, r features
-of an adapter, R = r rounded up to 16 bytes, as CUDA's grouped products need.
+Shapes: T tokens, k experts of each, S = T k rows, M rows that run at once, E experts whose rows there are, C features of hidden
+states, K inputs and N outputs of a matrix, F inner features, r features of an adapter, R = r rounded up to 16 bytes, as CUDA's
+grouped products need.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -34,7 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES
+from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES, expert_rows
+from hf_longctx.runtime.core.products import Maker, computed
 
 
 class Rows:
@@ -45,42 +52,99 @@ class Rows:
     """
 
     def __init__(self, chosen_Tk: Tensor, num_experts: int, is_grouped: bool) -> None:
-        self.num_tokens, self.num_chosen, self.is_grouped = *chosen_Tk.shape, is_grouped
-        self.experts_S, order_S = torch.sort(chosen_Tk.reshape(-1), stable=True)
+        self.num_chosen, self.num_experts, self.is_grouped = chosen_Tk.shape[1], num_experts, is_grouped
+        experts_S, order_S = torch.sort(chosen_Tk.reshape(-1), stable=True)
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=order_S.device)
-        counts_E.scatter_add_(0, self.experts_S, torch.ones_like(self.experts_S))
+        counts_E.scatter_add_(0, experts_S, torch.ones_like(experts_S))
         self.ends_E = counts_E.cumsum(0).to(torch.int32)
-        # token of a row, and the rows of a token
-        self.tokens_S = order_S // self.num_chosen
-        self.rows_Tk = torch.empty_like(order_S)
-        self.rows_Tk[order_S] = torch.arange(len(order_S), device=order_S.device)
-        self.rows_Tk = self.rows_Tk.view(-1, self.num_chosen)
+        # place of every row among the choices of all tokens
+        self.order_S = order_S.to(torch.int32)
 
     @cached_property
     def bounds(self) -> list[int]:
         """First row of every expert, and the number of rows, on the host."""
         return [0, *self.ends_E.tolist()]
 
-    def bounds_of(self, experts: slice) -> list[int]:
-        """First row of some experts, and the number of their rows, counted from the first of them, on the host."""
-        bounds = self.bounds[experts.start or 0 : None if experts.stop is None else experts.stop + 1]
-        return [bound - bounds[0] for bound in bounds]
+    @property
+    def all(self) -> Part:
+        """All rows at once."""
+        return Part(self, slice(0, self.num_experts), slice(0, len(self.order_S)))
 
-    def ends_of(self, experts: slice) -> Tensor:
-        """Ends of the rows of some experts, counted from the first of them."""
-        return self.ends_E[experts] - self.bounds[experts.start] if experts.start else self.ends_E[experts]
+    def ranges(self, at_once: int) -> Iterator[tuple[slice, list[Part]]]:
+        """Yields ranges of at most `at_once` experts that have rows, and their rows in parts that run one after the other.
 
-    def summed(self, values_SN: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
-        """Returns the weighted sums [T, N] of the rows of each token, in at least fp32."""
-        wide = torch.promote_types(values_SN.dtype, torch.float32)
-        sums_TN = values_SN.new_zeros(self.num_tokens, values_SN.shape[1], dtype=wide)
-        for choice in range(self.num_chosen):
-            of_choice_TN = values_SN[self.rows_Tk[:, choice]]
+        However unevenly experts are chosen, a part has no more rows than a range would have if they were chosen equally often.
+        """
+        if at_once >= self.num_experts:
+            yield slice(0, self.num_experts), [self.all]
+            return
+        most = expert_rows(len(self.order_S), self.num_experts, at_once)
+        for first in range(0, self.num_experts, at_once):
+            experts = slice(first, min(first + at_once, self.num_experts))
+            start, stop = self.bounds[experts.start], self.bounds[experts.stop]
+            if start < stop:
+                num_parts = -(-(stop - start) // most)
+                cuts = [start + (stop - start) * number // num_parts for number in range(num_parts + 1)]
+                yield experts, [Part(self, experts, slice(*cut)) for cut in pairwise(cuts)]
+
+
+class Part:
+    """Rows in a row, of some experts; products are made of all of them at once."""
+
+    def __init__(self, rows: Rows, experts: slice, places: slice) -> None:
+        self._rows, self._experts, self.places, self.is_grouped = rows, experts, places, rows.is_grouped
+        self.is_all = places.stop - places.start == len(rows.order_S)
+        self._order_M = rows.order_S[places].long()
+
+    def of_tokens(self, values_TC: Tensor) -> Tensor:
+        """Gathers what the rows' tokens have."""
+        return values_TC[self._order_M // self._rows.num_chosen]
+
+    def of_choices(self, values_Tk: Tensor) -> Tensor:
+        """Gathers what the rows' choices have, [M, 1]."""
+        return values_Tk.reshape(-1, 1)[self._order_M]
+
+    def of_experts(self, values_EN: Tensor) -> Tensor:
+        """Gathers what the rows' experts have."""
+        places_M = torch.arange(self.places.start, self.places.stop, dtype=torch.int32, device=self._order_M.device)
+        return values_EN[torch.bucketize(places_M, self._rows.ends_E, right=True)]
+
+    def put(self, values_Tk: Tensor, values_M: Tensor) -> None:
+        """Writes values of the rows to their choices."""
+        values_Tk.view(-1)[self._order_M] = values_M
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        """Ends of the rows of every expert, counted from the first row of the part."""
+        return (self._rows.ends_E[self._experts] - self.places.start).clamp(0, self.places.stop - self.places.start)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """First row of every expert, counted from the first of the part, and the number of rows, on the host."""
+        bounds = self._rows.bounds[self._experts.start : self._experts.stop + 1]
+        return [min(max(self.places.start, bound), self.places.stop) - self.places.start for bound in bounds]
+
+    def add_to(self, sums_TN: Tensor, values_MN: Tensor, weights_Tk: Tensor | None = None) -> None:
+        """Adds the values of the rows, weighed, to the sums of their tokens, in the dtype of the sums and in a fixed order."""
+        wide = sums_TN.dtype
+        if not self.is_all:
+            tokens_M, weights_M1 = self._order_M // self._rows.num_chosen, None
+            if weights_Tk is not None:
+                weights_M1 = self.of_choices(weights_Tk).to(wide)
+            # an expert has a token once, so that no two rows are added to one sum at a time
+            for start, stop in pairwise(self.bounds):
+                values = values_MN[start:stop].to(wide)
+                sums_TN.index_add_(0, tokens_M[start:stop], values if weights_M1 is None else values * weights_M1[start:stop])
+            return
+        rows_S = torch.empty_like(self._order_M)
+        rows_S[self._order_M] = torch.arange(len(rows_S), device=rows_S.device)
+        rows_Tk = rows_S.view(len(sums_TN), -1)
+        for choice in range(self._rows.num_chosen):
+            of_choice_TN = values_MN[rows_Tk[:, choice]]
             if weights_Tk is None:
                 sums_TN += of_choice_TN
             else:
                 sums_TN.addcmul_(of_choice_TN.to(wide), weights_Tk[:, choice, None].to(wide))
-        return sums_TN
 
 
 # values of a code of four bits, by kind
@@ -134,14 +198,19 @@ class PackedMatrices:
         return weight.flatten(-2).transpose(1, 2)
 
 
+def check_inputs(num_inputs: int) -> None:
+    """Raises ValueError if matrices with this number of inputs cannot be packed."""
+    if num_inputs % 2:
+        raise ValueError(f"two codes of four bits share a byte, but experts have {num_inputs} inputs; keep them in bfloat16")
+
+
 def packed(weight_EKN: Tensor, kind: FourBits) -> tuple[Tensor, Tensor]:
     """Returns codes and scales (`PackedMatrices`) of the nearest values; exact for weights that were unpacked from MXFP4.
 
     Blocks are smaller if the inputs are no multiple of them. Raises ValueError for an odd number of inputs.
     """
     num_inputs = weight_EKN.shape[1]
-    if num_inputs % 2:
-        raise ValueError(f"two codes of four bits share a byte, but experts have {num_inputs} inputs; keep them in bfloat16")
+    check_inputs(num_inputs)
     block = math.gcd(FOUR_BIT_BLOCKS[kind], num_inputs)
     blocks = weight_EKN.transpose(1, 2).float().unflatten(-1, (-1, block))
     largest = blocks.abs().amax(-1)
@@ -175,185 +244,289 @@ class ExpertMatrices:
     num_all: int = 0
     start: int = 0
 
+    @property
+    def at_once(self) -> int:
+        """Experts whose matrices exist at a time."""
+        return len(self.weight) if isinstance(self.weight, Tensor) else self.weight.at_once
 
-def enter(x_TK: Tensor, matrices: ExpertMatrices, rows: Rows) -> Tensor:
-    """Returns the products [S, N] of the rows of tokens, in the dtype of the frozen weights."""
-    result: Tensor = _Enter.apply(x_TK.to(matrices.dtype), matrices.first, matrices.second, *_held(matrices), rows)
+    @property
+    def num_inputs(self) -> int:
+        return self.weight.shape[1] if isinstance(self.weight, Tensor) else 2 * self.weight.codes_ENH.shape[2]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weight.shape[2] if isinstance(self.weight, Tensor) else self.weight.codes_ENH.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """A, B and a whole weight, which the node saves."""
+        return self.first, self.second, self.weight if isinstance(self.weight, Tensor) else None
+
+    def holding(self, first: Tensor | None, second: Tensor | None, weight: Tensor | None) -> ExpertMatrices:
+        """The same with saved tensors."""
+        return replace(self, first=first, second=second, weight=self.weight if weight is None else weight)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMLP:
+    """First and last matrices of the experts of a layer, and the activation between: inner features [M, N] to [M, F]."""
+
+    entering: ExpertMatrices
+    leaving: ExpertMatrices
+    activate: Callable[[Tensor], Tensor]
+
+    @property
+    def at_once(self) -> int:
+        return min(self.entering.at_once, self.leaving.at_once)
+
+
+def run_experts(x_TC: Tensor, weights_Tk: Tensor, mlp: ExpertMLP, rows: Rows, make: Maker = computed) -> Tensor:
+    """Returns the weighted sums [T, C] of the outputs of every token's experts, in the dtype of the frozen weights.
+
+    make: how the output is made; if it is not computed, backward makes all that it needs.
+    """
+    x_TC, tensors = x_TC.to(mlp.entering.dtype), (*mlp.entering.tensors, *mlp.leaving.tensors)
+    # asked here, since a node's forward never makes a graph
+    keeps = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x_TC, weights_Tk, *tensors))
+    result: Tensor = _RunExperts.apply(x_TC, weights_Tk, *tensors, mlp, rows, keeps, make)
     return result
 
 
-def leave(x_SK: Tensor, weights_Tk: Tensor, matrices: ExpertMatrices, rows: Rows) -> Tensor:
-    """Returns the weighted sum [T, N] of the products of every token's rows, in the dtype of the frozen weights."""
-    x_SK = x_SK.to(matrices.dtype)
-    result: Tensor = _Leave.apply(x_SK, weights_Tk, matrices.first, matrices.second, *_held(matrices), rows)
-    return result
-
-
-def _held(matrices: ExpertMatrices) -> tuple[Tensor | None, ExpertMatrices]:
-    """Returns a whole weight, which the node saves, and the matrices."""
-    return matrices.weight if isinstance(matrices.weight, Tensor) else None, matrices
-
-
-class _Enter(torch.autograd.Function):
+class _RunExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, first: Tensor | None, second: Tensor | None, weight: Any, matrices: ExpertMatrices, rows: Rows
-    ) -> Tensor:
-        products = _Products(weight, first, second, matrices, rows)
-        y_SN, low_SR = products.forward(x_TK[rows.tokens_S])
-        ctx.matrices, ctx.rows = matrices, rows
-        ctx.save_for_backward(x_TK if low_SR is not None else None, low_SR, first, second, weight)
-        return y_SN
+    def forward(ctx: Any, x_TC: Tensor, weights_Tk: Tensor, *others: Any) -> Tensor:
+        *tensors, mlp, rows, keeps, make = others
+        inner_SN: Tensor | None = None
+        low_SR: Tensor | None = None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_SN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TK, low_SR, first, second, weight = ctx.saved_tensors
-        needs_x, *needs_adapter = ctx.needs_input_grad[:3]
-        rows, products = ctx.rows, _Products(weight, first, second, ctx.matrices, ctx.rows)
-        gradient_SN = gradient_SN.contiguous()
-        dlow_SR = products.low_gradient(gradient_SN)
-        dx_TK = rows.summed(products.input_gradient(gradient_SN, dlow_SR)).to(gradient_SN.dtype) if needs_x else None
-        dfirst = dsecond = None
-        if dlow_SR is not None and any(needs_adapter):
-            dfirst, dsecond = products.adapter_gradients(x_TK[rows.tokens_S], dlow_SR, gradient_SN, low_SR)
-        return dx_TK, dfirst, dsecond, None, None, None
+        def outputs(count: int) -> Tensor:
+            nonlocal inner_SN, low_SR
+            assert count == len(x_TC)
+            y_TC = x_TC.new_zeros(count, mlp.leaving.num_outputs, dtype=_wide(mlp.leaving.dtype))
+            for experts, parts in rows.ranges(mlp.at_once):
+                entering, leaving = _Products(mlp.entering, experts), _Products(mlp.leaving, experts)
+                for part in parts:
+                    inner_MN, low_MR = entering.forward(part.of_tokens(x_TC), part)
+                    if keeps:
+                        inner_SN, low_SR = _kept(inner_SN, inner_MN, part, rows), _kept(low_SR, low_MR, part, rows)
+                    inner_MF = mlp.activate(inner_MN).to(mlp.leaving.dtype)
+                    # what a part has made is gone before the next one begins
+                    del inner_MN, low_MR
+                    part.add_to(y_TC, leaving.forward(inner_MF, part)[0], weights_Tk)
+                    del inner_MF
+            return y_TC.to(mlp.leaving.dtype)
 
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_SK: Tensor,
-        weights_Tk: Tensor,
-        first: Tensor | None,
-        second: Tensor | None,
-        weight: Tensor | None,
-        matrices: ExpertMatrices,
-        rows: Rows,
-    ) -> Tensor:
-        y_SN, low_SR = _Products(weight, first, second, matrices, rows).forward(x_SK)
-        ctx.matrices, ctx.rows = matrices, rows
-        needs_x = low_SR is not None or ctx.needs_input_grad[1]
-        ctx.save_for_backward(x_SK if needs_x else None, low_SR, first, second, weight, weights_Tk)
-        return rows.summed(y_SN, weights_Tk).to(matrices.dtype)
+        y_TC = make(x_TC, mlp.leaving.num_outputs, outputs)
+        device = x_TC.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.mlp, ctx.rows, ctx.makers = mlp, rows, (make,)
+        # an adapter of the first matrices reads x in backward, too
+        x_TC = x_TC if inner_SN is None or mlp.entering.first is not None else None
+        ctx.save_for_backward(x_TC, weights_Tk, inner_SN, low_SR, *tensors)
+        return y_TC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_SK, low_SR, first, second, weight, weights_Tk = ctx.saved_tensors
-        needs_x, needs_weights, *needs_adapter = ctx.needs_input_grad[:4]
-        rows, products = ctx.rows, _Products(weight, first, second, ctx.matrices, ctx.rows)
-        weights_S1 = weights_Tk.new_empty(len(rows.tokens_S), 1)
-        weights_S1[rows.rows_Tk.view(-1)] = weights_Tk.reshape(-1, 1)
-        weights_S1 = weights_S1.to(ctx.matrices.dtype)
+    def backward(ctx: Any, gradient_TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TC, weights_Tk, inner_SN, low_SR, *tensors = ctx.saved_tensors
+        mlp, rows = ctx.mlp, ctx.rows
+        mlp = replace(mlp, entering=mlp.entering.holding(*tensors[:3]), leaving=mlp.leaving.holding(*tensors[3:]))
+        sums = _Gradients(mlp, gradient_TC, weights_Tk, ctx.needs_input_grad)
+        for experts, parts in rows.ranges(mlp.at_once):
+            entering, leaving = _Products(mlp.entering, experts), _Products(mlp.leaving, experts)
+            for part in parts:
+                kept = None if inner_SN is None else (inner_SN[part.places], None if low_SR is None else low_SR[part.places])
+                # backward does not restore autocast by itself
+                with torch.autocast(*ctx.autocast):
+                    sums.add(part, entering, leaving, x_TC, kept)
+        dx_TC = None if sums.dx_TC is None else sums.dx_TC.to(mlp.entering.dtype)
+        found = [(None, None) if each is None else each.gradients() for each in (sums.of_first, sums.of_last)]
+        return dx_TC, sums.dweights_Tk, *found[0], None, *found[1], None, None, None, None, None
+
+
+class _Gradients:
+    """Gradients of the inputs of a node, of which each part of the rows adds its own."""
+
+    def __init__(self, mlp: ExpertMLP, gradient_TC: Tensor, weights_Tk: Tensor, needs_gradients: Sequence[bool]) -> None:
+        self._mlp, self._gradient_TC, self._weights_Tk = mlp, gradient_TC, weights_Tk
+        needs_x, needs_weights, first, second, _, first_of_last, second_of_last, *_ = needs_gradients
+        self.of_first = _AdapterGradients(mlp.entering) if first or second else None
+        self.of_last = _AdapterGradients(mlp.leaving) if first_of_last or second_of_last else None
+        sums = (
+            gradient_TC.new_zeros(len(gradient_TC), mlp.entering.num_inputs, dtype=_wide(mlp.entering.dtype)) if needs_x else None
+        )
+        self.dx_TC = sums
+        self.dweights_Tk = torch.empty_like(weights_Tk) if needs_weights else None
+
+    def add(
+        self,
+        part: Part,
+        entering: _Products,
+        leaving: _Products,
+        x_TC: Tensor | None,
+        kept: tuple[Tensor, Tensor | None] | None,
+    ) -> None:
+        """Adds those of a part. kept: outputs of the first matrices and products with their A; None: made again from x."""
+        if kept is None:
+            assert x_TC is not None
+            kept = entering.forward(part.of_tokens(x_TC), part)
+        low_MR = kept[1]
+        with torch.enable_grad():
+            inner_MN = kept[0].detach().requires_grad_()
+            made_MF = self._mlp.activate(inner_MN)
+        del kept
+        d_MF = self._add_last(part, leaving, made_MF.detach().to(leaving.matrices.dtype))
+        if self.dx_TC is None and self.of_first is None:
+            return
+        (dinner_MN,) = torch.autograd.grad(made_MF, inner_MN, d_MF.to(made_MF.dtype))
+        del made_MF, inner_MN, d_MF
+        dinner_MN = dinner_MN.contiguous()
+        dlow_MR = entering.low_gradient(dinner_MN, part)
+        if self.of_first is not None:
+            assert x_TC is not None and dlow_MR is not None and low_MR is not None
+            self.of_first.add(entering, part, part.of_tokens(x_TC), dlow_MR, dinner_MN, low_MR)
+        if self.dx_TC is not None:
+            part.add_to(self.dx_TC, entering.input_gradient(dinner_MN, dlow_MR, part))
+
+    def _add_last(self, part: Part, leaving: _Products, inner_MF: Tensor) -> Tensor:
+        """Adds gradients of routing weights and of adapters on the last matrices; returns the gradient of their inputs."""
+        bias_EN, wide = leaving.matrices.bias_EN, _wide(leaving.matrices.dtype)
         # gradient of every row's output, before it was weighed
-        gradient_SN = gradient_TN[rows.tokens_S]
-        dlow_SR = products.low_gradient(gradient_SN)
-        dweights_Tk = dfirst = dsecond = None
-        dx_SK = products.input_gradient(gradient_SN, dlow_SR)
-        if needs_weights:
-            wide = torch.promote_types(dx_SK.dtype, torch.float32)
-            dweights_S = (x_SK * dx_SK).sum(1, dtype=wide)
-            if ctx.matrices.bias_EN is not None:
-                dweights_S += (gradient_SN * ctx.matrices.bias_EN[rows.experts_S]).sum(1, dtype=wide)
-            dweights_Tk = dweights_S[rows.rows_Tk].to(weights_Tk.dtype)
-        if dlow_SR is not None and any(needs_adapter):
-            dlow_SR, low_SR = dlow_SR * weights_S1, low_SR * weights_S1
-            dfirst, dsecond = products.adapter_gradients(x_SK, dlow_SR, gradient_SN, low_SR)
-        return dx_SK.mul_(weights_S1) if needs_x else None, dweights_Tk, dfirst, dsecond, None, None, None
+        dy_MC = part.of_tokens(self._gradient_TC)
+        dlow_MR = leaving.low_gradient(dy_MC, part)
+        d_MF = leaving.input_gradient(dy_MC, dlow_MR, part)
+        if self.dweights_Tk is not None:
+            dweights_M = (inner_MF * d_MF).sum(1, dtype=wide)
+            if bias_EN is not None:
+                dweights_M += (dy_MC * part.of_experts(bias_EN)).sum(1, dtype=wide)
+            part.put(self.dweights_Tk, dweights_M.to(self.dweights_Tk.dtype))
+        weights_M1 = part.of_choices(self._weights_Tk).to(d_MF.dtype)
+        if self.of_last is not None:
+            assert dlow_MR is not None
+            low_MR = leaving.low(inner_MF, part).mul_(weights_M1)
+            self.of_last.add(leaving, part, inner_MF, dlow_MR.mul_(weights_M1), dy_MC, low_MR)
+        return d_MF.mul_(weights_M1)
+
+
+def _kept(kept_SN: Tensor | None, values_MN: Tensor | None, part: Part, rows: Rows) -> Tensor | None:
+    """Returns values of all rows, with those of a part."""
+    if values_MN is None or part.is_all:
+        return values_MN
+    if kept_SN is None:
+        kept_SN = values_MN.new_empty(len(rows.order_S), values_MN.shape[1])
+    kept_SN[part.places] = values_MN
+    return kept_SN
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _AdapterGradients:
+    """Gradients of A and B, as they lie in memory, summed over parts in at least fp32."""
+
+    def __init__(self, matrices: ExpertMatrices) -> None:
+        assert matrices.first is not None and matrices.second is not None
+        self._matrices = matrices
+        self._first, self._second = (
+            torch.zeros_like(each, dtype=_wide(each.dtype)) for each in (matrices.first, matrices.second)
+        )
+
+    def add(self, products: _Products, part: Part, x_MK: Tensor, dlow_MR: Tensor, dy_MN: Tensor, low_MR: Tensor) -> None:
+        """Adds those of the rows of a part."""
+        num_all, own = self._matrices.num_all, products.own
+        rank = len(self._first) // num_all
+        self._first.view(num_all, rank, -1)[own] += _sums(dlow_MR, x_MK, part)[:, :rank]
+        of_rows_ENR = _sums(dy_MN, low_MR, part).mul_(self._matrices.scaling)
+        self._second.view(-1, rank, num_all)[..., own] += of_rows_ENR[..., :rank].permute(1, 2, 0)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        first, second = self._matrices.first, self._matrices.second
+        assert first is not None and second is not None
+        return self._first.to(first.dtype), self._second.to(second.dtype)
 
 
 class _Products:
-    """The products of one call, forward and backward; weights of the adapter are cast and rearranged once for each."""
+    """Products of rows of some experts with one of their matrices; weights are unpacked, cast and rearranged once."""
 
-    def __init__(
-        self, weight: Tensor | None, first: Tensor | None, second: Tensor | None, matrices: ExpertMatrices, rows: Rows
-    ) -> None:
-        self.weight: Tensor | PackedMatrices = matrices.weight if weight is None else weight
-        self.first, self.second, self.matrices, self.rows = first, second, matrices, rows
+    def __init__(self, matrices: ExpertMatrices, experts: slice) -> None:
+        self.matrices, self._experts = matrices, experts
 
     @property
-    def _own(self) -> slice:
-        return slice(self.matrices.start, self.matrices.start + len(self.weight))
+    def own(self) -> slice:
+        """Numbers of these experts among all of the layer."""
+        return slice(self.matrices.start + self._experts.start, self.matrices.start + self._experts.stop)
+
+    @cached_property
+    def _weight_EKN(self) -> Tensor:
+        weight = self.matrices.weight
+        if isinstance(weight, Tensor):
+            return weight
+        return weight.unpacked(self._experts.start, self._experts.stop, self.matrices.dtype)
 
     @cached_property
     def _first_ERK(self) -> Tensor:
-        assert self.first is not None
-        own_ErK = self.first.view(self.matrices.num_all, -1, self.first.shape[1])[self._own].to(self.matrices.dtype)
+        first = self.matrices.first
+        assert first is not None
+        own_ErK = first.view(self.matrices.num_all, -1, first.shape[1])[self.own].to(self.matrices.dtype)
         return F.pad(own_ErK, (0, 0, 0, _padding(own_ErK.shape[1], own_ErK.dtype)))
 
     @cached_property
     def _second_ENR(self) -> Tensor:
-        assert self.second is not None
-        own_ENr = self.second.view(len(self.second), -1, self.matrices.num_all)[..., self._own].permute(2, 0, 1)
+        second = self.matrices.second
+        assert second is not None
+        own_ENr = second.view(len(second), -1, self.matrices.num_all)[..., self.own].permute(2, 0, 1)
         own_ENr = own_ENr.to(self.matrices.dtype)
         return F.pad(own_ENr, (0, _padding(own_ENr.shape[2], own_ENr.dtype))).contiguous()
 
-    def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the products [S, N], and those with A, unscaled, [S, R]."""
-        y_SN, low_SR = self._multiply_frozen(x_SK, is_backward=False), None
-        if self.first is not None:
-            low_SR = self._multiply(x_SK, self._first_ERK.transpose(1, 2))
-            y_SN.add_(self._multiply(low_SR, self._second_ENR.transpose(1, 2)), alpha=self.matrices.scaling)
+    def forward(self, x_MK: Tensor, part: Part) -> tuple[Tensor, Tensor | None]:
+        """Returns the products [M, N], and those with A, unscaled, [M, R]."""
+        y_MN, low_MR = _multiply(x_MK, self._weight_EKN, part), None
+        if self.matrices.first is not None:
+            low_MR = self.low(x_MK, part)
+            y_MN.add_(_multiply(low_MR, self._second_ENR.transpose(1, 2), part), alpha=self.matrices.scaling)
         if self.matrices.bias_EN is not None:
-            y_SN += self.matrices.bias_EN[self.rows.experts_S]
-        return y_SN, low_SR
+            y_MN += part.of_experts(self.matrices.bias_EN)
+        return y_MN, low_MR
 
-    def low_gradient(self, gradient_SN: Tensor) -> Tensor | None:
-        """Returns the gradient [S, R] of the products with A; None without an adapter."""
-        return None if self.second is None else self._multiply(gradient_SN, self._second_ENR).mul_(self.matrices.scaling)
+    def low(self, x_MK: Tensor, part: Part) -> Tensor:
+        """Returns the products [M, R] with A."""
+        return _multiply(x_MK, self._first_ERK.transpose(1, 2), part)
 
-    def input_gradient(self, gradient_SN: Tensor, dlow_SR: Tensor | None) -> Tensor:
-        """Returns the gradient [S, K] of the rows."""
-        dx_SK = self._multiply_frozen(gradient_SN, is_backward=True)
-        return dx_SK if dlow_SR is None else dx_SK.add_(self._multiply(dlow_SR, self._first_ERK))
+    def low_gradient(self, gradient_MN: Tensor, part: Part) -> Tensor | None:
+        """Returns the gradient [M, R] of the products with A; None without an adapter."""
+        if self.matrices.second is None:
+            return None
+        return _multiply(gradient_MN, self._second_ENR, part).mul_(self.matrices.scaling)
 
-    def adapter_gradients(self, x_SK: Tensor, dlow_SR: Tensor, gradient_SN: Tensor, low_SR: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of A and B as they lie in memory."""
-        assert self.first is not None and self.second is not None
-        num_all, rank = self.matrices.num_all, len(self.first) // self.matrices.num_all
-        dfirst, dsecond = torch.zeros_like(self.first), torch.zeros_like(self.second)
-        dfirst.view(num_all, rank, -1)[self._own] = self._sums(dlow_SR, x_SK)[:, :rank]
-        of_rows_ENR = self._sums(gradient_SN, low_SR).mul_(self.matrices.scaling)
-        dsecond.view(-1, rank, num_all)[..., self._own] = of_rows_ENR[..., :rank].permute(1, 2, 0)
-        return dfirst, dsecond
+    def input_gradient(self, gradient_MN: Tensor, dlow_MR: Tensor | None, part: Part) -> Tensor:
+        """Returns the gradient [M, K] of the rows."""
+        dx_MK = _multiply(gradient_MN, self._weight_EKN.transpose(1, 2), part)
+        return dx_MK if dlow_MR is None else dx_MK.add_(_multiply(dlow_MR, self._first_ERK, part))
 
-    def _multiply_frozen(self, x_SK: Tensor, is_backward: bool) -> Tensor:
-        """Returns the rows of each expert times its frozen matrix, or its transpose in backward."""
-        if isinstance(self.weight, Tensor):
-            return self._multiply(x_SK, self.weight.transpose(1, 2) if is_backward else self.weight)
-        parts, bounds = [], self.rows.bounds
-        for first in range(0, len(self.weight), self.weight.at_once):
-            last = min(first + self.weight.at_once, len(self.weight))
-            if (start := bounds[first]) == (stop := bounds[last]):
-                continue
-            weight = self.weight.unpacked(first, last, self.matrices.dtype)
-            weight, own = weight.transpose(1, 2) if is_backward else weight, slice(first, last)
-            parts.append(self._multiply(x_SK[start:stop], weight, own))
-        return torch.cat(parts)
 
-    def _multiply(self, x_SK: Tensor, weight_EKN: Tensor, own: slice = slice(None)) -> Tensor:
-        """Returns the rows of some experts (all by default) times their matrices."""
-        if self.rows.is_grouped and _is_aligned(x_SK) and _is_aligned(weight_EKN):
-            return F.grouped_mm(x_SK, weight_EKN, offs=self.rows.ends_of(own))
-        y_SN = x_SK.new_empty(len(x_SK), weight_EKN.shape[2])
-        for weight_KN, (start, stop) in zip(weight_EKN, pairwise(self.rows.bounds_of(own)), strict=True):
-            if stop > start:
-                torch.mm(x_SK[start:stop], weight_KN, out=y_SN[start:stop])
-        return y_SN
+def _multiply(x_MK: Tensor, weight_EKN: Tensor, part: Part) -> Tensor:
+    """Returns the rows of a part times the matrices of their experts."""
+    if part.is_grouped and _is_aligned(x_MK) and _is_aligned(weight_EKN):
+        return F.grouped_mm(x_MK, weight_EKN, offs=part.ends_E)
+    y_MN = x_MK.new_empty(len(x_MK), weight_EKN.shape[2])
+    for weight_KN, (start, stop) in zip(weight_EKN, pairwise(part.bounds), strict=True):
+        if stop > start:
+            torch.mm(x_MK[start:stop], weight_KN, out=y_MN[start:stop])
+    return y_MN
 
-    def _sums(self, left_SM: Tensor, right_SN: Tensor) -> Tensor:
-        """Returns the sums [E, M, N] of left' right over the rows of each expert, zeros for an expert without rows."""
-        if self.rows.is_grouped and _is_aligned(left_SM) and _is_aligned(right_SN):
-            sums_EMN = F.grouped_mm(left_SM.T, right_SN, offs=self.rows.ends_E)
-            # not every version writes them for experts without rows
-            has_none_E = self.rows.ends_E.diff(prepend=self.rows.ends_E.new_zeros(1)) == 0
-            return sums_EMN.masked_fill_(has_none_E[:, None, None], 0)
-        sums_EMN = left_SM.new_zeros(len(self.weight), left_SM.shape[1], right_SN.shape[1])
-        for sums_MN, (start, stop) in zip(sums_EMN, pairwise(self.rows.bounds), strict=True):
-            torch.mm(left_SM[start:stop].T, right_SN[start:stop], out=sums_MN)
-        return sums_EMN
+
+def _sums(left_MI: Tensor, right_MN: Tensor, part: Part) -> Tensor:
+    """Returns the sums [E, I, N] of left' right over the rows of each expert, zeros for an expert without rows."""
+    if part.is_grouped and _is_aligned(left_MI) and _is_aligned(right_MN):
+        sums_EIN = F.grouped_mm(left_MI.T, right_MN, offs=part.ends_E)
+        # not every version writes them for experts without rows
+        has_none_E = part.ends_E.diff(prepend=part.ends_E.new_zeros(1)) == 0
+        return sums_EIN.masked_fill_(has_none_E[:, None, None], 0)
+    sums_EIN = left_MI.new_zeros(len(part.bounds) - 1, left_MI.shape[1], right_MN.shape[1])
+    for sums_IN, (start, stop) in zip(sums_EIN, pairwise(part.bounds), strict=True):
+        torch.mm(left_MI[start:stop].T, right_MN[start:stop], out=sums_IN)
+    return sums_EIN
 
 
 def _padding(rank: int, dtype: torch.dtype) -> int:
@@ -399,13 +572,14 @@ def grouped_problem(device: torch.device, dtype: torch.dtype) -> str:
         for is_grouped in (True, False):
             rows = Rows(experts_S1, len(_PROBE_ROWS), is_grouped)
             matrices = ExpertMatrices(weight_EKN, dtype, None, *adapter, 1.0, len(_PROBE_ROWS))
-            products = _Products(weight_EKN, *adapter, matrices, rows)
+            products, sums, part = _Products(matrices, slice(0, len(_PROBE_ROWS))), _AdapterGradients(matrices), rows.all
             try:
-                y_SN, low_SR = products.forward(x_SK)
-                dlow_SR = products.low_gradient(dy_SN)
+                y_SN, low_SR = products.forward(x_SK, part)
+                dlow_SR = products.low_gradient(dy_SN, part)
                 assert low_SR is not None and dlow_SR is not None
-                dx_SK = products.input_gradient(dy_SN, dlow_SR)
-                found.append((y_SN, dx_SK, *products.adapter_gradients(x_SK, dlow_SR, dy_SN, low_SR)))
+                dx_SK = products.input_gradient(dy_SN, dlow_SR, part)
+                sums.add(products, part, x_SK, dlow_SR, dy_SN, low_SR)
+                found.append((y_SN, dx_SK, *sums.gradients()))
             except (RuntimeError, NotImplementedError) as error:
                 return str(error).strip().splitlines()[0][:200]
         errors += [float((ours - right).norm() / right.norm()) for ours, right in zip(*found, strict=True)]

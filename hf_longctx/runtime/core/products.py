@@ -36,6 +36,8 @@ from hf_longctx.runtime.core.fp8 import RoundedInput, input_gradient, unpacked
 Maker = Callable[[Tensor, int, Callable[[int], Tensor]], Tensor]
 # attribute of a forward from `make_products`: returns its maker
 _MAKER = "_longctx_maker"
+# attribute of a module that is not linear, but makes its output by what this returns
+MAKER = "longctx_maker"
 
 
 def computed(x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) -> Tensor:
@@ -125,12 +127,18 @@ class _FrozenProduct(torch.autograd.Function):
         return dx_TC, None, None, None, gradient_TN.sum(0) if ctx.needs_input_grad[4] else None, None
 
 
-def make_products(linear: nn.Linear, current: Callable[[], Maker | None]) -> Callable[[], None]:
-    """Lets `linear`, alone or in an adapter, make its outputs by what `current` returns, until the returned function undoes this.
+def make_products(module: nn.Module, current: Callable[[], Maker | None]) -> Callable[[], None]:
+    """Lets `module` make its outputs by what `current` returns, until the returned function undoes this.
 
-    The module runs its own forward if `current` returns None.
+    module: a linear one, alone or in an adapter, or one with the attribute `MAKER`. It runs its own forward if `current` returns
+    None.
     """
-    run = linear.forward
+    if MAKER in vars(module):
+        own, before = vars(module), vars(module)[MAKER]
+        own[MAKER] = current
+        return lambda: own.update({MAKER: before})
+    assert isinstance(module, nn.Linear)
+    linear, run = module, module.forward
 
     def forward(x: Tensor) -> Tensor:
         make = current()

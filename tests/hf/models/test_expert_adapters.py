@@ -73,12 +73,14 @@ def inputs(chosen_from: int = 0, tokens: int = TOKENS) -> tuple[Tensor, Tensor, 
 def results(model: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """The output, and gradients of hidden states, weights of choices and trained weights."""
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float64)
-    x, weights = (each.to(dtype).requires_grad_() for each in (x, weights))
+    x, weights = (each.detach().to(dtype, copy=True).requires_grad_() for each in (x, weights))
+    model.zero_grad()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     # transformers rounds to fp32 inside
     with wide_floats() if dtype == torch.float64 else nullcontext():
         y = model(x, chosen, weights)
-    gradients = torch.autograd.grad((y * torch.cos(x.detach())).sum(), [x, weights, *trained.values()])
+        (y * torch.cos(x.detach())).sum().backward()
+    gradients = [each.grad for each in (x, weights, *trained.values())]
     return dict(zip(["y", "x", "weights", *trained], [y.detach(), *gradients], strict=True))
 
 
@@ -138,7 +140,7 @@ def test_one_weight_patterns_and_rslora(name: str, weights: tuple[str, ...], set
 
 def expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     def second(products: Any) -> Tensor:
-        raw = products.second
+        raw = products.matrices.second
         own = raw.view(len(raw), products.matrices.num_all, -1).permute(1, 0, 2)
         return torch.nn.functional.pad(own, (0, expert_products._padding(own.shape[2], own.dtype))).contiguous()
 
@@ -147,12 +149,12 @@ def expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_adapter_in_dx(monkeypatch: pytest.MonkeyPatch) -> None:
     own = expert_products._Products.input_gradient
-    monkeypatch.setattr(expert_products._Products, "input_gradient", lambda self, dy, dlow: own(self, dy, None))
+    monkeypatch.setattr(expert_products._Products, "input_gradient", lambda self, dy, dlow, part: own(self, dy, None, part))
 
 
 def no_bias_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = expert_products.Rows.summed
-    monkeypatch.setattr(expert_products.Rows, "summed", lambda self, rows, weights=None: own(self, rows))
+    own = expert_products.Part.add_to
+    monkeypatch.setattr(expert_products.Part, "add_to", lambda self, sums, values, weights=None: own(self, sums, values))
 
 
 @pytest.mark.parametrize("plant", [expert_by_expert, no_adapter_in_dx, no_bias_of_weights], ids=lambda plant: plant.__name__)
@@ -260,8 +262,12 @@ def test_packed_experts_have_the_gradients_of_unpacked_ones(name: str, kind: Any
     outer = next((module for module in plain.modules() if getattr(module, "base_layer", None) is owner), None)
     if outer is not None:
         outer.base_layer = unpacked_copy(owner)
-        with pytest.raises(AttributeError):
-            copy.deepcopy(model)(*given)
+        names = [name for name, _ in model.named_modules()]
+        for tried in (model, copy.deepcopy(model)):
+            with pytest.raises(RuntimeError, match=f"PEFT's forward cannot add adapters to the weights of {name} in four bits"):
+                tried(*given)
+        # and changes nothing
+        assert [name for name, _ in model.named_modules()] == names
     expected = results(plain, *given)
     found = results(bound(model), *given)
     assert worst(found, expected) <= 1e-14
@@ -285,21 +291,31 @@ def test_packed_experts_refuse_merges_and_whole_files(settings: dict[str, Any], 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_some_experts_at_a_time_give_the_bits_of_whole_weights(kind: Any, dtype: torch.dtype) -> None:
+def test_some_experts_at_a_time_have_the_bits_of_whole_weights(kind: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     codes, scales = expert_products.packed(torch.randn(8, 64, 48, generator=generator), kind)
     chosen = torch.randint(0, 7, (50, 1), generator=generator)
     x, dy = (torch.randn(50, size, generator=generator).to(dtype) for size in (64, 48))
     rows = expert_products.Rows(chosen, 8, False)
-    found = []
-    for at_once in (8, 3, 1):
-        weight = expert_products.PackedMatrices(codes.view(torch.uint8), scales.view(torch.uint8), kind, at_once)
-        products = expert_products._Products(None, None, None, expert_products.ExpertMatrices(weight, dtype), rows)
-        found.append((products.forward(x)[0], products.input_gradient(dy, None)))
-    whole = weight.unpacked(0, 8, dtype)
-    products = expert_products._Products(whole, None, None, expert_products.ExpertMatrices(whole, dtype), rows)
-    for y, dx in found:
-        assert torch.equal(y, products.forward(x)[0]) and torch.equal(dx, products.input_gradient(dy, None))
+
+    def products(weight: Any, at_once: int) -> list[Tensor]:
+        found = torch.empty(50, 48, dtype=dtype), torch.empty(50, 64, dtype=dtype)
+        for experts, parts in rows.ranges(at_once):
+            each = expert_products._Products(expert_products.ExpertMatrices(weight, dtype), experts)
+            for part in parts:
+                own = part._order_M
+                found[0][own], found[1][own] = each.forward(x[own], part)[0], each.input_gradient(dy[own], None, part)
+        return list(found)
+
+    packed = [
+        expert_products.PackedMatrices(codes.view(torch.uint8), scales.view(torch.uint8), kind, at_once) for at_once in (8, 3, 1)
+    ]
+    whole_EKN = packed[0].unpacked(0, 8, dtype)
+    for weight in packed:
+        assert torch.equal(torch.cat([weight.unpacked(first, first + 2, dtype) for first in range(0, 8, 2)]), whole_EKN)
+        # products of fewer rows may sum in another order
+        errors = map(relative_error, products(weight, weight.at_once), products(whole_EKN, 8))
+        assert max(errors) <= 4 * torch.finfo(dtype).eps
 
 
 def test_blocks_of_gpt_oss_are_kept_as_they_are() -> None:
@@ -322,6 +338,15 @@ def test_four_bits_round_to_the_nearest_value() -> None:
         assert float((found - weight).norm() / weight.norm()) <= most
     with pytest.raises(ValueError, match="have 7 inputs"):
         expert_products.packed(torch.randn(2, 7, 16), "nf4")
+
+
+def test_nothing_is_packed_if_a_later_expert_cannot_be() -> None:
+    first, last = experts_of("Qwen3MoeExperts"), experts_of("Qwen3MoeExperts")
+    last.down_proj = nn.Parameter(last.down_proj[:, :, :-1])
+    before = first.gate_up_proj
+    with pytest.raises(ValueError, match=f"but experts have {last.down_proj.shape[2]} inputs; keep them in bfloat16"):
+        pack_experts(nn.ModuleList([Holder(first), Holder(last)]), "nf4")
+    assert first.gate_up_proj is before and before.requires_grad
 
 
 def test_other_kinds_and_models_without_experts_are_refused() -> None:
