@@ -11,6 +11,7 @@ import torch
 import transformers
 from helpers.measures.allocations import measure
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_longctx.hf.models.expert_adapters import split_experts
 from hf_longctx.hf.models.kernels import FusedLayers
@@ -87,3 +88,32 @@ def test_rows_take_what_is_predicted_while_they_run(name: str, packed: Any, kept
     else:
         # nothing but an output that nothing reads
         assert forward_peak == held
+
+
+def test_copies_of_routers_are_counted_as_torch_makes_them() -> None:
+    config_class, model_class, sizes = MIXTURES["qwen3_moe"]
+    model = model_class(config_class(num_hidden_layers=3, **SIZES, **sizes)).train()
+    without, router = model_spec(model).adapters, model.model.layers[0].mlp.gate
+    weight_bytes = router.weight.nbytes
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["gate.weight"])
+    model = peft.get_peft_model(model, config)
+    found = model_spec(model).adapters
+    assert found.copied_bytes == without.copied_bytes + (3 + 1) * weight_bytes and found.reads_second_norm
+    saved = [
+        tensor for tensor in saved_by(model.base_model.model.model.layers[0].mlp.gate) if tensor.shape == router.weight.shape
+    ]
+    # the copy, which is no parameter
+    assert [tensor.nbytes for tensor in saved if tensor.data_ptr() != router.weight.data_ptr()] == [weight_bytes]
+
+
+def saved_by(router: Any) -> list[Tensor]:
+    """Tensors that the forward of a router saves, each once."""
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        router(torch.randn(8, HIDDEN, requires_grad=True))
+    return list(found.values())

@@ -108,6 +108,12 @@ def _is_on_experts(module: nn.Module) -> bool:
     return isinstance(module, ParamWrapper) and module._param_ndim == 3
 
 
+def merged_router_bytes(layer: nn.Module) -> int:
+    """Bytes of the routers' weights in a layer to whose copies PEFT adds adapters, which backward reads; 0 without any."""
+    routers = (each for each in layer.modules() if isinstance(each, ParamWrapper) and not _is_on_experts(each))
+    return sum(each.get_param().nbytes for each in routers if each.active_adapters)
+
+
 def expert_weights(model: nn.Module) -> list[str]:
     """Returns names for `target_parameters` of the weights of experts that may have adapters; empty if there are none."""
     found = [(name, module) for name, module in model.named_modules() if class_name(module) in MODULES.experts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hf_longctx.hf.models.adapters import (
     tile_bytes,
     trained_sizes,
 )
-from hf_longctx.hf.models.expert_adapters import expert_adapter_spec, split_experts
+from hf_longctx.hf.models.expert_adapters import expert_adapter_spec, merged_router_bytes, split_experts
 from hf_longctx.hf.models.heads import head_of
 from hf_longctx.hf.models.kernel_places import KERNEL_NORMS, runs_heads_alike
 from hf_longctx.hf.models.packed_experts import packed_weights
@@ -97,7 +98,10 @@ def adapter_spec(model: nn.Module, is_autocast: bool = False) -> AdapterSpec:
     hidden, num_hidden = hidden_dtype(model), config.hidden_size
     num_chosen = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0)
     layers = [_layer_adapters(each, hidden, num_hidden, is_autocast, num_chosen) for each in text_layers(model)]
-    return largest_adapters([spec, *layers])
+    found = largest_adapters([spec, *layers])
+    # copies of routers are few bytes: all layers hold them, and one makes what is added to its copy, or the copy's gradient
+    routers = [merged_router_bytes(each) for each in text_layers(model)]
+    return replace(found, copied_bytes=found.copied_bytes + sum(routers) + max(routers, default=0))
 
 
 def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_autocast: bool, num_chosen: int) -> AdapterSpec:
@@ -122,6 +126,8 @@ def _layer_adapters(layer: nn.Module, hidden: torch.dtype, num_hidden: int, is_a
             first = {"reads_second_norm"} if each.in_features == num_hidden else set()
             last = {"reads_product"} if each.out_features == num_hidden else set()
             reads |= first | last or _UNKNOWN_READS
+    if merged_router_bytes(layer):
+        reads |= {"reads_second_norm"}
     beside = AdapterSpec(
         attention_saved_bytes=outer_bytes,
         mlp_saved_bytes=sum(saved_bytes(each, hidden, is_autocast) for each in in_mlps.values()),

@@ -131,19 +131,24 @@ def accumulating_on_rank(case: ModelCase, plans: list[str], rows: list[Any]) -> 
     steps = [plan_from_json(text) for text in plans]
     executor, engine = stage_executor(case, steps[0])
     num_labels = sum(label != -100 for each in rows for row in each for label in row["labels"][1:])
-    loss = 0.0
-    for number, (plan, each) in enumerate(zip(steps, rows, strict=True)):
-        path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, each, executor.pool.rank)["chunks"]
+    rank, loss = executor.pool.rank, 0.0
+    work = [(plan.for_rank(rank), rank_inputs(plan, each, rank)["chunks"]) for plan, each in zip(steps, rows, strict=True)]
+    if case.balance:
+        # rows of all plans count before the first backward
+        executor.route(work)
+    for number, (path, chunks) in enumerate(work):
         loss += float(executor.run(path, chunks, num_labels, reduce=number == len(steps) - 1, engine=engine).loss)
     return loss, {name: whole(p.grad) for name, p in executor.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
+@pytest.mark.parametrize("parameters,balance", [("sharded", None), ("gathered_per_step", None), ("sharded", BALANCE)])
 @pytest.mark.parametrize(
     "family,lora,spread", [("qwen3_moe", ALL_LINEAR, False), ("gpt_oss", EXPERTS, False), ("qwen3_moe_dense", EXPERTS, True)]
 )
-def test_accumulated_steps_of_sharded_stages(ranks, family: str, lora: Any, spread: bool, parameters: Any) -> None:
-    case = case_of(family, lora=lora, spread=spread, balance=None)
+def test_accumulated_steps_of_sharded_stages(
+    ranks, family: str, lora: Any, spread: bool, parameters: Any, balance: float | None
+) -> None:
+    case = case_of(family, lora=lora, spread=spread, balance=balance)
     chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
     groups = ([(1, chunks), (1, [[(3, 0, 13)]])], [(2, [[(0, 0, 9)], [(0, 9, 17), (1, 0, 12)]])])
     lengths = [40, 9, 7, 13], [17, 12]
