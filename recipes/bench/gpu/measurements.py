@@ -1,4 +1,4 @@
-"""Measurements (a) to (f) on one GPU: one command each, with its own time limit.
+"""Measurements (a) to (g) on one GPU: one command each, with its own time limit.
 
     python recipes/bench/gpu/measurements.py a b [--folder outputs/measurements]
     python recipes/bench/gpu/measurements.py       # lists the steps, with their limits
@@ -75,6 +75,7 @@ STEPS = {
         540,
         ("trainings.py", "--layers", "4", "--tokens", "1048576", "--limit", "1048576", "--steps", "0", "--methods", "hf_longctx"),
     ),
+    "g": Step("8 layers of Qwen3-30B-A3B with adapters on experts: apart, merged by PEFT", 120, ("adapted_experts.py",)),
 }
 
 

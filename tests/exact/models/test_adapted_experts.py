@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +17,18 @@ from helpers.ranks.pipeline_steps import check_pipeline, stage_executor
 from helpers.ranks.rank_steps import check_layout_step, check_step, rank_inputs, whole
 from peft.tuners.lora import ParamWrapper
 
+from hf_longctx.hf.models import expert_adapters
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.experts import router_balance
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules
-from hf_longctx.hf.models.packed_experts import unpacked_copy
+from hf_longctx.hf.models.packed_experts import packed_weight, unpacked_copy
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import LayerPolicy, StepPlan, TensorShare
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.expert_products import PackedMatrices, Part
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.process_groups import GroupPool
@@ -170,7 +173,9 @@ ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"
 @pytest.mark.parametrize("plan", STEPS)
 @pytest.mark.parametrize("lora", [EXPERTS, ATTENTION], ids=["on experts", "on attention"])
 @pytest.mark.parametrize("family,packed", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")])
-def test_experts_in_four_bits(family: str, packed: str, lora: Any, plan: str) -> None:
+def test_experts_in_four_bits(family: str, packed: str, lora: Any, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the tiny models have four experts
+    monkeypatch.setattr(expert_adapters, "packed_weight", lambda *which: unpacked_in_turn(packed_weight(*which)))
     case, rows = case_of(family, lora=lora, packed=packed), random_rows(LENGTHS)
     plain = build_model(case)
     # PEFT's own forward cannot add adapters to packed weights
@@ -182,6 +187,29 @@ def test_experts_in_four_bits(family: str, packed: str, lora: Any, plan: str) ->
     whole = same_policy(sliced_plan(LENGTHS, SLICES, MIXED), replayed(0.5), OFFLOADED_INPUT, tile_tokens=16)
     found = lone_step(case, whole if plan == "recomputed" else STEPS[plan], rows, has_engine=plan == "recomputed")
     assert worst_error(found, reference_step(plain, rows)) <= TOLERANCE
+
+
+def unpacked_in_turn(found: PackedMatrices | None) -> PackedMatrices | None:
+    return None if found is None else replace(found, at_once=3)
+
+
+@pytest.mark.parametrize("packed", ["", "mxfp4"])
+def test_replays_leave_experts_to_their_backward(packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[bool] = []
+    own = Part.add_to
+    monkeypatch.setattr(Part, "add_to", lambda part, *given: (sums.append(len(given) == 3), own(part, *given))[1])
+    model, rows = build_model(case_of("qwen3_moe", balance=None, packed=packed)), random_rows(LENGTHS)
+    patch_model(model)
+    FusedLayers("").bind(model)
+    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**22))
+    # one tile of all tokens
+    plan = same_policy(STEPS["packed"], replayed(), replayed(0.5), tile_tokens=64)
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), GroupPool((1,), 1.0), CPU)
+    for trials in (1, 0):
+        sums.clear()
+        executor.run(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], 1, engine=engine)
+        # two layers add up outputs in their first run alone; two more runs of a few tokens find this out, one without outputs
+        assert (sums.count(True), sums.count(False)) == (2 * (1 + trials), 2 * (1 + 2 * trials))
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])

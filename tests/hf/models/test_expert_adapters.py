@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from transformers import TrainingArguments
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hf_longctx.families.registry import FAMILIES, MODULES
+from hf_longctx.hf.models import expert_adapters, packed_experts
 from hf_longctx.hf.models.expert_adapters import GroupedProducts, adapted_experts, bind_expert_adapters
 from hf_longctx.hf.models.kernels import fused_layers
 from hf_longctx.hf.models.packed_experts import pack_experts, unpacked_copy
 from hf_longctx.runtime.core import expert_products
+from hf_longctx.runtime.core.products import make_products
 
 HIDDEN, NUM_EXPERTS, NUM_CHOSEN, TOKENS = 32, 4, 2, 23
 BOTH = ("gate_up_proj", "down_proj")
@@ -94,6 +98,16 @@ def bound(model: Any, is_grouped: bool = False) -> Any:
     undo = bind_expert_adapters(model, lambda device, dtype: is_grouped)
     assert undo
     return model
+
+
+def unpack_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets products unpack `at_once` experts at a time."""
+
+    def packed_weight(module: Any, name: str) -> Any:
+        found = packed_experts.packed_weight(module, name)
+        return None if found is None else replace(found, at_once=at_once)
+
+    monkeypatch.setattr(expert_adapters, "packed_weight", packed_weight)
 
 
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -231,6 +245,30 @@ def test_experts_without_grouped_products_are_named_once_before_the_first_step(
     assert ranks(2).run(warnings_at_start, dtype, wrong_rank) == [[words + each for each in expected], []]
 
 
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"])
+@pytest.mark.parametrize("packed", ["", "nf4"])
+def test_gradients_need_no_output(name: str, packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack_at_once(3, monkeypatch)
+    model, given = adapted(name), inputs()
+    if packed:
+        pack_experts(model, packed)
+    model = bound(model)
+    expected = results(model, *given)
+    (found,) = adapted_experts(model)
+    made: list[Tensor] = []
+
+    def unread(x_TC: Tensor, num_features: int, first: Callable[[int], Tensor]) -> Tensor:
+        made.append(x_TC.new_full((len(x_TC), num_features), math.nan))
+        return made[-1]
+
+    undo = make_products(found.experts, lambda: unread)
+    without = results(model, *given)
+    undo()
+    assert len(made) == 1 and bool(without.pop("y").isnan().all())
+    assert worst(without, {each: gradient for each, gradient in expected.items() if each != "y"}) <= 1e-14
+    assert worst(results(model, *given), expected) <= 1e-14
+
+
 def test_adapters_that_are_switched_off_or_merged_stay_so() -> None:
     model, given = adapted("Qwen3MoeExperts"), inputs()
     ours, found = bound(model), next(iter(adapted_experts(model)))
@@ -250,8 +288,11 @@ def test_undone() -> None:
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"])
-@pytest.mark.parametrize("weights", [BOTH, ()], ids=["adapted", "frozen"])
-def test_packed_experts_have_the_gradients_of_unpacked_ones(name: str, kind: Any, weights: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("weights,at_once", [(BOTH, 4), (BOTH, 3), (BOTH, 1), ((), 2)], ids=["adapted", "3", "1", "frozen"])
+def test_packed_experts_have_the_gradients_of_unpacked_ones(
+    name: str, kind: Any, weights: tuple[str, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack_at_once(at_once, monkeypatch)
     model, given = adapted(name) if weights else Holder(experts_of(name)).requires_grad_(False), inputs()
     before = {each.data_ptr() for each in model.parameters() if each.dim() == 3}
     pack_experts(model, kind)
@@ -271,6 +312,10 @@ def test_packed_experts_have_the_gradients_of_unpacked_ones(name: str, kind: Any
     expected = results(plain, *given)
     found = results(bound(model), *given)
     assert worst(found, expected) <= 1e-14
+    if at_once < NUM_EXPERTS:
+        own = expert_products.Rows.ranges
+        monkeypatch.setattr(expert_products.Rows, "ranges", lambda self, at_once: list(own(self, at_once))[:-1])
+        assert worst(results(bound(model), *given), expected) >= 1e-2
 
 
 @pytest.mark.parametrize("settings", [ON_EXPERTS, {}], ids=["on experts", "on attention"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_longctx.recipes.bench.gpu import measurements, ranks, trainings
+from hf_longctx.recipes.bench.gpu import adapted_experts, measurements, ranks, trainings
 from hf_longctx.recipes.bench.gpu.rows import read_rows
 
 SLEEPS = (
@@ -40,16 +40,25 @@ def test_a_late_step_ends_and_the_next_one_begins(
 
 def test_every_step_is_a_command_that_its_script_understands(capsys: pytest.CaptureFixture[str]) -> None:
     assert measurements.main([]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == list("abcdef")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == list("abcdefg")
     for step in measurements.STEPS.values():
         script, *words = step.words
         if script == "ranks.py":
             ranks.parse(words)
+        if script == "adapted_experts.py":
+            assert words == []
         if script == "trainings.py":
             methods = words[words.index("--methods") + 1 :]
             assert set(methods) <= trainings.METHODS.keys()
             if not torch.cuda.is_available():
                 assert trainings.main(words) == 0
+
+
+def test_adapters_on_experts_apart_and_merged_have_the_same_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.json"
+    assert adapted_experts.main(["--tiny", "--layers", "2", "--tokens", "48", "--json", str(rows)]) == 0
+    assert [row["way"] for row in read_rows(rows)] == list(adapted_experts.WAYS)
+    assert "gradients of adapters differ by at most" in capsys.readouterr().out
 
 
 def test_methods_are_chosen_by_name_or_word() -> None:
