@@ -73,7 +73,7 @@ class AdaptedExperts:
 
 def experts_dtype(experts: Any) -> torch.dtype:
     """Dtype of the weights of experts, after unpacking."""
-    if packed_weight(experts, _LEAVING) is not None:
+    if _LEAVING in getattr(experts, "parametrizations", {}):
         dtype: torch.dtype = experts.parametrizations[_LEAVING][0].like.dtype
         return dtype
     return getattr(experts, _LEAVING).dtype  # type: ignore[no-any-return]

@@ -81,31 +81,45 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
     return num_bytes
 
 
-def unpacked_copy(experts: Any, memo: dict[int, Any] | None = None) -> Any:
+# start of the names of buffers with the codes and scales of a whole weight, and attribute with their kind
+_CODES, _SCALES, _KIND = "longctx_codes_", "longctx_scales_", "longctx_packed_as"
+
+
+def unpacked_copy(experts: Any, memo: dict[int, Any] | None = None, dtype: torch.dtype | None = None) -> Any:
     """A copy of a module of experts with whole weights, frozen; PEFT's own forward cannot add adapters to packed ones.
 
-    memo: of the copy of a model to which it belongs, so that both have one config.
+    It keeps the codes beside, which products of plans read as those of packed weights. memo: of the copy of a model to which it
+    belongs, so that both have one config. dtype: of the copy; None: that of `experts`.
     """
     copied = copy.deepcopy(experts, memo)
-    weights = {name: getattr(copied, name).detach() for name in experts.parametrizations}
+    if dtype is not None:
+        copied.to(dtype)
+    weights = {name: (getattr(copied, name).detach(), packed_weight(copied, name)) for name in experts.parametrizations}
     del copied.parametrizations
     # the class with properties belongs to both modules, so it stays as it is
     copied.__class__ = type(experts).__bases__[0]
-    for name, weight in weights.items():
+    for name, (weight, codes) in weights.items():
         copied.register_parameter(name, nn.Parameter(weight.clone(), requires_grad=False))
+        if codes is not None:
+            copied.register_buffer(_CODES + name, codes.codes_ENH.detach(), persistent=False)
+            copied.register_buffer(_SCALES + name, codes.scales_ENG.detach(), persistent=False)
+            vars(copied)[_KIND] = codes.kind
     return copied
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[Any, str, PackedMatrices]]:
     """Yields modules of experts, names of their packed weights, and these."""
     for module in model.modules():
-        for name in getattr(module, "parametrizations", {}):
+        beside = [name.removeprefix(_CODES) for name in module._buffers if name.startswith(_CODES)]
+        for name in (*getattr(module, "parametrizations", {}), *beside):
             if (found := packed_weight(module, name)) is not None:
                 yield module, name, found
 
 
 def packed_weight(module: Any, name: str) -> PackedMatrices | None:
-    """The weight `name` in four bits; None if it is not packed."""
+    """The weight `name` in four bits; None if it is not packed, nor a copy that keeps its codes (`unpacked_copy`)."""
+    if (codes := module._buffers.get(_CODES + name)) is not None:
+        return PackedMatrices(codes, module._buffers[_SCALES + name], vars(module)[_KIND])
     parts = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()
     if not parts or not isinstance(unpack := parts[0], FourBitWeight):
         return None

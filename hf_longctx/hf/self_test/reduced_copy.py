@@ -124,10 +124,10 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     if dtype is not None or is_unread_yet:
         # packed layers multiply in a fixed precision, so replace them by their unpacked weights
         memo |= {id(packed): in_full(packed) for place in kept for packed in packed_layers(layers[place]).values()}
-    # PEFT's own forward cannot add adapters to packed experts
+    # PEFT's own forward cannot add adapters to packed experts; plans unpack the codes that the copies keep
     packed_experts = {id(each): each for place in kept for each, _, _ in packed_weights(layers[place])}
     for each in packed_experts.values():
-        unpacked_copy(each, memo)
+        unpacked_copy(each, memo, dtype)
     names = {id(module): name for name, module in model.named_modules()}
     copied = independent_copy(model, memo)
     own = {place: copied.get_submodule(names[id(layers[place])]) for place in kept}

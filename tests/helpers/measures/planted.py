@@ -20,6 +20,7 @@ from hf_longctx.hf.data import collator
 from hf_longctx.hf.models import attention, expert_adapters
 from hf_longctx.hf.models import states as functions
 from hf_longctx.hf.models import states as methods
+from hf_longctx.hf.models.packed_experts import packed_weight
 from hf_longctx.runtime import process_groups as pool
 from hf_longctx.runtime.activations import engine
 from hf_longctx.runtime.activations.output_head import LogitChange, OutputHead
@@ -106,11 +107,17 @@ def plant(bug: str, rank: int, num_ranks: int) -> Iterator[None]:
         "weights dropped by place in the slice": lambda: replaced(WeightDropout, "of_rows", _rows_of_slices),
         "weights dropped by document of the chunk": lambda: _weights_dropped(numbers=tuple(range(100))),
         "logits of tiles left alone": _unchanged_tiles,
+        "codes of another expert": lambda: replaced(expert_adapters, "packed_weight", _codes_of_the_next_expert),
         "adapters of another rank's experts": lambda: replaced(expert_adapters, "first_expert", lambda experts: 0),
         "weights dropped in another step": lambda: _weights_dropped(step=7),
     }
     with makers[bug]():
         yield
+
+
+def _codes_of_the_next_expert(module: Any, name: str) -> Any:
+    found = packed_weight(module, name)
+    return None if found is None else replace(found, codes_ENH=found.codes_ENH.roll(1, 0))
 
 
 def _unchanged_tiles() -> Any:

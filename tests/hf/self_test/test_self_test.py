@@ -39,6 +39,8 @@ from hf_longctx.plan.core.types import LayerRange
 ROWS = random_rows([61, 13, 5, 8, 21, 34, 3, 9] * 3)
 ON = {"self_test": True, "tokens_per_rank": 96}
 LORA = (("r", 2), ("lora_dropout", 0.1), ("target_modules", ["q_proj", "v_proj"]))
+ON_EXPERTS = (("r", 2), ("target_modules", ["q_proj"]), ("target_parameters", ["experts.gate_up_proj", "experts.down_proj"]))
+PACKED = ModelCase("qwen3_moe", lora=ON_EXPERTS, packed="nf4")
 MIXED = ModelCase("qwen3_window")
 
 
@@ -112,6 +114,12 @@ def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
     assert messages[0].startswith("the parity self-test failed before step 1: under plans Qwen3ForCausalLM does not compute")
     for text in said:
         assert text in messages[0], messages[0]
+
+
+def test_codes_of_packed_experts_are_read_by_plans_alone(ranks) -> None:
+    sound, wrong = (ranks(2).run(start, PACKED, {}, {}, bug)[0] for bug in ("", "codes of another expert"))
+    assert "self-test passed in " in sound and EVERY_PLAN in sound
+    assert "the parity self-test failed before step 1" in wrong and "- ulysses of 2: hidden states: layer 0" in wrong
 
 
 def test_dropout_that_depends_on_the_plan_stops_the_run_before_step_1(ranks) -> None:
