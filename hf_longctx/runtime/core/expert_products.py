@@ -321,8 +321,8 @@ class _RunExperts(torch.autograd.Function):
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.mlp, ctx.rows, ctx.makers = mlp, rows, (make,)
         # an adapter of the first matrices reads x in backward, too
-        x_TC = x_TC if inner_SN is None or mlp.entering.first is not None else None
-        ctx.save_for_backward(x_TC, weights_Tk, inner_SN, low_SR, *tensors)
+        needs_x = inner_SN is None or mlp.entering.first is not None
+        ctx.save_for_backward(x_TC if needs_x else None, weights_Tk, inner_SN, low_SR, *tensors)
         return y_TC
 
     @staticmethod
