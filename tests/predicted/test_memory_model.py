@@ -484,4 +484,5 @@ def test_adapted_experts_take_what_is_predicted(one: LayerPolicy, tile_tokens: i
     assert 0.95 * held <= device <= held
     beside = spec.packed.unpacked_bytes + spec.adapters.copied_bytes
     for workspace, peak in zip((found.forward_workspace, found.backward_workspace), peaks, strict=True):
-        assert 0.9 * peak <= device + workspace + beside <= 1.2 * peak
+        # no weight is being unpacked while most rows exist
+        assert 0.9 * peak <= device + workspace + beside and device + workspace <= 1.2 * peak
