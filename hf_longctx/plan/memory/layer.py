@@ -168,7 +168,7 @@ class LayerBytes:
             # in an MLP with tiles, they exist for one tile at a time
             in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
         if adapters.splits_experts:
-            # what experts hold is counted with their rows
+            # adapters on experts are counted with their rows
             in_mlp = min(in_mlp, adapters.tile_bytes * min(self._mlp_tile, again))
         return adapters.attention_saved_bytes * self.tokens + in_mlp
 

@@ -263,7 +263,7 @@ class ExpertMatrices:
         return self.first, self.second, self.weight if isinstance(self.weight, Tensor) else None
 
     def holding(self, first: Tensor | None, second: Tensor | None, weight: Tensor | None) -> ExpertMatrices:
-        """The same with saved tensors."""
+        """Returns the same matrices with saved tensors."""
         return replace(self, first=first, second=second, weight=self.weight if weight is None else weight)
 
 
@@ -310,7 +310,7 @@ class _RunExperts(torch.autograd.Function):
                     if keeps:
                         inner_SN, low_SR = _kept(inner_SN, inner_MN, part, rows), _kept(low_SR, low_MR, part, rows)
                     inner_MF = mlp.activate(inner_MN).to(mlp.leaving.dtype)
-                    # what a part has made is gone before the next one begins
+                    # tensors of a part are gone before the next one begins
                     del inner_MN, low_MR
                     part.add_to(y_TC, leaving.forward(inner_MF, part)[0], weights_Tk)
                     del inner_MF
