@@ -293,6 +293,8 @@ ADAPTED = {
     "plain-hidden-two": (replace(WIDE_HIDDEN, lora=("q_proj", "v_proj")), PLAIN, 0, WHOLE),
     "plain-packed-two": (Shape(lora=("q_proj", "v_proj")), PLAIN, 0, PACKED),
 }
+# policies that others have too, of a model that others have too
+FURTHER = ("recomputed-qwen3", "reruns-hidden", "reruns-host", "reruns-mlp", "qkv-kept-qwen3", "pieces-2", "pieces-hidden")
 # cases that another element size changes: tensors that stay fp32 in norms and loss, tiles, shares on the host, heads, packs
 HALF_WIDTH = [
     *("reruns", "recomputed-loss", "tiles-mlp", "host", "plain-packed"),
@@ -303,7 +305,7 @@ HALF_WIDTH = [
 @pytest.mark.parametrize(
     "name,dtype",
     [
-        *((name, torch.float32) for name in CASES),
+        *(pytest.param(name, torch.float32, marks=[pytest.mark.wide] * (name in FURTHER)) for name in CASES),
         *((name, torch.bfloat16) for name in HALF_WIDTH[:5]),
         *(pytest.param(name, torch.bfloat16, marks=pytest.mark.wide) for name in HALF_WIDTH[5:]),
     ],

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import psutil
 from helpers.ranks.forked import FORKED, free_port, rank_environment, settle
 
-_START_TIMEOUT_S = 120.0
+# also of the server, which imports for eight seconds on a quiet machine
+_START_TIMEOUT_S = 240.0
 # how long ranks may take to answer after one that failed
 _GRACE_S = 5.0
 

@@ -24,7 +24,7 @@ from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.plan.memory.byte_model import ByteModel
 
 TOLERANCE = 1e-10
-NUM_STEPS = 10
+NUM_STEPS, SAVE_STEPS = 6, 3
 ROWS = random_rows(SKEWED)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = (
@@ -93,11 +93,11 @@ def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tm
     case = ModelCase(FAMILY_OF.get(name, "llama"), promoted=True, lora=lora, tied=lora is TIED)
     case = replace(case, packed="nf4" if name == "experts in four bits" else "")
     losses, weights = plain_training(case, ROWS, NUM_STEPS)
-    saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 5}
+    saving = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": SAVE_STEPS}
     whole = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "whole"), config, saving)
-    resume = {**saving, "resume": str(tmp_path / "whole" / "checkpoint-5")}
+    resume = {**saving, "resume": str(tmp_path / "whole" / f"checkpoint-{SAVE_STEPS}")}
     resumed = ranks(2).run(train_with_norms, case, ROWS, str(tmp_path / "again"), later, resume)
-    for start, results in ((0, whole), (5, resumed)):
+    for start, results in ((0, whole), (SAVE_STEPS, resumed)):
         for found, norms, final in results:
             assert found == pytest.approx(losses[start:], rel=TOLERANCE)
             assert norms == results[0][1]

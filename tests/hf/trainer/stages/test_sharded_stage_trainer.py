@@ -95,17 +95,15 @@ def test_clipped_steps_and_an_evaluation_follow_one_plain_process(ranks, tmp_pat
         assert ("layers on the host" in facts, "spread experts" in facts) == ("layer_weights" in config, "expert_ranks" in config)
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer_states": "host"}, {"layer_weights": "host"}], ids=str)
-def test_bf16_weights_with_fp32_copies_follow_whole_ones(ranks, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_bf16_weights_with_fp32_copies_follow_whole_ones(ranks, tmp_path: Path) -> None:
     case, pool = replace(PLAIN, promoted=False, dtype=torch.bfloat16), ranks(4)
     (losses, *_), *_ = pool.run(train, case, str(tmp_path), {"parameters": "replicated"}, {}, timeout_s=300.0)
-    for parameters in MODES[:1] if "layer_weights" in settings else MODES:
-        for found, _, _, facts in pool.run(
-            train, case, str(tmp_path), {**settings, "parameters": parameters}, {}, timeout_s=300.0
-        ):
-            assert "master weights" in facts
+    on_host = {"parameters": "sharded", "layer_weights": "host"}
+    for settings in (*({"parameters": each} for each in MODES), {"parameters": "sharded", "optimizer_states": "host"}, on_host):
+        for found, _, _, facts in pool.run(train, case, str(tmp_path), settings, {}, timeout_s=300.0):
+            assert "master weights" in facts, settings
             # sums over ranks round differently
-            assert found == pytest.approx(losses, rel=2e-3)
+            assert found == pytest.approx(losses, rel=2e-3), settings
 
 
 def refused(folder: str, case: ModelCase, config: dict[str, Any]) -> str:
