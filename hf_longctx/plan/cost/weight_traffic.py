@@ -1,20 +1,21 @@
 """Counts the bytes of weights and gradients that a rank sends, and the seconds that a step counts for them.
 
-FSDP2 gathers each layer for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
-(`gathered_per_round`), or once per step (`gathered_per_step`). Embedding and head are one unit with the final norm, and stay
-gathered from a forward to the backward after it; on several stages, to the end of the step. Weights that autocast rounds are
-gathered in two bytes. The last backward of a micro-batch, or every backward (`sums_every_backward`), reduce-scatters gradients;
-those of half-precision and rounded weights are sent in fp32. Ranks with equal shards, or with whole weights, sum their gradients
-once per step.
+Each layer is gathered for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
+(`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
+that layer is not gathered again; these few gathers count all the same. Embedding and head are one unit with the final norm, and
+stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch,
+or every backward (`sums_every_backward`), reduce-scatters gradients; those of half-precision and rounded weights are sent in
+fp32. Ranks with equal shards, or with whole weights, sum their gradients once per step.
 
 Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops
 between nodes use the network. Norms and biases, which have few elements, are not counted, as in `ModelSpec`.
 
-While a layer computes, FSDP2 gathers the next one and sums the gradients of the one before. A pass of n layers, each of which
-computes for k seconds and keeps links busy for c, takes c + n k + (n - 1) max(0, c - k): nothing hides the first gather and the
-last sum, and each pass begins when the one before has ended. Three more terms count (`Collectives.counted_s`): collectives of
-embedding and head, which stand at both ends of a pass; copies into and out of the buffers of collectives, which run on the stream
-that computes; and a share of the hidden seconds, in which kernels have fewer processors.
+While a layer computes, the next one is gathered, and the gradients of the one before are summed. If every pass gathers, the last
+layer of a pass hides the first gather of the next pass; otherwise nothing hides the first gather of a micro-batch. The last sum
+of a backward, with that of embedding and head, runs beside the first layer of the next pass, before the gather of that pass's
+second layer, and lengthens the step by what this layer cannot hide (`NEXT_SHARE`). Two more terms count: copies of gradients into
+buffers of sums, which run on the stream that computes (weights are gathered straight into place, and need none); and a share of
+the hidden seconds, in which kernels have fewer processors.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 # share of the seconds of hidden collectives by which the kernels beside them take longer: NCCL's rings and trees run at least 16
 # blocks of threads, each of which takes one of the 108 processors of an A100, or of the 132 of an H100, while it sends
 SLOWED_SHARE = 0.125
+
+# least seconds of the first layer of a pass, as a share of those of a layer in the backward before it: a backward takes two to
+# two and a half times as long as a forward, and up to one more if it recomputes
+NEXT_SHARE = 1 / 3
 
 # least bytes of one element of a gradient that ranks sum (fp32)
 _LEAST_GRADIENT_BYTES = 4
@@ -91,24 +96,35 @@ class Collectives:
     """Seconds of the collectives of one forward or backward of a chunk on a stage."""
 
     num_layers: int = 0
-    # seconds of one layer on links
-    layer_s: float = 0.0
-    # seconds of embedding and head on links
+    # seconds on links of one layer: of its gather, and of the sum of its gradients
+    gather_s: float = 0.0
+    sum_s: float = 0.0
+    # seconds on links of embedding and head
     outside_s: float = 0.0
-    # seconds of copies between weights or gradients and the buffers of collectives
+    # seconds of copies of gradients into the buffers of sums
     copies_s: float = 0.0
+    # whether the pass before gathers the first layer, and this one the first layer of the next
+    is_ahead: bool = False
 
     @property
     def links_s(self) -> float:
         """Seconds for which the collectives keep links busy."""
-        return self.num_layers * self.layer_s + self.outside_s
+        return self.num_layers * (self.gather_s + self.sum_s) + self.outside_s
+
+    @property
+    def last_s(self) -> float:
+        """Seconds of the sums with which the pass ends."""
+        return self.sum_s + self.outside_s
 
     def counted_s(self, compute_s: ArrayLike | None = None) -> FloatArray:
         """Returns seconds that a pass counts beside `compute_s` of its layers, elementwise; None: the least, beside any."""
-        others = max(0, self.num_layers - 1)
-        hidden_s: FloatArray = np.asarray(others * self.layer_s)
+        num_gathers, others = self.num_layers - (not self.is_ahead), max(0, self.num_layers - 1)
+        hidden_s: FloatArray = np.asarray(max(0, num_gathers) * self.gather_s + others * self.sum_s + self.last_s)
         if compute_s is not None:
-            hidden_s = np.minimum(hidden_s, others / max(1, self.num_layers) * np.asarray(compute_s, dtype=np.float64))
+            layer_s = np.asarray(compute_s, dtype=np.float64) / max(1, self.num_layers)
+            hidden_s = others * np.minimum(self.gather_s + self.sum_s, layer_s)
+            hidden_s += self.is_ahead * np.minimum(self.gather_s, layer_s)
+            hidden_s += np.minimum(self.last_s, np.maximum(0, NEXT_SHARE * layer_s - self.gather_s))
         return self.links_s + self.copies_s - (1 - SLOWED_SHARE) * hidden_s
 
 
@@ -118,7 +134,7 @@ class StageGathers:
 
     # those of a forward, the first forward of a micro-batch, a backward, and its last backward; empty if there are none
     passes: tuple[Collectives, ...] = ()
-    # the gather with which a step begins, of weights that are gathered once per step
+    # gathers once per step: of embedding and head, or of all weights
     once: Collectives = Collectives()
 
     @classmethod
@@ -141,40 +157,34 @@ class StageGathers:
             return cls()
         num_layers, exchange_s, hardware = part[0], costs.coefficients.forward.exchange_s, cluster.hardware
         both, layers = StageWeights.of(model, *part), StageWeights.of(model, num_layers, False, False)
-        host_s = host_bytes / hardware.copy_bytes_per_s
 
-        def collectives(of_layers: float, of_outside: float, copied: float, host_s: float = 0.0) -> Collectives:
-            layer_s, outside_s = (
-                exchange_s(ring_traffic(num_bytes, shard_ranks, 1, 1, cluster)) if num_bytes else 0.0
-                for num_bytes in (of_layers / max(1, num_layers), of_outside)
-            )
-            copies_s = copied / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
-            return Collectives(num_layers, layer_s + host_s / max(1, num_layers), outside_s, copies_s)
+        def link_s(num_bytes: float) -> float:
+            return exchange_s(ring_traffic(num_bytes, shard_ranks, 1, 1, cluster)) if num_bytes else 0.0
 
-        # weights are read from a buffer and written once more; gradients are read, and written in fp32 or wider
+        # shards come from the host before a gather reads them
+        gather_s = link_s(both.layers / max(1, num_layers)) + host_bytes / hardware.copy_bytes_per_s / max(1, num_layers)
+        sum_s = link_s(layers.gradients / max(1, num_layers))
+        # gradients are read, and written in fp32 or wider
         element = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
-        gather = collectives(both.layers, both.outside, 2 * (both.layers + both.outside), host_s)
-        read_and_written = (1 + model.bytes_per_element / element) * both.gradients
-        add = collectives(layers.gradients, both.gradients - layers.gradients, read_and_written)
-        # embedding and head stay gathered from a forward to its backward, on several stages to the end of the step
-        of_layers = replace(gather, outside_s=0.0, copies_s=gather.copies_s * both.layers / max(1, both.layers + both.outside))
-        of_outside = Collectives(outside_s=gather.outside_s, copies_s=gather.copies_s - of_layers.copies_s)
+        copied = (1 + model.bytes_per_element / element) * both.gradients
+        copies_s = copied / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
+        of_outside, of_layers = Collectives(outside_s=link_s(both.outside)), Collectives(num_layers, gather_s)
         nothing = Collectives(num_layers)
-        sums_each = sums_every_backward(parameters, num_stages)
-        forward, backward = nothing, nothing
-        if gathers_every_pass(parameters):
-            forward, backward = of_layers if sums_each else gather, of_layers
-        first = gather if frees_every_round(parameters) else forward
-        summed = _both(backward, add)
-        passes = forward, first, summed if sums_each else backward, summed
-        if not sums_each:
-            return cls(passes)
-        return cls(passes, gather if parameters == "gathered_per_step" else of_outside)
+        each = replace(of_layers, is_ahead=True) if gathers_every_pass(parameters) else nothing
+        first = of_layers if frees_every_round(parameters) else each
+        summed = replace(each, sum_s=sum_s, outside_s=link_s(both.gradients - layers.gradients), copies_s=copies_s)
+        passes = each, first, summed if sums_every_backward(parameters, num_stages) else each, summed
+        if parameters == "gathered_per_step":
+            return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
+        return cls(passes, of_outside)
 
     @property
     def once_s(self) -> float:
-        """Seconds of `once`, which nothing hides."""
-        return self.once.links_s + self.once.copies_s
+        """Seconds of `once`, and of a step's first gather and last sums, which nothing hides."""
+        if not self.passes:
+            return 0.0
+        first, *_, last = self.passes
+        return self.once.links_s + (1 - SLOWED_SHARE) * (first.is_ahead * first.gather_s + last.last_s)
 
     def of_pass(self, is_backward: bool, is_end: bool) -> Collectives:
         """Returns the collectives of a forward or backward. is_end: the first forward or last backward of a micro-batch."""
@@ -194,13 +204,6 @@ class StageGathers:
     def least_s(self, num_chunks: int = 1) -> float:
         """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing."""
         return sum(float(each.counted_s()) for each in self.in_round(num_chunks)) if self.passes else 0.0
-
-
-def _both(one: Collectives, other: Collectives) -> Collectives:
-    """Returns the collectives of a pass that has both."""
-    return Collectives(
-        one.num_layers, one.layer_s + other.layer_s, one.outside_s + other.outside_s, one.copies_s + other.copies_s
-    )
 
 
 def counted_passes_s(gathers: Sequence[Sequence[StageGathers]], compute_s: FloatArray, last_chunks: Sequence[int]) -> FloatArray:

@@ -1,7 +1,7 @@
 """Inputs of every pass of the planner besides the plan: costs, settings, and the predictions made so far.
 
 Also predicts the seconds in which ranks gather sharded weights, sum gradients and update weights. They are separate from the
-chunks of `evaluate` because FSDP2 gathers the next layer while the present one computes, so that only a part of these seconds
+chunks of `evaluate` because the next layer is gathered while the present one computes, so that only a part of these seconds
 lengthens a step, and because coefficients that were measured in a run already contain that part.
 """
 
@@ -40,7 +40,7 @@ class WeightSeconds:
     # copies of shards that leave for the host and come back, once per step
     away_s: float = 0.0
 
-    # most seconds of a rank for copies into and out of the buffers of gathers and reduce-scatters
+    # most seconds of a rank for copies of gradients into the buffers of reduce-scatters
     copies_s: float = 0.0
     # factor by which idle stages at both ends of a pipeline lengthen what each of its chunks adds
     drains: float = 1.0
@@ -65,7 +65,7 @@ class WeightSeconds:
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
         replicated weights, or their copies to the host, run beside the last backward. Most: they run alone, for example if the
         step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards that
-        leave and come back, and copies into and out of buffers.
+        leave and come back, and copies of gradients into buffers.
         """
         alone_s = self.sum_s + self.update_s + self.away_s
         if not self.gathers_s:
@@ -171,7 +171,7 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     # a gather reads shards that were copied before it, while others compute
     copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
     links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
-    copies, slots = [collectives.once.copies_s] * len(links), [0] * len(links)
+    copies, slots = [0.0] * len(links), [0] * len(links)
     for micro_batch in plan.micro_batches:
         # blocks may leave out micro-batches; all groups of a block run equally many chunks
         chunks = {

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import attention
 
@@ -61,16 +63,43 @@ def drop_whole_gradients(weight: Any) -> None:
 
 
 def wait_for_passes(root: Any, groups: Iterable[Any]) -> None:
-    """Makes the current stream wait for all gathers and reductions that FSDP2 has started, and drops unread gathers.
+    """Makes the current stream wait for all reductions that FSDP2 has started, and drops its record of passes.
 
     root: FSDP2's state of the outermost module, after its first pass. groups: from `weight_groups` of all its units.
-    Until torch 2.15 is the lowest: in older versions each group waits for the reductions.
+    Until torch 2.15 is the lowest: older versions have no function for all of it, and 2.11 and 2.12 keep the input of one sum.
     """
     if finish := getattr(root, "_end_backward_iteration", None):
         finish()
         return
     for group in groups:
         group.finalize_backward()
+    context = root._comm_ctx
+    context.post_forward_order.clear()
+    several: list[Any] | None = getattr(context, "reduce_scatter_states", None)
+    states = several if several is not None else [state for state in [context.reduce_scatter_state] if state is not None]
+    for state in states:
+        if state.event is not None:
+            root._device_handle.current_stream().wait_event(state.event)
+    if several is not None:
+        several.clear()
+    else:
+        context.reduce_scatter_state = None
+
+
+def gather_tensors(whole: list[Tensor], shards: list[Tensor], ranks: ProcessGroup) -> None:
+    """Gathers flat tensors over `ranks` in one collective, each into its own; the current stream waits, on the CPU the host.
+
+    whole: tensors of as many elements as the shards of all ranks. Until torch 2.13 is the lowest: 2.11 and 2.12 have another name
+    for it. gloo takes tensors of one dtype.
+    """
+    if len({shard.dtype for shard in shards}) > 1:
+        whole, shards = ([each.view(torch.uint8) for each in tensors] for tensors in (whole, shards))
+    options = AllgatherOptions()
+    options.asyncOp = False
+    gather = getattr(ranks, "all_gather_single_coalesced", None) or ranks.allgather_into_tensor_coalesced
+    work = gather(whole, shards, options)
+    if work is not None:
+        work.wait()
 
 
 def fp8_product(

@@ -422,6 +422,7 @@ def run_rounds(host: RoundHost, plan: RankPlan, rounds: Sequence[Round], where: 
     order = running_order([each.actions for each in rounds], plan.turns)
     num_left = Counter(index for index, _ in order)
     num_backwards = sum(action.kind == "B" for _, action in order)
+    passes = iter([action for _, action in order if action.kind in ("F", "B")][1:])
     memory, live = StepMemory(), set[int]()
     for place, (index, action) in enumerate(order):
         current = rounds[index]
@@ -430,6 +431,8 @@ def run_rounds(host: RoundHost, plan: RankPlan, rounds: Sequence[Round], where: 
             live.add(index)
         num_backwards -= action.kind == "B"
         current.is_last_of_plan = not num_backwards
+        if action.kind in ("F", "B"):
+            host.parameters.begin_pass(action, next(passes, None))
         next_index, following = order[place + 1] if place + 1 < len(order) else (index, None)
         explained_errors = explained(f"{where}, round {index}", action, current.group, host.device, predicted_bytes)
         with host.clock.measure(index, action.kind, str(action)), explained_errors:

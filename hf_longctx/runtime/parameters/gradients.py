@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_longctx.plan.core.types import Parameters
+from hf_longctx.plan.core.types import Action, Parameters
 
 # level of weights before the first layer, to which the last layers of a backward may add
 AT_END = -1
@@ -500,6 +500,9 @@ class ReplicatedParameters:
             yield
 
     def enter_round(self, parameters: Parameters) -> None:
+        """Does nothing, since whole weights need no gather."""
+
+    def begin_pass(self, action: Action, following: Action | None) -> None:
         """Does nothing, since whole weights need no gather."""
 
     def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.runtime.core.host_copies import CopyEngine, HostMemory, Ticket, block_bytes, copies_of
 from hf_longctx.runtime.core.torch_versions import weight_groups
+from hf_longctx.runtime.parameters.gathers import gather_of
 
 # layers with shards on the device: one is gathered while the next is copied
 NUM_SLOTS = 2
@@ -137,18 +138,19 @@ class LayerShards:
     def _bind(self, layer: _Layer) -> None:
         """Makes FSDP2 gather the layer from a slot while shards are away."""
         group = layer.group
-        start, finish = group.unshard, group.wait_for_unshard
+        gather = gather_of(group)
+        assert gather is not None
 
         def unshard(async_op: bool = False) -> None:
-            is_first = self._is_away and group.is_sharded and group._all_gather_result is None
-            slot = self._bring(layer, async_op) if is_first else None
-            start(async_op)
+            is_first = self._is_away and group.is_sharded and not gather.is_running
+            slot = self._bring(layer) if is_first else None
+            gather.start()
             if slot is not None:
-                slot.is_read = group._all_gather_result is not None
+                slot.is_read = gather.is_running
                 self._bring_next(layer)
 
         def wait_for_unshard() -> None:
-            finish()
+            gather.finish()
             if self._is_away:
                 layer.read_from(layer.shards)
                 # the current stream has waited for the gather, and the next copy to the slot waits for the current stream
@@ -158,7 +160,7 @@ class LayerShards:
         group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
 
     @torch.no_grad()
-    def _bring(self, layer: _Layer, async_op: bool) -> _Slot:
+    def _bring(self, layer: _Layer) -> _Slot:
         """Makes the layer's next gather read from a slot that has its shards, or will have them when the gather begins."""
         slot = next((slot for slot in self._slots if slot.place == layer.place), None)
         if slot is None:
@@ -169,9 +171,8 @@ class LayerShards:
         slot.is_read = True
         layer.read_from(layer.pieces(slot.memory))
         context = layer.group.comm_ctx
-        for stream in context.get_all_gather_streams(async_op, layer.group._training_state):
-            with context.device_handle.stream(stream):
-                self._copies.wait(slot.ticket)
+        with context.device_handle.stream(context.all_gather_stream):
+            self._copies.wait(slot.ticket)
         return slot
 
     def _bring_next(self, layer: _Layer) -> None:

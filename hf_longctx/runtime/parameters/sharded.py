@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.plan.core.types import Parameters, frees_every_round, gathers_every_pass, sums_every_backward
+from hf_longctx.plan.core.types import Action, Parameters, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.core.torch_versions import add_weight_group, drop_whole_gradients, wait_for_passes, weight_groups
+from hf_longctx.runtime.parameters.gathers import DirectGather, gather_of
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
 from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
@@ -135,6 +137,9 @@ def shard_model(
         # otherwise FSDP2 scales fp32 sums by 1 inside the collective, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
     gather_rounded([*layers, model], places)
+    if block_mesh(mesh).size() > 1:
+        for group in _groups(model):
+            DirectGather(group)
     if layers_on_host:
         device = torch.device(mesh.device_type)
         setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
@@ -163,15 +168,17 @@ def layer_shards(model: object) -> LayerShards | None:
 class ShardedParameters:
     """Parameters of a model after `shard_model`, for plans with any `parameters` but "replicated".
 
-    sharded: every forward and backward gathers a layer and frees it afterwards. The unit of embedding and head stays gathered
-    from forward to backward, or until the step's last backward if every backward reduces.
-    gathered_per_round: the first forward of a micro-batch gathers each layer and its last backward frees it, so that the order of
-    the actions in between is free. gathered_per_step: the first forward of an optimizer step gathers each layer, and `free` frees
-    them.
+    sharded: every forward and backward gathers a layer and frees it afterwards. gathered_per_round: the first forward of a
+    micro-batch gathers each layer and its last backward frees it, so that the order of the actions in between is free.
+    gathered_per_step: the first forward of an optimizer step gathers each layer. The unit of embedding and head stays gathered
+    from the first forward of a step on. `free` frees what is still gathered.
 
-    If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards. At its end, the current
-    stream waits for its reduce-scatters, so that `absorb` finds their results. A backward gathers the layer before the one that
-    it runs (`_prefetch_backward`); a forward needs no such order, since the host runs ahead of the device.
+    If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards.
+
+    Layers compute one after another; each gathers the next one while it computes, also the first layer of the pass that follows
+    (`begin_pass`), and reduce-scatters run beside the next layer, also beside the first one of the next pass: only the next
+    backward, or `reduce`, waits for those of the last layer. If a pass ends with the layer with which the
+    next one begins, it stays gathered.
 
     num_stages: pipeline stages of the model. range_layers: number of layers in each layer range of this stage.
     """
@@ -185,7 +192,13 @@ class ShardedParameters:
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
         self._parameters: Parameters = "sharded"
-        _prefetch_backward(model, range_layers)
+        # first and last layer of each layer range; empty if the order of layers is not known
+        self._ends = _order_layers(model, range_layers)
+        # the layer with which the running pass ends, and whether it stays gathered for the next pass
+        self._last: FSDPModule | None = None
+        self._keeps_last = False
+        # whether reduce-scatters may still run
+        self._sums = False
 
     def check(self, parameters: Parameters) -> None:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
@@ -211,28 +224,58 @@ class ShardedParameters:
         for layer in self.layers:
             layer.set_reshard_after_forward(gathers_every_pass(parameters), recurse=False)
 
+    def begin_pass(self, action: Action, following: Action | None) -> None:
+        """Prepares the end of a forward or backward for the one that this rank runs next; call it before each.
+
+        The pass gathers the first layer of the next one while its last layer computes, or keeps it if the two are one layer. All
+        ranks of a block must agree on both passes, since gathers are collective.
+        """
+        if not self._ends or not gathers_every_pass(self._parameters):
+            return
+        is_forward = action.kind == "F"
+        last = self._ends[action.layer_range][is_forward]
+        first = None if following is None else self._ends[following.layer_range][following.kind == "B"]
+        self._last, self._keeps_last = last, first is last
+        # a layer without a list of its own would gather what ran before it
+        gathered = [first or self.model]
+        if is_forward:
+            last.set_reshard_after_forward(not self._keeps_last, recurse=False)
+            last.set_modules_to_forward_prefetch(gathered)
+        else:
+            last.set_modules_to_backward_prefetch(gathered)
+
     def before_backward(self, is_last: bool, is_last_of_plan: bool = False) -> None:
         """Prepares a backward: the last one of a micro-batch (`is_last`), or every one, reduces gradients.
 
         All ranks must agree on which backward is the last, since the reduction is collective.
         """
-        sums_every = sums_every_backward(self._parameters, self.num_stages)
-        frees_layers = gathers_every_pass(self._parameters) or (frees_every_round(self._parameters) and is_last)
-        self.model.set_is_last_backward(is_last or sums_every)
-        self.model.set_requires_gradient_sync(is_last or sums_every)
-        self.model.set_reshard_after_backward(frees_layers)
-        if sums_every:
-            self.model.set_reshard_after_backward(False, recurse=False)
+        self._settle()
+        self._sums = is_last or sums_every_backward(self._parameters, self.num_stages)
+        # `_settle` ends the backward in place of FSDP2, which would wait at its end
+        self.model.set_is_last_backward(False)
+        self.model.set_requires_gradient_sync(self._sums)
+        gathers = gathers_every_pass(self._parameters)
+        self.model.set_reshard_after_backward(gathers or (frees_every_round(self._parameters) and is_last))
+        self.model.set_reshard_after_backward(False, recurse=False)
+        if gathers and self._last is not None and self._keeps_last:
+            self._last.set_reshard_after_backward(False, recurse=False)
 
     def after_backward(self) -> None:
-        """Collects reduced half-precision gradients in fp32; call it after every backward."""
-        self.gradients.absorb()
+        """Does nothing, since reduce-scatters may still run; `_settle` collects their results."""
+
+    def _settle(self) -> None:
+        """Lets the current stream wait for reduce-scatters, and collects reduced half-precision gradients in fp32."""
+        if self._sums:
+            self._sums = False
+            wait_for_passes(self.model._get_fsdp_state(), _groups(self.model))
+            self.gradients.absorb()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's gradient sum of each shard in its `.grad`; backwards have already summed within blocks.
 
         Collective over the ranks with equal shards and, for `tied`, over the two stages that hold it with equal shards.
         """
+        self._settle()
         self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
@@ -245,9 +288,10 @@ class ShardedParameters:
         Otherwise FSDP2 would add gradients of weights that were gathered to those of the next step.
         """
         self.gradients.forget()
-        for group in itertools.chain.from_iterable(map(weight_groups, _units(self.model))):
+        for group in _groups(self.model):
             for weight in group.fsdp_params:
                 drop_whole_gradients(weight)
+        self._sums = False
         self.end_passes()
 
     def end_passes(self) -> None:
@@ -259,15 +303,14 @@ class ShardedParameters:
         if root._is_root is None:
             # no pass has run yet: FSDP2 makes its streams and records in the first one
             return
-        running, groups = root._state_ctx, []
+        running = root._state_ctx
         running.iter_forward_root, running.post_backward_final_callback_queued = None, False
         for unit in _units(self.model):
             state = unit._get_fsdp_state()
             state._training_state = type(state._training_state).IDLE
-            groups += weight_groups(unit)
-        for group in groups:
+        for group in _groups(self.model):
             group._training_state = root._training_state
-        wait_for_passes(root, groups)
+        wait_for_passes(root, _groups(self.model))
         self.free()
 
 
@@ -279,6 +322,9 @@ def is_sharded(model: object) -> bool:
 def free_gathered(model: object) -> None:
     """Frees gathered weights, so that the model's parameters are shards again; does nothing for a model without shards."""
     for unit in _units(model):
+        for group in weight_groups(unit):
+            if gather := gather_of(group):
+                gather.drop()
         unit.reshard()
 
 
@@ -299,9 +345,15 @@ def _units(model: object) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
-    """Makes the backward of every layer gather the layer before it in its list and layer range, and the first none.
+def _groups(model: object) -> list[Any]:
+    """Returns FSDP2's records of all weights that the model gathers."""
+    return [group for unit in _units(model) for group in weight_groups(unit)]
 
+
+def _order_layers(model: FSDPModule, range_layers: Sequence[int]) -> list[tuple[FSDPModule, FSDPModule]]:
+    """Makes every layer gather the next one of its list and layer range, in forwards and backwards, and the last one none.
+
+    Returns the first and last layer of each range; none if lists of layers are not one, and differ from the ranges in length.
     FSDP2's own order is that of its forwards. Each backward that reduces clears it, and with several chunks the layer recorded
     before a first layer is the last layer of another chunk.
     """
@@ -312,10 +364,17 @@ def _prefetch_backward(model: FSDPModule, range_layers: Sequence[int]) -> None:
         lists.setdefault(_list_of(model, name, units), []).append(unit)
     # without a list of its own, a unit would look up what ran before; the unit of embedding and head is gathered by then
     model.set_modules_to_backward_prefetch([model])
+    ends = []
     for layers in lists.values():
-        starts = set(itertools.accumulate(range_layers, initial=0)) if len(layers) == sum(range_layers) else {0}
+        counts = range_layers if len(layers) == sum(range_layers) else [len(layers)]
+        stops = [*itertools.accumulate(counts)]
+        starts = [0, *stops[:-1]]
         for number, layer in enumerate(layers):
             layer.set_modules_to_backward_prefetch([model if number in starts else layers[number - 1]])
+            layer.set_modules_to_forward_prefetch([model if number + 1 in stops else layers[number + 1]])
+        if len(counts) == max(1, len(range_layers)):
+            ends.append([(layers[start], layers[stop - 1]) for start, stop in zip(starts, stops, strict=True)])
+    return ends[0] if len(ends) == 1 else []
 
 
 def _list_of(model: nn.Module, name: str, units: Iterable[str]) -> str:

@@ -25,9 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hf_longctx.plan.core.orders import running_order
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.settings import PlannerConfig
-from hf_longctx.plan.core.types import ActivationPolicy, Parameters, StepPlan
+from hf_longctx.plan.core.types import ActivationPolicy, Parameters, RankPlan, StepPlan
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
@@ -193,7 +194,8 @@ def test_ten_clipped_steps_of_two_plans_each_follow_one_process(ranks, shape: st
         assert max(relative_error(weight, expected[name].detach()) for name, weight in found[2].items()) <= 1e-10
 
 
-# (what FSDP2 does with a unit, its name; "" for embedding and head), in the order of the host
+# (what FSDP2 does with a unit, its name; "" for embedding and head), in the order of the host; gathers that a unit starts when it
+# is about to run are "own gather"
 Collectives = list[tuple[str, str]]
 
 
@@ -212,8 +214,29 @@ def collectives_on_rank(plan_json: str, rows: Rows) -> tuple[Collectives, Collec
 def collectives_in(profile: torch.profiler.profile) -> Collectives:
     kinds = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "sum"}
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    words = [[*event.name.split(" "), ""] for event in events]
-    return [(kinds[label], name.strip("()")) for label, name, *_ in words if label in kinds]
+    found: Collectives = []
+    begun: Any = None
+    for event in events:
+        label, name, *_ = [*event.name.split(" "), ""]
+        if label in ("FSDP::pre_forward", "FSDP::pre_backward"):
+            begun = event
+        elif label in kinds:
+            is_own = kinds[label] == "gather" and begun is not None and event.time_range.start < begun.time_range.end
+            found.append(("own gather" if is_own else kinds[label], name.strip("()")))
+    return found
+
+
+def later_ranges(ranges: list[range], is_kept: bool) -> list[str]:
+    """First layers of further layer ranges, which gather themselves in their first forward if weights are gathered once."""
+    return [f"model.layers.{each[0]}" for each in ranges[1:]] if is_kept else []
+
+
+def kept_layers(path: RankPlan, ranges: list[range]) -> Counter[str]:
+    """How often a pass of this rank begins with the layer with which the pass before it ended."""
+    order = running_order([stage.actions for _, stage in path.rounds], path.turns)
+    passes = [action for _, action in order if action.kind in ("F", "B")]
+    ends = [(ranges[each.layer_range][0], ranges[each.layer_range][-1])[:: 1 if each.kind == "F" else -1] for each in passes]
+    return Counter(f"model.layers.{last}" for (_, last), (first, _) in pairwise(ends) if first == last)
 
 
 @pytest.mark.parametrize("parameters", MODES)
@@ -232,8 +255,15 @@ def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Param
         # the first stage has the embedding, the last one norm and head
         outside = {""} if plan.place(rank)[0] in (0, plan.num_stages - 1) else set()
         is_kept = parameters == "gathered_per_step"
-        gathers, sums = (Counter(unit for kind, unit in step if kind == wanted) for wanted in ("gather", "sum"))
-        assert gathers == {**dict.fromkeys(layers, 1 if is_kept else 2 * num_chunks), **dict.fromkeys(outside, 1)}
+        # only the first pass of a step begins with a gather that nothing hides
+        first = f"model.layers.{ranges[0][0]}"
+        assert [unit for kind, unit in step if kind == "own gather"] == [*outside, first, *later_ranges(ranges, is_kept)]
+        gathers, sums = (Counter(unit for kind, unit in step if wanted in kind) for wanted in ("gather", "sum"))
+        kept = Counter() if is_kept else kept_layers(path, ranges)
+        assert gathers == {
+            **{layer: 1 if is_kept else 2 * num_chunks - kept[layer] for layer in layers},
+            **dict.fromkeys(outside, 1),
+        }
         assert sums == dict.fromkeys(layers | outside, num_chunks)
         assert Counter(unit for _, unit in evaluation) == {
             **dict.fromkeys(layers, 1 if is_kept else num_chunks),

@@ -79,6 +79,11 @@ class Mailed(dist.ProcessGroup):
         self._exchange({other: given for other in self.others}, {other: parts[other] for other in self.others})
         return self._posted()
 
+    def all_gather_single_coalesced(self, outputs: list[Tensor], given: list[Tensor], options: Any = None) -> Work:
+        for output, each in zip(outputs, given, strict=True):
+            self.all_gather_single(output, each)
+        return self._posted()
+
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> Work:
         assert options is None or options.reduceOp == dist.ReduceOp.SUM
         parts = given.view(-1).chunk(len(self.others) + 1)

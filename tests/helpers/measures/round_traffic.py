@@ -26,7 +26,7 @@ def round_traffic(
         return Traffic()
     once = 0 if sums_every_backward(parameters, num_stages) and not is_first else 1
     of_layers = 2 * num_chunks if parameters == "sharded" else once
-    of_outside = once if num_stages > 1 or parameters != "sharded" else num_chunks
+    of_outside = int(is_first)
     sums = num_chunks if sums_every_backward(parameters, num_stages) else 1
     num_bytes = of_layers * weights.layers + of_outside * weights.outside + sums * weights.gradients
     units, has_outside = weights.num_layers, weights.outside > 0

@@ -15,6 +15,7 @@ from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import (
+    NEXT_SHARE,
     SLOWED_SHARE,
     Collectives,
     StageGathers,
@@ -32,21 +33,37 @@ def costs_of(parameters: Parameters, memory: float = 0.0, per_node: int = 8) -> 
     return CostModel(MODEL, cluster, default_coefficients(MODEL, cluster), parameters=parameters, shard_ranks=8)
 
 
-@given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 40))
-def test_a_pass_takes_as_long_as_a_queue_of_its_layers(layer_s: float, compute_s: float, num_layers: int) -> None:
-    # the first layer is gathered before it computes, and each next one while the layer before it computes
-    clock_s = layer_s
-    for _ in range(num_layers - 1):
-        clock_s += max(layer_s, compute_s)
-    clock_s += compute_s
-    found = float(Collectives(num_layers, layer_s).counted_s(num_layers * compute_s))
-    hidden_s = (num_layers - 1) * min(layer_s, compute_s)
-    assert found - SLOWED_SHARE * hidden_s == pytest.approx(clock_s - num_layers * compute_s, abs=1e-9)
+def queue_s(num_layers: int, gather_s: float, sum_s: float, compute_s: float, is_ahead: bool) -> float:
+    """Seconds of a pass on a queue of links: the next gather and the last layer's sum run while a layer computes."""
+    clock_s = 0.0 if is_ahead else gather_s
+    for layer in range(num_layers):
+        gathers_next = is_ahead or layer < num_layers - 1
+        clock_s += max(compute_s, gathers_next * gather_s + (layer > 0) * sum_s)
+    return clock_s
 
 
-@given(st.floats(0, 10), st.integers(1, 40), st.lists(st.floats(0, 100), min_size=2, max_size=2))
-def test_more_computing_never_counts_more_and_at_least_the_least(layer_s: float, num_layers: int, beside: list[float]) -> None:
-    each = Collectives(num_layers, layer_s, 0.5, 0.25)
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.integers(1, 40), st.booleans())
+def test_a_pass_takes_as_long_as_a_queue_of_its_layers(
+    gather_s: float, sum_s: float, compute_s: float, num_layers: int, is_ahead: bool
+) -> None:
+    clock_s = queue_s(num_layers, gather_s, sum_s, compute_s, is_ahead)
+    each = Collectives(num_layers, gather_s, sum_s, is_ahead=is_ahead)
+    found = float(each.counted_s(num_layers * compute_s))
+    # the last sum counts as far as the next pass's first layer does not hide it beside a gather
+    last_s = sum_s - min(sum_s, max(0.0, NEXT_SHARE * compute_s - gather_s))
+    exposed_s = clock_s - num_layers * compute_s + last_s
+    hidden_s = each.links_s - exposed_s
+    # layers that gather nothing, at the ends, cannot hide sums of others
+    assert found >= exposed_s + SLOWED_SHARE * hidden_s - 1e-6
+    if min(gather_s, sum_s) == 0 or gather_s + sum_s <= compute_s:
+        assert found == pytest.approx(exposed_s + SLOWED_SHARE * hidden_s, abs=1e-6)
+
+
+@given(st.floats(0, 10), st.integers(1, 40), st.lists(st.floats(0, 100), min_size=2, max_size=2), st.booleans())
+def test_more_computing_never_counts_more_and_at_least_the_least(
+    layer_s: float, num_layers: int, beside: list[float], is_ahead: bool
+) -> None:
+    each = Collectives(num_layers, layer_s, layer_s / 2, 0.5, 0.25, is_ahead)
     less, more = map(float, each.counted_s(sorted(beside)))
     assert less >= more - 1e-9 and more >= float(each.counted_s()) - 1e-9
     assert float(each.counted_s(0.0)) == pytest.approx(each.links_s + each.copies_s)
@@ -62,15 +79,22 @@ def test_passes_have_the_traffic_of_a_micro_batch(parameters: Parameters, num_st
     assert found == pytest.approx(costs.coefficients.forward.exchange_s(traffic))
 
 
-def test_copies_pass_all_gathered_weights_and_summed_gradients_through_memory() -> None:
+def test_copies_pass_summed_gradients_through_memory_and_no_weights() -> None:
     rate, model = 1e12, MODEL
     gathers = StageGathers.of(costs_of("gathered_per_step", rate), 8, PART, 2)
-    bytes_of_weights = 2 * model.num_parameters
-    assert gathers.once.copies_s == pytest.approx(2 * bytes_of_weights / rate, rel=1e-3)
     # read in two bytes and written in four, after every backward
-    _, _, backward, last = gathers.passes
+    forward, _, backward, last = gathers.passes
     assert backward == last
+    assert gathers.once.copies_s == forward.copies_s == 0
     assert backward.copies_s == pytest.approx((2 + 4) * model.num_parameters / rate, rel=1e-3)
+
+
+def test_a_step_counts_its_first_gather_and_last_sums() -> None:
+    gathers = StageGathers.of(costs_of("sharded"), 8, PART, 2)
+    forward, _, _, last = gathers.passes
+    assert forward.is_ahead and last.is_ahead
+    ends_s = forward.gather_s + last.sum_s + last.outside_s
+    assert gathers.once_s == pytest.approx(gathers.once.links_s + (1 - SLOWED_SHARE) * ends_s)
 
 
 def test_ends_of_a_group_have_the_collectives_of_a_micro_batch() -> None:
