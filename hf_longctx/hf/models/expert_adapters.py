@@ -187,7 +187,8 @@ def _problem(found: AdaptedExperts) -> str:
     weights = [getattr(experts, name) for name in known if packed_weight(experts, name) is None]
     if other := next((each.dtype for each in weights if not each.is_floating_point() or each.itemsize < 2), None):
         return f"are on experts whose weights are quantised ({other}); load them in bfloat16, and call pack_experts for four bits"
-    if any(weight.requires_grad for weight in weights):
+    # biases and weights of the activation, too, of which products make no gradient
+    if any(weight.requires_grad for weight in experts.parameters()):
         return "are on experts whose own weights are trained too; freeze them with requires_grad_(False)"
     # hooks of the wrappers inside count, too
     if is_hooked(wrappers[0] if wrappers else experts):

@@ -279,6 +279,14 @@ def test_adapters_that_are_switched_off_or_merged_stay_so() -> None:
         assert torch.equal(ours(*given), found.experts(*given))
 
 
+def test_trained_biases_are_refused() -> None:
+    model = adapted("GptOssExperts")
+    assert expert_adapters.expert_adapter_problems(model) == []
+    next(iter(adapted_experts(model))).experts.down_proj_bias.requires_grad_(True)
+    (problem,) = expert_adapters.expert_adapter_problems(model)
+    assert "(GptOssExperts) are on experts whose own weights are trained too; freeze them with requires_grad_(False)" in problem
+
+
 def test_undone() -> None:
     model = adapted("Qwen3MoeExperts")
     for each in reversed(bind_expert_adapters(model, lambda device, dtype: False)):
