@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5RMSNormGated,
+    causal_conv1d_fn,
+    torch_chunk_gated_delta_rule,
+)
 
 from hf_longctx.hf.models.kernel_places import FusableModule
 from hf_longctx.hf.models.kernels import FusedLayers
@@ -21,8 +26,17 @@ from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
 from hf_longctx.plan.cost.catalog import named_model
-from hf_longctx.plan.cost.cost_model import default_coefficients, elementwise_bytes, replayed_bytes
+from hf_longctx.plan.cost.cost_model import (
+    _CONVOLUTION,
+    CostModel,
+    default_coefficients,
+    elementwise_bytes,
+    mixer_bytes,
+    replayed_bytes,
+    scan_bytes,
+)
 from hf_longctx.plan.cost.profiles import read_profile
+from hf_longctx.plan.model.mixers import delta_kernel_moves, delta_moves
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.setup import lora_adapters
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -31,6 +45,7 @@ from hf_longctx.runtime.core.host_copies import PlainCopies
 from hf_longctx.runtime.core.kernels import CompiledFunction
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.states.convolution import compiled_convolution
 
 TOKENS = 256
 PRODUCTS = ("mm", "attention", "embedding", "linear")
@@ -186,6 +201,80 @@ def test_a_gated_norm_as_a_kernel_moves_its_inputs_and_outputs_alone(monkeypatch
     # per value: read input and gate, write the result; read them and its gradient, write theirs
     assert moved[0] == pytest.approx((66, 140), rel=0.05)
     assert moved[1] == pytest.approx((6, 10), rel=0.02)
+
+
+def moved_by(run: Any, leaves: list[torch.Tensor], values: int) -> tuple[float, float]:
+    """Bytes that `run` and its backward move, divided by a number of values."""
+    with MovedBytes() as forward:
+        outputs = run(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    given = [torch.ones_like(each) for each in outputs]
+    with MovedBytes() as backward:
+        torch.autograd.grad(outputs, leaves, given)
+    return forward.total / values, backward.total / values
+
+
+@pytest.mark.parametrize("dtype,plain", [(torch.bfloat16, (8, 16)), (torch.float32, (16, 32))], ids=str)
+def test_a_convolution_as_a_kernel_moves_its_input_and_output_alone(
+    dtype: torch.dtype, plain: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts_ends_alone(monkeypatch)
+    x, weight, own = torch.randn(1, TOKENS, 64, dtype=dtype), torch.randn(64, 4, dtype=dtype), inspect.unwrap(causal_conv1d_fn)
+    kernel = compiled_convolution("silu")
+    kernel.places((TOKENS,), x.device)
+    runs = {
+        plain: lambda x: own(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2),
+        (2 * dtype.itemsize, 3 * dtype.itemsize): lambda x: kernel(x.transpose(1, 2), weight, None, (TOKENS,)).transpose(1, 2),
+    }
+    for expected, run in runs.items():
+        assert moved_by(run, [x.clone().requires_grad_()], x.numel()) == pytest.approx(expected, rel=0.05)
+    counted = [_CONVOLUTION[dtype.itemsize][is_kernel] for is_kernel in (False, True)]
+    assert counted == list(runs)
+
+
+@pytest.mark.parametrize("key,value", [(64, 64), (128, 128), (64, 128)], ids=str)
+def test_the_torch_code_of_a_gated_delta_rule_moves_what_is_counted(key: int, value: int) -> None:
+    rule, heads, moved = inspect.unwrap(torch_chunk_gated_delta_rule), 2, []
+    for num_tokens in (TOKENS, 2 * TOKENS):
+        q, k, v = (torch.randn(1, num_tokens, heads, size).bfloat16().requires_grad_() for size in (key, key, value))
+        decay = (-torch.rand(1, num_tokens, heads)).requires_grad_()
+        strength = torch.rand(1, num_tokens, heads).bfloat16().requires_grad_()
+
+        def run(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+            return rule(q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+        moved.append(moved_by(run, [q, k, v, decay, strength], num_tokens * heads))
+    forward, backward = delta_moves(key, value)
+    assert moved[1][0] == pytest.approx(forward, rel=0.02)
+    # without what grows with the number of tokens
+    assert 2 * moved[0][1] - moved[1][1] == pytest.approx(backward, rel=0.02)
+
+
+def test_kernels_of_scans_take_what_was_published() -> None:
+    # flash-linear-attention on an H200: 32 heads of 128 in pairs, 32,768 tokens
+    forward, backward = (32 * 32768 * each / 2.6e12 for each in delta_kernel_moves(128, 128, 2))
+    assert forward + backward == pytest.approx(1.89e-3 + 5.70e-3, rel=0.02)
+    assert forward == pytest.approx(1.89e-3, rel=0.25) and backward == pytest.approx(5.70e-3, rel=0.1)
+
+
+def test_seconds_of_hybrids_count_what_their_mixers_move() -> None:
+    hardware = read_profile("h200").spec
+    cluster, other = ClusterSpec(1, 1, hardware), ClusterSpec(1, 1, replace(hardware, elementwise_bytes_per_s=0.0))
+    model = replace(named_model("qwen3.5-9b"), fuses_gated_norms=False, fuses_convolutions=False, fuses_scans=False)
+    kernels = replace(model, fuses_gated_norms=True, fuses_convolutions=True, fuses_scans=True)
+    num_states, seconds = sum(model.states.layers), []
+    for each in (model, kernels):
+        found, without = default_coefficients(each, cluster), default_coefficients(each, other)
+        for place, (ours, plain) in enumerate(((found.forward, without.forward), (found.backward, without.backward))):
+            added = each.num_layers * elementwise_bytes(each)[place] + num_states * mixer_bytes(each)[place]
+            assert ours.token_s == pytest.approx(plain.token_s + added / hardware.elementwise_bytes_per_s)
+        # a scan in blocks moves its bytes once more
+        long = each.states.block_tokens + 1
+        seconds.append(float(CostModel(each, cluster, found).rescan_s(long)))
+        assert seconds[-1] > num_states * long * scan_bytes(each)[0] / hardware.elementwise_bytes_per_s
+    assert seconds[1] < 0.4 * seconds[0]
+    # 32 heads of 128: values and channels as kernels read and write them once, and scans
+    assert mixer_bytes(kernels) == (4096 * 6 + 8192 * 4 + 32 * 5632, 4096 * 10 + 8192 * 6 + 32 * 13056)
 
 
 def test_seconds_of_a_measured_device_count_them() -> None:

@@ -412,7 +412,13 @@ def test_layers_with_kernels_save_their_inputs_alone(
         measured = layer_bytes(family, dtype, prepare)
     if is_autocast:
         measured -= 2 * (weights + found.layer_parameters) / NUM_TOKENS
-    assert kernels == {"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True}
+    assert kernels == {
+        "fuses_norms": True,
+        "fuses_gated_norms": False,
+        "fuses_gates": True,
+        "fuses_rotary": True,
+        "fuses_convolutions": False,
+    }
     shapes = replace(spec(dtype, family), adapters=found, bytes_sent_per_element=2 if is_autocast else 0, **kernels)
     assert 0.999 * measured <= plain_layer_bytes(shapes) <= 1.001 * measured
 

@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
+from hf_longctx.hf.models.adapters import hidden_dtype
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import compiled_layers
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import cluster_spec, model_spec, states_of, tokens_that_fit, windows_of
+from hf_longctx.hf.models.states import scan_kernels
 from hf_longctx.hf.ranks.agreement import control_group, gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules.models import model_problems
@@ -248,7 +250,8 @@ def _calibrate(request: CalibrationRequest, device: torch.device, num_ranks: int
     model = build_model(few, device, precision)
     control, started_s = control_group(_COMPILE_S, _COMPILE_S), time.monotonic()
     fused = compiled_layers(model, device, precision == "autocast", request.compile_layers, control)
-    kernels: dict[str, Any] = fused.covered(model)
+    dtype = torch.bfloat16 if precision == "autocast" else hidden_dtype(model)
+    kernels: dict[str, Any] = fused.covered(model) | scan_kernels(model, states_of(config), device, dtype)
     spec = replace(model_spec(model, precision == "autocast"), **kernels)
     cluster = cluster_spec(device, num_ranks, ranks_per_node)
     degrees = default_degrees(num_ranks, spec.num_heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,17 +23,21 @@ from transformers import TrainingArguments
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
+from transformers.models.mamba import modeling_mamba
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from hf_longctx.families.registry import MIXERS
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.towers import text_part
 from hf_longctx.runtime.core.binding import HOOKS, is_written_by, own_forward, wrapped
+from hf_longctx.runtime.states.convolution import ACTIVATIONS
 
 ROTARY = "apply_rotary_pos_emb"
+_CONVOLUTION = "causal_conv1d_fn"
 # forwards of attention that run any number of heads
 _FORWARDS = tuple(
     without_renames(each.forward)
@@ -52,12 +57,14 @@ _ACTIVATIONS = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh", 
 class FusableModule:
     """A module that computes token by token: a norm (with its eps), a gated MLP (its activation) or a rotary embedding.
 
+    Or a mixer with a short convolution, and the activation behind it ("" if there is none).
+
     is_centred: a norm's weights count from 1, as Gemma's do. A gated norm multiplies its result, or its input if `gates_first`,
     by the activation of a gate; it may norm `groups` of features each by itself, and multiply by its weight in fp32 (`is_wide`).
     """
 
     module: Any
-    kind: Literal["norm", "gated_norm", "gated", "rotary"]
+    kind: Literal["norm", "gated_norm", "gated", "rotary", "convolution"]
     eps: float = 0.0
     is_centred: bool = False
     activation: str = ""
@@ -67,9 +74,14 @@ class FusableModule:
 
 
 def fusable_modules(model: nn.Module) -> Iterator[FusableModule]:
-    """Every norm, gated MLP and attention with a rotary embedding in the text part of `model` that can be single kernels."""
+    """Every norm, gated MLP, rotary embedding of attention and short convolution of a mixer in the text part of `model` that
+    can be single kernels.
+    """
     for module in text_part(base_of(model)).modules():
         own: Any = without_renames(getattr(type(module), "forward", None))
+        if (activation := _convolution(module, own)) is not None:
+            # plans have replaced its forward
+            yield FusableModule(module, "convolution", activation=activation)
         if own_forward(module) is not None or not _is_of_transformers(own):
             continue
         if _is_same(own, modeling_llama.LlamaRMSNorm.forward):
@@ -106,6 +118,31 @@ def _gated_norm(module: Any, own: Any) -> FusableModule | None:
         case "kimi_linear.KimiLinearRMSNormGated":
             return replace(found, is_wide=True)
     return found
+
+
+def _convolution(module: Any, own: Any) -> str | None:
+    """The activation behind the convolution of a mixer; None for other modules, code and activations."""
+    known = MIXERS.get(type(module).__name__)
+    if known is None or _CONVOLUTION not in known.functions or not _is_of_transformers(inspect.unwrap(own)):
+        return None
+    function = convolution_function(module)
+    theirs = getattr(modeling_mamba, _CONVOLUTION, None)
+    if theirs is None or not _is_same(function, inspect.unwrap(theirs)):
+        return None
+    if len(convolutions_in(module)) != 1:
+        return None
+    return ACTIVATIONS.get(getattr(module, "activation", ""))
+
+
+def convolution_function(mixer: Any) -> Any:
+    """The torch function with which the class of a mixer convolves; None if its module has none of that name."""
+    function = inspect.unwrap(type(mixer).forward).__globals__.get(_CONVOLUTION)
+    return None if function is None else inspect.unwrap(function)
+
+
+def convolutions_in(mixer: Any) -> list[nn.Conv1d]:
+    """The convolutions of a mixer, whose weights its forward reads."""
+    return [each for each in mixer.children() if type(each) is nn.Conv1d]
 
 
 # one class for each code, in a folder that some versions of transformers do not have

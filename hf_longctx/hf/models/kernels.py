@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from hf_longctx.families.registry import MIXERS
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype
 from hf_longctx.hf.models.expert_adapters import GroupedProducts, bind_expert_adapters
 from hf_longctx.hf.models.forwards import without_renames
@@ -32,20 +33,33 @@ from hf_longctx.hf.models.kernel_places import (
     KERNEL_NORMS,
     ROTARY,
     FusableModule,
+    convolution_function,
+    convolutions_in,
     fusable_modules,
     is_hooked,
 )
 from hf_longctx.hf.models.layers import other_matrices
 from hf_longctx.hf.models.low_rank import bind_adapters
+from hf_longctx.hf.models.states import CONVOLUTIONS
 from hf_longctx.hf.models.towers import text_layers
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.runtime.core import kernels as liger
-from hf_longctx.runtime.core.binding import own_forward, replace_forward, with_globals
+from hf_longctx.runtime.core.binding import class_name, own_forward, replace_forward, with_globals
 from hf_longctx.runtime.core.kernels import CompiledFunction, Function
+from hf_longctx.runtime.states.convolution import (
+    ConvolutionPackage,
+    chooses_convolution,
+    compiled_convolution,
+    convolution_error,
+    drawn_convolution,
+)
 
 # origin of the kernels; "": none, the model runs its own code
 Maker = Literal["", "compile", "liger"]
-_NAMES = {"norm": "norms", "gated_norm": "gated norms", "gated": "gated MLPs", "rotary": "rotary embeddings"}
+_NAMES = {
+    **{"norm": "norms", "gated_norm": "gated norms", "gated": "gated MLPs", "rotary": "rotary embeddings"},
+    "convolution": "short convolutions",
+}
 _GATES: dict[str, Function] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
@@ -69,6 +83,7 @@ class FusedLayers:
     def __init__(self, maker: Maker, backend: str = "inductor", grouped: GroupedProducts | None = None) -> None:
         self.maker, self._backend = maker, backend
         self.grouped = grouped or GroupedProducts()
+        self._package = ConvolutionPackage()
         self._model: nn.Module | None = None
         self._undo: list[Callable[[], None]] = []
         # keyed by everything that a function depends on, so that layers share it
@@ -80,8 +95,13 @@ class FusedLayers:
             return
         self.close()
         self._model = model
-        for found in list(fusable_modules(model)) if self.maker else ():
-            if self._takes(found):
+        for found in list(fusable_modules(model)):
+            if found.kind == "convolution":
+                # the package is tried without kernels of ours, too
+                compiled = {found.activation: self._function(found)} if self._takes(found) else {}
+                vars(found.module)[CONVOLUTIONS] = chooses_convolution(self._package, compiled)  # type: ignore[arg-type]
+                self._undo.append(partial(vars(found.module).pop, CONVOLUTIONS))
+            elif self._takes(found):
                 self._undo.append(replace_forward(found.module, self._forward(found)))
                 if found.kind == "norm":
                     KERNEL_NORMS.add(found.module)
@@ -103,10 +123,11 @@ class FusedLayers:
 
     def covered(self, model: nn.Module) -> dict[str, bool]:
         """Fields of `ModelSpec` by function: whether all layers of the model run it as a kernel."""
-        taken = [found for found in fusable_modules(model) if self.maker and self._takes(found)]
+        taken = [found for found in fusable_modules(model) if self._takes(found)]
         kernel_norms = {id(found.module) for found in taken if found.kind == "norm"}
         gated = [found.module for found in taken if found.kind == "gated" and not self._is_seen(found.module)]
         layers = text_layers(model)
+        mixers = [each for layer in layers for each in layer.modules() if class_name(each) in MIXERS]
         norms = [each for layer in layers for each in layer.modules() if "norm" in type(each).__name__.lower()]
         gated_norms = [each for each in norms if "gated" in type(each).__name__.lower()]
         kernel_gated_norms = {id(found.module) for found in taken if found.kind == "gated_norm"}
@@ -116,6 +137,7 @@ class FusedLayers:
         return {
             "fuses_norms": bool(norms) and all(id(norm) in kernel_norms for norm in norms),
             "fuses_gated_norms": bool(gated_norms) and all(id(norm) in kernel_gated_norms for norm in gated_norms),
+            "fuses_convolutions": 0 < len(mixers) == sum(found.kind == "convolution" for found in taken),
             "fuses_gates": len(gated) == len(layers) > 0 and not others,
             "fuses_rotary": sum(found.kind == "rotary" for found in taken) == len(layers) > 0,
         }
@@ -129,17 +151,25 @@ class FusedLayers:
         for found in fusable_modules(model):
             if found.kind == "rotary" or not self._takes(found):
                 continue
-            is_mlp = found.kind == "gated"
-            width = getattr(found.module.gate_proj, "out_features", 64) if is_mlp else found.module.weight.numel()
-            dtype = inner_dtype if is_mlp else found.module.weight.dtype
-            # whether each input is trained
-            trains = (True, True) if is_mlp else ((True,) * _ROW_INPUTS[found.kind] + (found.module.weight.requires_grad,))
-            key = (*_key(found), width, dtype, trains)
+            is_mlp, width = found.kind == "gated", 0
+            if found.kind == "convolution":
+                own = _own_convolution(found)
+                dtype, trains = inner_dtype, (True, *(weight.requires_grad for weight in own))
+                key: tuple[Any, ...] = (*_key(found), dtype, trains, *(weight.shape for weight in own))
+            else:
+                width = getattr(found.module.gate_proj, "out_features", 64) if is_mlp else found.module.weight.numel()
+                dtype = inner_dtype if is_mlp else found.module.weight.dtype
+                # whether each input is trained
+                trains = (True, True) if is_mlp else ((True,) * _ROW_INPUTS[found.kind] + (found.module.weight.requires_grad,))
+                key = (*_key(found), width, dtype, trains)
             if key in seen:
                 continue
             seen.add(key)
             try:
-                error = self._error(found, width, dtype, device, trains)
+                if found.kind == "convolution":
+                    error = self._convolution_error(found, dtype, device, trains)
+                else:
+                    error = self._error(found, width, dtype, device, trains)
             except Exception as reason:
                 # compilers raise errors of any class
                 return f"{type(found.module).__name__}: {type(reason).__name__}: {str(reason).strip().splitlines()[0][:200]}"
@@ -149,8 +179,8 @@ class FusedLayers:
         return ""
 
     def _takes(self, found: FusableModule) -> bool:
-        if self.maker == "compile":
-            return True
+        if self.maker != "liger":
+            return self.maker == "compile"
         return found.kind == "norm" or (found.kind == "gated" and liger.has_gate(found.activation))
 
     def _function(self, found: FusableModule) -> Function:
@@ -169,6 +199,8 @@ class FusedLayers:
             return CompiledFunction(_norm(found), (0, None), num_gradients=2, backend=self._backend)
         if found.kind == "gated_norm":
             return CompiledFunction(_gated_norm(found), (0, 0, None), num_gradients=3, backend=self._backend)
+        if found.kind == "convolution":
+            return compiled_convolution(found.activation, self._backend)
         if found.kind == "gated":
             return CompiledFunction(_gate(found), (0, 0), num_gradients=2, backend=self._backend)
         return CompiledFunction(_rotate, (0, 0, 0, 0), num_gradients=2, num_linear=2, backend=self._backend)
@@ -253,6 +285,27 @@ class FusedLayers:
             results.append([output.detach(), *torch.autograd.grad(output, trained, gradient)])
         pairs = zip(*results, strict=True)
         return max(float((found - right).double().norm() / right.double().norm().clamp(min=1e-30)) for right, found in pairs)
+
+    def _convolution_error(
+        self, found: FusableModule, dtype: torch.dtype, device: torch.device, trains: tuple[bool, ...]
+    ) -> float:
+        """Largest error of a mixer's convolution on a small row of documents, as a share of a norm."""
+        weight, *bias = _own_convolution(found)
+        drawn = drawn_convolution(weight.shape[0], weight.shape[-1], bool(bias), dtype, device)
+        convolution: Any = self._function(found)
+        run, activation = convolution_function(found.module), found.activation or None
+
+        def own(x_1CN: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+            result: Tensor = run(x_1CN, weight_CW, bias_C, activation=activation)
+            return result
+
+        return convolution_error(convolution, own, drawn, trains)
+
+
+def _own_convolution(found: FusableModule) -> list[Tensor]:
+    """Weight and bias, if there is one, of the convolution of a mixer."""
+    (module,) = convolutions_in(found.module)
+    return [weight for weight in (module.weight, module.bias) if weight is not None]
 
 
 class _OfLlama:

@@ -51,7 +51,7 @@ from hf_longctx.plan.model.mixers import (
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.binding import HOOKS, class_name, is_ours, is_written_by, own_forward, with_globals
 from hf_longctx.runtime.states.book import LayerScan, scan_name
-from hf_longctx.runtime.states.convolution import convolve_documents
+from hf_longctx.runtime.states.convolution import ChoosesConvolution, convolve_documents
 from hf_longctx.runtime.states.kernels import (
     GATED_DELTA_RULE,
     KIMI_DELTA_ATTENTION,
@@ -99,13 +99,16 @@ def causal_convolution(
     activation: str | None = None,
     **keywords: Any,
 ) -> Tensor:
-    """Convolution [1, C, T] of each document by `convolve`; weight: [C, width]."""
+    """Convolution [1, C, T] of each document, by a kernel if `FusedLayers` gave the mixer one; weight: [C, width]."""
     _refuse_boundaries(call, keywords)
+    choose: ChoosesConvolution | None = vars(call.mixer).get(CONVOLUTIONS)
+    kernel = None if choose is None else choose(hidden_states, weight, bias, activation)
 
     def alone(x_1CN: Tensor) -> Tensor:
         return convolve(x_1CN, weight, bias, activation=activation)
 
-    return convolve_documents(hidden_states, weight.shape[-1], alone, call.mixer, call.context)
+    in_row = None if kernel is None else lambda x_1CN, lengths: kernel(x_1CN, weight, bias, lengths)
+    return convolve_documents(hidden_states, weight.shape[-1], alone, call.mixer, call.context, in_row=in_row)
 
 
 def gated_delta_rule(
@@ -319,15 +322,12 @@ def scan_line(
     mixer = None if known is None else next((x for x in model.modules() if type(x).__name__ == known.name), None)
     if known is None or mixer is None or known.functions == ("causal_conv1d_fn",):
         return ""
-    kernels, settings_of = next((KERNELS[name] for name in known.functions if name in KERNELS), ((), None))
-    kernels = tuple(each for each in kernels if device.type == each.device_type and dtype in each.dtypes and each.is_installed)
-    if not kernels or settings_of is None:
+    kernels, settings_of = _kernels_for(known, device, dtype)
+    if not kernels:
         return "scans: torch code, for each document"
     if states.is_empty:
         return f"scans: {' or '.join(each.label for each in kernels)}, if its first use finds it right"
-    key = states.read_size // 2
-    sizes = HeadSizes(key, states.head_elements // key, states.heads // states.read_heads, states.tile_tokens)
-    settings = settings_of(mixer)
+    sizes, settings = _head_sizes(states), settings_of(mixer)
 
     def chosen(is_passing: bool) -> tuple[str, str]:
         """The first kernel that is right, or torch code, and why the kernels before it are not used."""
@@ -345,6 +345,34 @@ def scan_line(
         return line
     passing, why = chosen(is_passing=True)
     return f"{line}; where ranks pass states on: {'the same' if passing == first else passing}{why}"
+
+
+def scan_kernels(model: nn.Module, states: StateSpec, device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
+    """The field of `ModelSpec` for scans: whether a package's kernel is installed and right. The first call checks it.
+
+    Arguments: see `scan_line`.
+    """
+    known = mixer_of(model)
+    mixer = None if known is None else next((x for x in model.modules() if type(x).__name__ == known.name), None)
+    if known is None or mixer is None or states.is_empty:
+        return {"fuses_scans": False}
+    kernels, settings_of = _kernels_for(known, device, dtype)
+    settings = settings_of(mixer) if kernels else ()
+    return {"fuses_scans": any(not kernel.problem(device, dtype, _head_sizes(states), settings) for kernel in kernels)}
+
+
+def _kernels_for(
+    known: Mixer, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[ScanKernel, ...], Callable[[Any], tuple[Any, ...]]]:
+    """The installed kernels for scans of a mixer, and what gives its settings."""
+    kernels, settings_of = next((KERNELS[name] for name in known.functions if name in KERNELS), ((), lambda mixer: ()))
+    fit = (each for each in kernels if device.type == each.device_type and dtype in each.dtypes and each.is_installed)
+    return tuple(fit), settings_of
+
+
+def _head_sizes(states: StateSpec) -> HeadSizes:
+    key = states.read_size // 2
+    return HeadSizes(key, states.head_elements // key, states.heads // states.read_heads, states.tile_tokens)
 
 
 # keywords of an mLSTM that have tokens
@@ -510,6 +538,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 # function that chooses between a kernel and transformers' own torch code by itself -> name of the latter
 _TORCH_CODE = {"rwkv_linear_attention": "rwkv_linear_attention_cpu"}
+# attribute of a mixer: what chooses the kernel of its convolution
+CONVOLUTIONS = "_longctx_convolutions"
 # mark of a mixer that runs without kernels
 _NO_KERNELS = "_longctx_without_kernels"
 # method of a decoder that divides weights for evaluation and multiplies them back; attribute that says which came last

@@ -15,6 +15,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
@@ -27,6 +28,7 @@ from hf_longctx.hf.data.labels import HeadTask, task_of
 from hf_longctx.hf.data.resume import DataRecorder
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
+from hf_longctx.hf.models.adapters import hidden_dtype
 from hf_longctx.hf.models.attention import attention_line, attention_name, num_attention_layers
 from hf_longctx.hf.models.cutting import cut_model, loaded_ranges, stage_model, stages_that_lend
 from hf_longctx.hf.models.dropout import key_noise, rest_noise
@@ -36,6 +38,8 @@ from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.quantised import fp8_layers, keep_blocks, round_frozen
 from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
+from hf_longctx.hf.models.spec import states_of
+from hf_longctx.hf.models.states import scan_kernels
 from hf_longctx.hf.models.whole_again import WholeModel
 from hf_longctx.hf.planning.report import RunReport
 from hf_longctx.hf.planning.source import PlanSource
@@ -351,7 +355,9 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     compiles = config.compile_layers if request.mode.steps else False
     fused, kernels_line = fused_layers(model, args, compiles, control)
     reference = request.reference.parameters() if request.reference is not None else ()
-    beside = OtherResidents(sum(weight.nbytes for weight in reference), _covered(fused, model))
+    dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
+    kernels = _covered(fused, model) | scan_kernels(checked.facts.base, states_of(model.config), args.device, dtype)
+    beside = OtherResidents(sum(weight.nbytes for weight in reference), kernels)
     has_choice = request.has_open_stages or config.parameters == "auto"
     must_fit = has_choice and config.long_sequences == "error"
     rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task, must_fit)

@@ -24,7 +24,8 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 # field of `ModelSpec` -> name of the functions that then run as kernels
 _KERNELS = {
     **{"fuses_norms": "norms", "fuses_gated_norms": "gated norms", "fuses_gates": "gates"},
-    "fuses_rotary": "rotary embeddings",
+    **{"fuses_rotary": "rotary embeddings", "fuses_convolutions": "short convolutions"},
+    "fuses_scans": "scans",
 }
 # layers and hidden sizes
 _GPTS = {"gpt-7b": (32, 4096), "gpt-13b": (40, 5120), "gpt-30b": (60, 6656)}

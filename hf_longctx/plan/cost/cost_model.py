@@ -60,6 +60,10 @@ _INNER_REPLAY = {2: 14, 4: 27}
 _FUSED_NORMS = {2: (65, 165, 164), 4: (41, 137, 149)}
 _FUSED_ROTARY = {2: (21, 26, 21), 4: (42, 52, 42)}
 _FUSED_GATES = {2: (4, 8, 6), 4: (8, 16, 11)}
+# bytes of a value of a gated norm, and of a channel of a short convolution with its activation, forward and backward: by torch
+# code, and by kernels
+_GATED_NORM = {2: ((66, 140), (6, 10)), 4: ((48, 116), (12, 20))}
+_CONVOLUTION = {2: ((8, 16), (4, 6)), 4: ((16, 32), (8, 12))}
 
 
 def elementwise_bytes(model: ModelSpec) -> tuple[int, int]:
@@ -82,6 +86,27 @@ def replayed_bytes(model: ModelSpec) -> tuple[int, int]:
     width = 2 if model.bytes_per_element <= 2 else 4
     (_, _, less), (_, _, less_inner) = _saved(model, width)
     return (_REPLAY[width] - less) * model.hidden_size, (_INNER_REPLAY[width] - less_inner) * model.whole_size
+
+
+def mixer_bytes(model: ModelSpec) -> tuple[int, int]:
+    """Returns bytes of one token in one layer with a state, forward and backward: of norm, convolution and scan."""
+    states, width = model.states, 2 if model.bytes_per_element <= 2 else 4
+    norm = _GATED_NORM[width][model.fuses_gated_norms]
+    convolution = _CONVOLUTION[width][model.fuses_convolutions]
+    forward, backward = (
+        states.norm_values * of_norm + states.channels * of_channel + of_scan
+        for of_norm, of_channel, of_scan in zip(norm, convolution, scan_bytes(model), strict=True)
+    )
+    return forward, backward
+
+
+def scan_bytes(model: ModelSpec) -> tuple[int, int]:
+    """Returns bytes of one token in the scans of one layer, forward and backward."""
+    states = model.states
+    if not model.fuses_scans:
+        return states.heads * states.torch_moves[0], states.heads * states.torch_moves[1]
+    wider = max(1, model.bytes_per_element // 2)
+    return wider * states.heads * states.kernel_moves[0], wider * states.heads * states.kernel_moves[1]
 
 
 def _saved(model: ModelSpec, width: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -354,8 +379,10 @@ class CostModel:
         states, tokens = self.model.states, np.asarray(own_tokens, dtype=np.float64)
         if not states.scan_elements:
             return np.zeros_like(tokens)
-        share = sum(states.layers) * states.scan_products / self.model.token_products
-        return np.where(tokens > states.block_tokens, self.coefficients.forward.token_s * share * tokens, 0.0)
+        num_layers, rate = sum(states.layers), self.cluster.hardware.elementwise_bytes_per_s
+        token_s = self.coefficients.forward.token_s * num_layers * states.scan_products / self.model.token_products
+        token_s += num_layers * scan_bytes(self.model)[0] / rate if rate else 0.0
+        return np.where(tokens > states.block_tokens, token_s * tokens, 0.0)
 
     def document_s(self, shape: GroupShape, is_backward: bool) -> float:
         """Returns seconds that every document adds to one pass over all layers: a ring's tiles, and states passed on."""
@@ -524,9 +551,10 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
     adapters are frozen (`with_adapters`). Operations without products are counted by their bytes (`elementwise_bytes`) if their
     rate is known; otherwise the rate of products includes them.
 
-    A scan counts by its products, like one kernel at the rate of matrices, and once more if backward runs it again
-    (`CostModel.rescan_s`). Transformers' torch code starts some ten kernels for every tile of 64 tokens, one tile after the other
-    on every rank of a group. That time is not counted here; it is in coefficients measured by a run or `hf-longctx calibrate`.
+    A scan counts by its products at the rate of matrices, by what it moves (`mixer_bytes`), and once more if backward runs it
+    again (`CostModel.rescan_s`). Transformers' torch code starts some ten kernels for every tile of 64 tokens, one tile after the
+    other on every rank of a group. That time is not counted here; it is in coefficients measured by a run or `hf-longctx
+    calibrate`.
     """
     hardware, whole = cluster.hardware, replace(model, adapters=AdapterSpec())
     token_s = 2 * whole.token_products / hardware.matmul_flops_per_s
@@ -553,11 +581,16 @@ def default_coefficients(model: ModelSpec, cluster: ClusterSpec) -> CostCoeffici
             backward=replace(backward, chunk_s=backward.chunk_s + unpack_s),
         )
     forward_bytes, backward_bytes = elementwise_bytes(model)
-    layer_byte_s = model.num_layers / hardware.elementwise_bytes_per_s
+    num_states = sum(model.states.layers)
+    forward_mixers, backward_mixers = mixer_bytes(model) if num_states else (0, 0)
+    forward_more_s, backward_more_s = (
+        (model.num_layers * of_layer + num_states * of_mixer) / hardware.elementwise_bytes_per_s
+        for of_layer, of_mixer in ((forward_bytes, forward_mixers), (backward_bytes, backward_mixers))
+    )
     return replace(
         found,
-        forward=_with_elementwise(found.forward, layer_byte_s * forward_bytes),
-        backward=_with_elementwise(found.backward, layer_byte_s * backward_bytes),
+        forward=_with_elementwise(found.forward, forward_more_s),
+        backward=_with_elementwise(found.backward, backward_more_s),
     )
 
 

@@ -741,12 +741,18 @@ class StateLayerBytes(LayerBytes):
     def mixer(self) -> int:
         """Bytes that the mixer saves."""
         states, e = self.model.states, self.model.bytes_per_element
-        outside = states.outside_bytes(e, self.model.fuses_gated_norms) * self.tokens + self._added
+        outside = self._outside * self.tokens + self._added
         if not self._is_cut:
             return outside + states.scan_bytes(e) * sum(self._scanned)
         num_between = sum(max(0, -(-document // states.block_tokens) - 1) for document in self.load.documents)
         state_bytes = max(4, e) * states.heads * states.head_elements
         return outside + states.input_bytes(e) * self.tokens + state_bytes * num_between
+
+    @property
+    def _outside(self) -> int:
+        """Bytes of a token that the mixer saves outside its scan."""
+        model = self.model
+        return model.states.outside_bytes(model.bytes_per_element, model.fuses_gated_norms, model.fuses_convolutions)
 
     @cached_property
     def _scanned(self) -> list[int]:
@@ -794,7 +800,7 @@ class StateLayerBytes(LayerBytes):
     def _mixing_forward(self) -> int:
         states, e = self.model.states, self.model.bytes_per_element
         # all tensors outside the scan, without the convolution's input, if the scan runs in blocks
-        outside = states.outside_bytes(e, self.model.fuses_gated_norms) - states.input_bytes(e) if self._is_cut else 0
+        outside = self._outside - states.input_bytes(e) if self._is_cut else 0
         return 2 * self._sizes[0] * self.tokens + max(outside * self.tokens, self._scan) + self._exchange
 
     @property

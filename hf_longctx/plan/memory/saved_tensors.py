@@ -47,7 +47,7 @@ def class_bytes(model: ModelSpec, tensor_class: TensorClass, kind: LayerKind = A
     s = model.bytes_sent_per_element or e
     if tensor_class == "qkv":
         # a mixer's tensors are kept only by a layer that keeps everything
-        mixer = model.states.saved_bytes(e, num_tokens, model.fuses_gated_norms) if kind.has_state else 0
+        mixer = _mixer_bytes(model, num_tokens) if kind.has_state else 0
         return mixer + (s * (model.query_size + model.kv_size) if kind.attends else 0)
     if tensor_class == "attention_output":
         return s * model.output_size + max(4, s) * model.num_heads if kind.attends else 0
@@ -195,7 +195,7 @@ def attention_bytes(model: ModelSpec) -> int:
 def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:
     """Returns bytes per token that one layer saves for backward if nothing is recomputed. num_tokens: see `class_bytes`."""
     attention = attention_bytes(model.of_kind(kind)) if kind.attends else 0
-    mixer = model.states.saved_bytes(model.bytes_per_element, num_tokens, model.fuses_gated_norms) if kind.has_state else 0
+    mixer = _mixer_bytes(model, num_tokens) if kind.has_state else 0
     return outer_bytes(model) + attention + mixer
 
 
@@ -207,7 +207,7 @@ def saved_token_bytes(model: ModelSpec) -> int:
     e, num_states = model.bytes_per_element, sum(model.states.layers)
     layers = model.num_layers * outer_bytes(model)
     layers += sum(count * attention_bytes(of_size) for of_size, count in model.head_counts())
-    layers += num_states * model.states.saved_bytes(e, fuses_norm=model.fuses_gated_norms)
+    layers += num_states * _mixer_bytes(model, None)
     return layers + model.head_outputs * (e + 3 * max(4, e) + model.capped_bytes)
 
 
@@ -232,3 +232,8 @@ def held_bytes(
             on_host += (host_stop - host_start) * token_bytes
             on_device += (num_tokens - host_stop) * token_bytes
     return on_device, on_host
+
+
+def _mixer_bytes(model: ModelSpec, num_tokens: int | None) -> int:
+    """Bytes of a token that a mixer saves, see `StateSpec.saved_bytes`."""
+    return model.states.saved_bytes(model.bytes_per_element, num_tokens, model.fuses_gated_norms, model.fuses_convolutions)

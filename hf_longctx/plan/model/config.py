@@ -420,9 +420,16 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 
 def kernel_fields(model_type: str) -> dict[str, Any]:
-    """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels."""
-    kernels = family_of_type(model_type).traits.kernels
-    return {f"fuses_{name}": name in kernels for name in ("norms", "gated_norms", "gates", "rotary")}
+    """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels.
+
+    Those of scans are packages', as if they were installed; their seconds are known for gated delta rules alone.
+    """
+    family = family_of_type(model_type)
+    kernels = family.traits.kernels
+    fields = {f"fuses_{name}": name in kernels for name in ("norms", "gated_norms", "gates", "rotary")}
+    for field, function in (("fuses_convolutions", "causal_conv1d_fn"), ("fuses_scans", "torch_chunk_gated_delta_rule")):
+        fields[field] = bool(family.mixers) and all(function in mixer.functions for mixer in family.mixers)
+    return fields
 
 
 def kernels_of_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,8 +76,20 @@ class StateSpec:
     # saved per token outside the scan, in the model's format and in fp32
     saved_elements: int = 0
     saved_wide: int = 0
-    # those in fp32 that a kernel of the mixer's gated norm does not save
+    # those in the model's format and in fp32 that a kernel of the mixer's gated norm does not save, and those of them that the
+    # torch code does not save in a model of fp32, where casts make no copy
+    norm_elements: int = 0
     norm_wide: int = 0
+    norm_copied: int = 0
+    # those in the model's format that a kernel of the convolution and its activation does not save
+    convolution_elements: int = 0
+    # values of the gated norm, and channels of a convolution with an activation
+    norm_values: int = 0
+    channels: int = 0
+    # bytes that a token and head read and write in the scan's forward and backward, by the torch code, and by a package's kernel
+    # in a model of 16 bits; zeros if they are not counted
+    torch_moves: tuple[int, int] = (0, 0)
+    kernel_moves: tuple[int, int] = (0, 0)
     # fp32 elements that a scan in one piece saves besides in a model of fp32
     copied_wide: int = 0
     # fp32 elements per token that are alive at once inside the forward of the scan
@@ -105,21 +117,33 @@ class StateSpec:
         """Most tokens of a chunk on a rank whose scan runs in one piece; a rank that runs a part of the heads has more tokens."""
         return ScanSize(self.scan_elements, self.tile_tokens).block_tokens(self.heads // self.scans)
 
-    def saved_bytes(self, bytes_per_element: int, num_tokens: int | None = None, fuses_norm: bool = False) -> int:
+    def saved_bytes(
+        self,
+        bytes_per_element: int,
+        num_tokens: int | None = None,
+        fuses_norm: bool = False,
+        fuses_convolution: bool = False,
+    ) -> int:
         """Bytes per token that the mixer saves for backward in a chunk of `num_tokens` on a rank (None: a long one).
 
-        fuses_norm: its gated norm runs as a kernel.
+        fuses_norm, fuses_convolution: its gated norm, or its convolution with the activation, runs as a kernel.
         """
-        outside = self.outside_bytes(bytes_per_element, fuses_norm)
+        outside = self.outside_bytes(bytes_per_element, fuses_norm, fuses_convolution)
         if num_tokens is not None and num_tokens <= self.block_tokens:
             return outside + self.scan_bytes(bytes_per_element)
         between = -(-max(4, bytes_per_element) * self.heads * self.head_elements // self.block_tokens)
         return outside + self.input_bytes(bytes_per_element) + between
 
-    def outside_bytes(self, bytes_per_element: int, fuses_norm: bool = False) -> int:
+    def outside_bytes(self, bytes_per_element: int, fuses_norm: bool = False, fuses_convolution: bool = False) -> int:
         """Bytes per token that the mixer saves outside its scan."""
-        wide = self.saved_wide - (self.norm_wide if fuses_norm else 0)
-        return bytes_per_element * self.saved_elements + max(4, bytes_per_element) * wide
+        elements, wide = self.saved_elements, self.saved_wide
+        if fuses_norm:
+            elements -= self.norm_elements
+            wide -= self.norm_wide - (self.norm_copied if bytes_per_element >= 4 else 0)
+        # in fp32, a gate that is a part of what the first matrix makes keeps the whole, unless a kernel of the norm copies it
+        if fuses_convolution and (fuses_norm or bytes_per_element < 4 or not self.norm_elements):
+            elements -= self.convolution_elements
+        return bytes_per_element * elements + max(4, bytes_per_element) * wide
 
     def scan_bytes(self, bytes_per_element: int) -> int:
         """Bytes per token that a scan in one piece saves."""
@@ -155,6 +179,34 @@ def delta_scan(key_size: int, value_size: int) -> ScanSize:
     """
     k, v, t = key_size, value_size, _DELTA_TILE
     return ScanSize(8 * k + 3 * v + 5 * t + k * v // t + 7, t)
+
+
+def delta_moves(key_size: int, value_size: int) -> tuple[int, int]:
+    """Returns bytes that transformers' torch code of a gated delta net moves for a token and head, forward and backward.
+
+    Counted by `test_elementwise_bytes.py`, products apart, for tiles of t tokens. Backward is that of few tiles: the torch code
+    writes every tile into one tensor, whose gradient backward copies for each tile, so with heads of 128 it moves 165 bytes more
+    for each token that is scanned at once. These, and the starts of kernels, are not counted.
+    """
+    k, v, t = key_size, value_size, _DELTA_TILE
+    forward = 124 * k + 84 * v + 54 * t + 41 * k * v // (2 * t)
+    return forward, 328 * k + 90 * v + 145 * t + 36 * k * v // t
+
+
+def delta_kernel_moves(key_size: int, value_size: int, readers: int) -> tuple[int, int]:
+    """Returns bytes that `chunk_gated_delta_rule` of flash-linear-attention moves in 16 bits for a token and head of values.
+
+    readers: heads with a state that share a query and a key. Forward, with tiles of t tokens: norms of queries and keys; products
+    of keys, and their solved system (in fp32 in between); keys and values by this system; states of tiles and new values;
+    outputs. Backward makes the last three again, and gradients of values within tiles, of states, of queries and keys, and of
+    the system. For 32 heads of 128 and 32,768 tokens these are 2.3 and 5.3 ms at the rate of the profile `h200`; FlashQLA's
+    benchmark on an H200 (`benchmark_results_H200.txt`) says 1.89 and 5.70 ms, and 0.88 and 2.52 ms for its own kernel.
+    """
+    k, v, t = key_size, value_size, _DELTA_TILE
+    state = k * v // t
+    forward = 4 * k // readers + 7 * k + 6 * v + 2 * state + 2 * t
+    backward = 8 * k // readers + 23 * k + 15 * v + 4 * state + 2 * t
+    return 2 * forward + 8 * t, 2 * backward
 
 
 def kimi_scan(key_size: int, value_size: int) -> ScanSize:
@@ -210,6 +262,11 @@ def gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
         saved_elements=2 * channels + 3 * values + heads,
         saved_wide=heads * (3 * value + 2),
         norm_wide=heads * (3 * value + 1),
+        convolution_elements=channels,
+        norm_values=values,
+        channels=channels,
+        torch_moves=delta_moves(key, value),
+        kernel_moves=delta_kernel_moves(key, value, heads // read_heads),
         copied_wide=4 * heads * key,
         work_wide=heads * (7 * key + 6 * value + 4 * tile),
         scan_elements=delta_scan(key, value).token_elements,
@@ -249,6 +306,11 @@ def kimi_delta(config: Mapping[str, Any]) -> StateSpec:
         carry_wide=heads * (5 * size + size * size // tile),
         saved_elements=7 * all_heads + heads + (0 if has_safe_gate else 2 * size),
         saved_wide=(6 if has_safe_gate else 7) * all_heads + (0 if has_safe_gate else all_heads // 4) + 2 * heads,
+        norm_wide=heads * (3 * size + 1),
+        norm_copied=all_heads,
+        convolution_elements=3 * all_heads,
+        norm_values=all_heads,
+        channels=3 * all_heads,
         work_wide=heads * (3 * tile * size + 12 * size),
         scan_elements=kimi_scan(size, size).token_elements,
         tile_tokens=tile,
@@ -313,6 +375,9 @@ def mamba1(config: Mapping[str, Any]) -> StateSpec:
         carry_wide=channels * (2 * size + 2),
         slice_wide=channels * (2 * size + 2),
         saved_elements=8 * channels + scans * (rank + 2 * size),
+        # others copy what it reads, of which the gate keeps the whole
+        convolution_elements=channels if config.get("n_mamba_heads") else 0,
+        channels=channels,
         # decays, inputs of the state before and after they are multiplied by tokens, states
         work_wide=channels * (4 * size + 6) // scans,
         scan_elements=channel_scan(size).token_elements,
@@ -358,6 +423,13 @@ def mamba2(config: Mapping[str, Any]) -> StateSpec:
         carry_copied=groups * size - heads,
         saved_elements=2 * channels + (4 if has_norm else 3) * values + heads + is_falcon * hidden,
         saved_wide=(4 if has_norm else 1) * values,
+        norm_elements=values * has_norm,
+        norm_wide=(3 * values + groups) * has_norm,
+        norm_copied=2 * values * has_norm,
+        # what the first matrix makes, and the convolution's output; its input is copied
+        convolution_elements=(values + channels + heads) * has_norm,
+        norm_values=values * has_norm,
+        channels=channels,
         # in a model of fp32 the scan's inputs are saved with the tensor that they are parts of, and casts make no copy
         copied_wide=channels - (3 if has_norm else 1) * values,
         work_wide=heads * (3 * head + 4 * size + 4 * tile),

@@ -321,6 +321,10 @@ class ModelSpec:
     fuses_norms: bool = False
     # so do the gated norms of all layers with a state
     fuses_gated_norms: bool = False
+    # so do the short convolutions of all layers with a state, each with its activation
+    fuses_convolutions: bool = False
+    # a package's kernel runs the scans of all layers with a state
+    fuses_scans: bool = False
     # so do the gated activations of all MLPs
     fuses_gates: bool = False
     # so do all rotary embeddings

@@ -29,7 +29,9 @@ def record(name: str) -> str:
     model: Any = build_any(name, is_random=False)
     run, forecast = asdict(model_spec(model)), asdict(config_spec(model.config))
     traits: dict[str, Any] = {field: run[field] for field in _TOLD if run[field] != getattr(Traits(), field)}
-    if kernels := tuple(field.removeprefix("fuses_") for field, has in _covered(FusedLayers("compile"), model).items() if has):
+    covered = _covered(FusedLayers("compile"), model)
+    # those of convolutions follow from the mixers' functions
+    if kernels := tuple(field.removeprefix("fuses_") for field, has in covered.items() if has and "convolutions" not in field):
         traits["kernels"] = kernels
     if problem := activation_problem(model):
         traits["keeps_all"] = problem

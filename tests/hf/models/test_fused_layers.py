@@ -30,6 +30,7 @@ from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernel_places import fusable_modules, kernel_problems
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import layer_modules, tiles_norms
+from hf_longctx.hf.models.states import mixers_of
 from hf_longctx.plan.core.types import LayerPolicy
 from hf_longctx.runtime.activations.host_tier import HostTier
 
@@ -130,6 +131,19 @@ def test_gated_norms_that_differ_have_kernels_of_their_own() -> None:
     assert len(fused._functions) == len(GATED_NORMS)
 
 
+def test_a_wrong_convolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fused = build_model(HYBRID), traced()
+    assert not fused.problem(model, CPU, torch.float64) and fused.covered(model)["fuses_convolutions"]
+    fused = traced()
+    compiled = layer_kernels.compiled_convolution
+    monkeypatch.setattr(layer_kernels, "compiled_convolution", lambda activation, backend: compiled("", backend))
+    problem = fused.problem(model, CPU, torch.float64)
+    assert problem.startswith("Qwen3_5GatedDeltaNet: the kernel differs from the model's own code by ")
+    # an activation without a kernel
+    next(iter(mixers_of(model).values())).activation = "gelu"
+    assert not traced().covered(model)["fuses_convolutions"]
+
+
 def test_hybrids_are_told_about_gated_norms() -> None:
     model = build_model(HYBRID)
     assert traced().covered(model)["fuses_gated_norms"]
@@ -150,7 +164,8 @@ def test_hybrids_train_with_gated_norms_as_kernels(policy: str) -> None:
         step.model.zero_grad()
         step.forward((POLICIES[policy],) * HYBRID.num_layers)[0].backward()
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
-        assert any(key[0] == "gated_norm" for key in fused._functions) == binds
+        for kind in ("gated_norm", "convolution"):
+            assert any(key[0] == kind for key in fused._functions) == binds
     assert max(relative_error(found, gradients[0][name]) for name, found in gradients[1].items()) <= 1e-5
 
 
@@ -179,7 +194,7 @@ def test_what_a_user_changed_runs_its_own_code() -> None:
     assert len(seen) == 2
 
 
-ALL = {"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True}
+ALL = {"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True, "fuses_convolutions": False}
 
 
 def test_plans_are_told_what_all_layers_have_kernels_for() -> None:
@@ -270,7 +285,8 @@ def test_a_run_counts_what_its_kernels_save(tmp_path, monkeypatch) -> None:
         assert model.fuses_norms == model.fuses_gates == model.fuses_rotary == is_counted
         assert not model.fuses_gated_norms
         trainer = make_trainer(HYBRID, random_rows([9, 5]), str(tmp_path), settings, {"max_steps": 1})
-        assert trainer.longctx_run.setup.costs.model.fuses_gated_norms == is_counted
+        found = trainer.longctx_run.setup.costs.model
+        assert found.fuses_gated_norms == found.fuses_convolutions == is_counted and not found.fuses_scans
 
 
 def test_without_a_compiler_layers_run_their_own_code(tmp_path, caplog, monkeypatch) -> None:

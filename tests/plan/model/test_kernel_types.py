@@ -5,12 +5,17 @@ from __future__ import annotations
 from helpers.models.any_model import build_any
 
 from hf_longctx.families.registry import FAMILIES, TESTED_MODELS, WRAPPED_MODELS
+from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.kernels import FusedLayers
+from hf_longctx.hf.models.states import mixer_of
 from hf_longctx.hf.run.run import _covered
 from hf_longctx.plan.model.config import kernels_of_config
 
 # kernels of a model like Llama
-ALL = {"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True}
+ALL = {
+    **{"fuses_norms": True, "fuses_gated_norms": False, "fuses_gates": True, "fuses_rotary": True},
+    **{"fuses_convolutions": False, "fuses_scans": False},
+}
 
 
 def test_the_table_says_of_every_class_what_its_models_say() -> None:
@@ -21,6 +26,9 @@ def test_the_table_says_of_every_class_what_its_models_say() -> None:
         kind = model.config.get_text_config().model_type
         kinds.add(kind)
         covered, fields = _covered(FusedLayers("compile"), model), kernels_of_config(model.config.to_dict())
+        # a package's, if it is installed
+        known = mixer_of(base_of(model))
+        assert fields.pop("fuses_scans") == (known is not None and "torch_chunk_gated_delta_rule" in known.functions)
         if covered != fields:
             wrong[name] = f"table {fields}, model {covered}"
     assert not wrong

@@ -19,7 +19,7 @@ from hf_longctx.plan.model.mixers import ScanSize
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.states.book import LayerScan
-from hf_longctx.runtime.states.convolution import convolve_documents
+from hf_longctx.runtime.states.convolution import compiled_convolution, convolve_documents
 from hf_longctx.runtime.states.passing import Decay, DeltaRule, StateMap
 from hf_longctx.runtime.states.recurrence import MixerScan, scan_documents
 
@@ -111,20 +111,26 @@ def reference(kind: Kind) -> dict[str, Tensor]:
     return {"output": output.detach()} | {name: inputs[name].grad for name in kind.trained}
 
 
-def mixed(mine: dict[str, Tensor], kind: Kind, context: GroupContext) -> Tensor:
-    """Outputs of this rank's tokens, whose values are convolved before the scan."""
+def mixed(mine: dict[str, Tensor], kind: Kind, context: GroupContext, in_row: bool) -> Tensor:
+    """Outputs of this rank's tokens, whose values are convolved before the scan, all documents in one call if `in_row`."""
     num_tokens, rows = mine["v"].shape[1], mine["v"].flatten(2).transpose(1, 2)
 
     def convolve(x: Tensor) -> Tensor:
         return F.conv1d(F.pad(x, (WIDTH - 1, 0)), mine["filter"], groups=HEADS * VALUE)
 
-    v = convolve_documents(rows, WIDTH, convolve, "layer", context).transpose(1, 2).reshape(1, num_tokens, HEADS, VALUE)
+    whole = compiled_convolution("", backend="eager")
+
+    def convolve_row(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        return whole(x, mine["filter"].squeeze(1), None, lengths)
+
+    found = convolve_documents(rows, WIDTH, convolve, "layer", context, in_row=convolve_row if in_row else None)
+    v = found.transpose(1, 2).reshape(1, num_tokens, HEADS, VALUE)
     own, weights = [v, *(mine[name] for name in kind.own)], [mine[name] for name in kind.weights]
     scan = MixerScan(kind.scan, ScanSize(token_elements=8, tile_tokens=4), kind.state_map)
     return scan_documents((mine["a"], mine["b"]), own, weights, scan, LayerScan("layer"), context)
 
 
-def run_on_rank(name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...]) -> dict[str, Tensor]:
+def run_on_rank(name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...], in_row: bool) -> dict[str, Tensor]:
     """Outputs and gradients of this rank in a run of all chunks, forward and then backward in reverse; zeros elsewhere."""
     pool, kind, book = group_pool(), KINDS[name], StateBook()
     shape, (inputs, counts) = GroupShape(pool.num_ranks, ulysses), made()
@@ -141,7 +147,7 @@ def run_on_rank(name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...
         at = torch.tensor([place for piece in pieces for place in places(piece)])
         is_real = torch.tensor([piece.document < len(chunk.spans) for piece in pieces for _ in range(piece.num_tokens)])
         mine = {name: (x.clone() if name in WEIGHTS else x[:, at]).requires_grad_(name in trained) for name, x in inputs.items()}
-        runs.append((mixed(mine, kind, replace(pool.context(group, chunk), state_book=book)), at, is_real, mine))
+        runs.append((mixed(mine, kind, replace(pool.context(group, chunk), state_book=book), in_row), at, is_real, mine))
     found = {name: torch.zeros_like(inputs[name]) for name in trained} | {"output": torch.zeros_like(counts)}
     for output, at, is_real, mine in reversed(runs):
         (output * counts[:, at] * is_real[:, None, None]).sum().backward()
@@ -155,10 +161,12 @@ def run_on_rank(name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...
     return found
 
 
-def check(ranks: Any, num_ranks: int, name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...] = ()) -> None:
+def check(
+    ranks: Any, num_ranks: int, name: str, ulysses: int, chunks: Chunks, trained: tuple[str, ...] = (), in_row: bool = False
+) -> None:
     expected = reference(KINDS[name])
     trained = trained or KINDS[name].trained
-    found = ranks(num_ranks).run(run_on_rank, name, ulysses, chunks, trained)
+    found = ranks(num_ranks).run(run_on_rank, name, ulysses, chunks, trained, in_row)
     for each in ("output", *trained):
         assert relative_error(sum(one[each] for one in found), expected[each]) <= TOLERANCE, each
 
@@ -174,6 +182,12 @@ def test_documents_that_ranks_share_match(ranks, name: str, num_ranks: int, ulys
 @pytest.mark.parametrize("name", KINDS)
 def test_slices_that_ranks_share_match(ranks, name: str, num_ranks: int, ulysses: int) -> None:
     check(ranks, num_ranks, name, ulysses, RING_SLICES if ulysses < num_ranks else SLICES)
+
+
+@pytest.mark.parametrize("num_ranks,ulysses,is_sliced", [(1, 1, True), (3, 1, False), (3, 1, True), (4, 2, False), (3, 3, True)])
+def test_rows_of_documents_are_convolved_at_once(ranks, num_ranks: int, ulysses: int, is_sliced: bool) -> None:
+    slices = RING_SLICES if ulysses < num_ranks else SLICES
+    check(ranks, num_ranks, "delta rule", ulysses, slices if is_sliced else WHOLE, in_row=True)
 
 
 def test_ranks_that_send_nothing_with_a_gradient_take_part_in_the_backward(ranks) -> None:
