@@ -426,7 +426,7 @@ def mamba2(config: Mapping[str, Any]) -> StateSpec:
         norm_elements=values * has_norm,
         norm_wide=(3 * values + groups) * has_norm,
         norm_copied=2 * values * has_norm,
-        # what the first matrix makes, and the convolution's output; its input is copied
+        # outputs of the first matrix, and of the convolution, whose input is copied
         convolution_elements=(values + channels + heads) * has_norm,
         norm_values=values * has_norm,
         channels=channels,

@@ -136,7 +136,7 @@ class RowConvolution:
         """Returns outputs [1, C, N] for documents of these lengths, in the dtype of the input."""
         x_NC = x_1CN.squeeze(0).transpose(0, 1).contiguous()
         if torch.is_autocast_enabled(x_NC.device.type):
-            # as products under autocast do
+            # products under autocast round their weights, too
             weight_CW, bias_C = weight_CW.to(x_NC.dtype), None if bias_C is None else bias_C.to(x_NC.dtype)
         return self.run(x_NC, weight_CW.contiguous(), bias_C, self.places(lengths, x_NC.device)).transpose(0, 1).unsqueeze(0)
 

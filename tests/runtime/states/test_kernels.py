@@ -480,7 +480,7 @@ def test_ranks_that_pass_states_on_scan_by_the_kernel(
     def worst(found: Any) -> float:
         return max(relative_error(gradient, expected[1][name].float()) for name, gradient in found[1].items())
 
-    # what rounding in fp32 does in the torch code
+    # errors of the torch code, by rounding in fp32
     most = max(worst(found) for found in pool.run(step_on_rank, *step))
     assert most < 3e-3
     every = set()
