@@ -30,6 +30,8 @@ from hf_longctx.recipes.bench.gpu.rows import append_row
 from hf_longctx.recipes.bench.gpu.timing import median_s, wall_s
 from hf_longctx.recipes.bench.one_document import attention_kernel
 from hf_longctx.runtime.activations.host_tier import HostTier
+from hf_longctx.runtime.core.fp8 import input_gradient, multiply, rows_in_fp8
+from hf_longctx.runtime.core.products import FP8Linear
 from hf_longctx.runtime.tiles.cuda import cudnn_backward, cudnn_forward
 from hf_longctx.runtime.tiles.packs import PackBounds, PackInputs, pack_backward, pack_forward
 from hf_longctx.runtime.tiles.plain import Scores, TileInputs
@@ -98,6 +100,7 @@ def ceilings(sizes: Sizes, device: torch.device, deadline_s: float = float("inf"
     """
     groups: list[tuple[str, Callable[[Sizes, torch.device], Iterator[Ceiling]], bool]] = [
         ("matrix products", products, False),
+        ("matrix products in fp8", fp8_products, False),
         ("copies inside the device", device_copies, False),
         ("pinning and copies to the host", host_copies, True),
         ("attention", attention, False),
@@ -152,6 +155,38 @@ def products(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
         for way, call in calls.items():
             rate = operations / median_s(call, device, sizes.repetitions) / 1e12
             yield Ceiling(f"product {name}, {way}", rate, "TFLOP/s", f"{tokens} x {columns} x {rows}")
+
+
+def fp8_products(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:
+    """Rates of products with frozen matrices in fp8, forward and for the input's gradient, and how they compare with bf16.
+
+    The first ratio, of operators alone, is `fp8_ratio` of a hardware profile; the second includes rounding and, in backward, the
+    bytes in the other order; the third is that of operators for one token less.
+    """
+    spec, tokens = sizes.spec, sizes.product_tokens
+    shapes = {"gate, up": (spec.intermediate_size, spec.hidden_size), "down": (spec.hidden_size, spec.intermediate_size)}
+    for name, (rows, columns) in shapes.items():
+        x = torch.randn(tokens, columns, device=device).bfloat16()
+        weight, gradient = x.new_empty(rows, columns).normal_(), x.new_empty(tokens, rows).normal_()
+        linear, turned = FP8Linear.rounded(weight), FP8Linear.rounded(weight.T.contiguous())
+        given = {"forward": (x, linear), "input gradient": (gradient, turned)}
+        plain = {"forward": partial(F.linear, x, weight), "input gradient": partial(torch.mm, gradient, weight)}
+        whole = {
+            "forward": partial(linear.forward, x),
+            "input gradient": partial(input_gradient, [gradient], [linear.weight], [linear.scale]),
+        }
+        for way, (factor, matrix) in given.items():
+            values, scale = rows_in_fp8(factor)
+            calls = [
+                partial(multiply, values[:count], scale[:count], matrix.weight, matrix.scale, x.dtype)
+                for count in (tokens, tokens - 1)
+            ]
+            with torch.no_grad():
+                own_s, odd_s, whole_s, plain_s = (
+                    median_s(call, device, sizes.repetitions) for call in (*calls, whole[way], plain[way])
+                )
+            note = f"{plain_s / own_s:.2f}, {plain_s / whole_s:.2f} and {plain_s / odd_s:.2f} times the rate in bf16"
+            yield Ceiling(f"product in fp8 {name}, {way}", 2 * tokens * rows * columns / own_s / 1e12, "TFLOP/s", note)
 
 
 def device_copies(sizes: Sizes, device: torch.device) -> Iterator[Ceiling]:

@@ -1,4 +1,4 @@
-"""Measurements (a) to (g) on one GPU: one command each, with its own time limit.
+"""Measurements (a) to (h) on one GPU: one command each, with its own time limit.
 
     python recipes/bench/gpu/measurements.py a b [--folder outputs/measurements]
     python recipes/bench/gpu/measurements.py       # lists the steps, with their limits
@@ -41,7 +41,7 @@ STEPS = {
     "a": Step("2 and 4 ranks on one GPU against one process", 250, ("ranks.py", "--budget-s", "230")),
     "b": Step(
         "LoRA on mixed lengths: ours, ours in fp8, TRL, unsloth",
-        360,
+        420,
         (
             *("trainings.py", "--layers", "32", "--tokens", "131072", "--limit", "32768", "--steps", "1"),
             *("--methods", "hf_longctx", "hf_longctx, fp8"),
@@ -76,6 +76,7 @@ STEPS = {
         ("trainings.py", "--layers", "4", "--tokens", "1048576", "--limit", "1048576", "--steps", "0", "--methods", "hf_longctx"),
     ),
     "g": Step("8 layers of Qwen3-30B-A3B with adapters on experts: apart, merged by PEFT", 120, ("adapted_experts.py",)),
+    "h": Step("rates of products, also in fp8, of copies and of attention", 240, ("ceilings.py",)),
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_longctx.cli.main import build_parser
+from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.recipes.bench.gpu import adapted_experts, measurements, ranks, trainings
 from hf_longctx.recipes.bench.gpu.rows import read_rows
 
@@ -40,13 +42,16 @@ def test_a_late_step_ends_and_the_next_one_begins(
 
 def test_every_step_is_a_command_that_its_script_understands(capsys: pytest.CaptureFixture[str]) -> None:
     assert measurements.main([]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == list("abcdefg")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == list("abcdefgh")
     for step in measurements.STEPS.values():
         script, *words = step.words
         if script == "ranks.py":
             ranks.parse(words)
         if script == "adapted_experts.py":
             assert words == []
+        if script == "-m":
+            build_parser().parse_args([*words[1:], "--output", "hardware.json"])
+            named_model(words[words.index("--model") + 1])
         if script == "trainings.py":
             methods = words[words.index("--methods") + 1 :]
             assert set(methods) <= trainings.METHODS.keys()
