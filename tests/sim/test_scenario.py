@@ -369,8 +369,8 @@ def test_weights_below_adapters_may_be_in_fp8() -> None:
     )
     layer = 2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192
     scales = 4 * (8192 + 2 * 1024 + 8192 + 2 * 28672 + 8192)
-    # gate and up in the other order, and what is rounded at once
-    beside = 2 * 28672 * 8192 + 2**27 + 2**26
+    # gate and up in the other order, and rounded gradients
+    beside = 2 * 28672 * 8192 + 2**27
     saved = 80 * (layer - scales) - beside
     assert whole.memory.state_bytes("replicated", 1) - packed.memory.state_bytes("replicated", 1) == saved
     note = next(note for note in packed.notes if "fp8" in note and "times as fast" in note)

@@ -23,7 +23,7 @@ ARGUMENTS = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train
 CONFIG = {"tokens_per_rank": 1024, "degrees": [1], "host_gib": 0.05, "device_gib": 0.1}
 
 
-def train_on_rank(failing_call: int, config: dict[str, Any] = CONFIG) -> Any:
+def train_on_rank(failing_call: int, is_watched: bool = True) -> Any:
     """Trains on this rank; returns final weights, the limit of memory before and after, peaks of plans, and the error."""
     run, calls, error = executor.run_rounds, [0], ""
 
@@ -39,10 +39,10 @@ def train_on_rank(failing_call: int, config: dict[str, Any] = CONFIG) -> Any:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(executor, "run_rounds", failing),
         # on the CPU nothing measures what is free
-        mock.patch.object(FreeMemory, "is_watched", property(lambda free: True, lambda free, value: None), create=True),
+        mock.patch.object(FreeMemory, "is_watched", property(lambda free: is_watched, lambda free, value: None), create=True),
         mock.patch.object(FreeMemory, "saw", lambda free, plan: peaks.append(plan.estimate.peak_bytes)),
     ):
-        trainer = make_trainer(CASE, ROWS, folder, config, ARGUMENTS)
+        trainer = make_trainer(CASE, ROWS, folder, CONFIG, ARGUMENTS)
         before = trainer.longctx_run.setup.memory.usable_bytes
         try:
             trainer.train()
@@ -62,3 +62,8 @@ def test_both_ranks_plan_the_step_again_and_reach_the_same_weights(ranks: Any, f
         assert not error and after == results[0][2] < before
         assert len(peaks) == 4 and max(peaks[failing_call - 1 :]) <= after < peaks[0]
         assert max(relative_error(weights[name], each) for name, each in expected.items()) <= 1e-9
+
+
+def test_a_step_that_cannot_run_again_ends_on_both_ranks(ranks: Any) -> None:
+    (*_, other), (*_, own) = ranks(2).run(train_on_rank, 3, False, timeout_s=280.0)
+    assert "1 other rank(s) ran out of device memory" in other and "planted" in own
