@@ -446,16 +446,18 @@ def load_tokenizer(recipe: RecipeArguments) -> PreTrainedTokenizerBase:
 def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> PreTrainedModel:
     """Loads the checkpoint, or makes random weights from the given config.
 
-    A rank holds only its stage of a checkpoint, if possible, and of sharded parameters only its shards.
+    A rank holds only its stage of a checkpoint, if possible, and of sharded parameters only its shards. Experts in four bits are
+    packed while they are read, as the trainer starts.
     """
     path, settings = recipe.model_name_or_path, {"dtype": recipe.dtype, **four_bits(recipe)}
     config = model_config(recipe, longctx_config)
     if path is None:
         return AutoModelForCausalLM.from_config(config, **settings)
+    packs = bool(recipe.pack_experts)
     if longctx_config.asked_stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
-        return load_pipeline_stage(path, longctx_config, config=config, **settings)
+        return load_pipeline_stage(path, longctx_config, packs_experts=packs, config=config, **settings)
     if not longctx_config.may_have_stages and not recipe.load_in_4bit:
-        return load_sharded(path, longctx_config, config=config, **settings)
+        return load_sharded(path, longctx_config, packs_experts=packs, config=config, **settings)
     return AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
 
 

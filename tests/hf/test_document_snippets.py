@@ -24,6 +24,7 @@ import torch
 import transformers
 from helpers.models.any_model import build_any
 from helpers.models.chats import conversation, word_tokenizer
+from helpers.models.mxfp4_checkpoints import save_gpt_oss
 from helpers.models.reference import random_rows
 from helpers.models.tiny_processors import file_of, picture, tiny_processor
 from transformers import TrainingArguments
@@ -149,7 +150,6 @@ def with_adapters() -> Any:
 # snippet -> the model that it takes for given; a trainer trains it if the snippet makes none
 _MODELS: dict[str, Callable[[], Any]] = {
     "experts": with_experts,
-    "packed_experts": with_experts,
     "towers": with_towers,
     "frozen_fp8": with_adapters,
 }
@@ -251,6 +251,7 @@ def run(code: str, name: str, folder: str) -> tuple[str, int]:
 
 def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path) -> None:
     transformers.LlamaForCausalLM(model_config()).save_pretrained(folder / "checkpoints" / "llama-70b")
+    save_gpt_oss(folder / "checkpoints" / "gpt-oss-20b")
     write_texts(folder / "documents")
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}))
     if name == "images":

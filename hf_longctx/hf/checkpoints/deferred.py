@@ -9,8 +9,12 @@ Frozen weights in fp8 are rounded while they are read: each rank rounds its own 
 that a checkpoint has in fp8, with a scale for each block, keep their bytes and scales, unless they are to be unpacked: then each
 rank unpacks its own rows of one matrix at a time.
 
-If a weight has the same name and shape in the checkpoint as in the model, every rank reads its own slice. All other weights, such
-as experts that transformers fuses, are read by transformers on rank 0, which sends them one at a time.
+If a weight has the same name and shape in the checkpoint as in the model, every rank reads its own slice, and also of experts
+that files have in MXFP4 or one by one (`expert_files`). All other weights that transformers fuses or renames are read by
+transformers on rank 0, which sends them one at a time.
+
+Experts in four bits are packed while they are read: each rank packs its own, a few at a time, and keeps blocks of MXFP4 as they
+are.
 """
 
 from __future__ import annotations
@@ -31,23 +35,26 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.hub import cached_file
+from transformers.utils.quantization_config import Mxfp4Config
 
+from hf_longctx.hf.checkpoints.expert_files import ExpertWeight, Files, find_experts, read_experts
 from hf_longctx.hf.checkpoints.weights import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.packed_experts import expert_modules, packed_parameters
 from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
-from hf_longctx.hf.models.quantised import block_size_of, fp8_layers, put_in_place
+from hf_longctx.hf.models.quantised import block_size_of, fp8_layers, is_mxfp4, put_in_place
 from hf_longctx.runtime.core import fp8
 from hf_longctx.runtime.core.products import FP8Linear
 from hf_longctx.runtime.parameters.gradients import first_row
 
 # attribute of a model whose weights are still to be read
 SOURCE = "longctx_source"
-# parts of names that PEFT adds to those of a model's own weights
-_ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+# parts of names that PEFT, and parametrizations of packed weights, add to those of a model's own weights
+_ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|parametrizations)(?=\.)|\.original0$")
 # arguments that say where a checkpoint on the hub is
 _PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
 # dtype of a tensor in a file, and what follows a weight's name in that of its scales
@@ -67,28 +74,34 @@ class WeightSource:
     shapes: dict[str, torch.Size]
     # names of those that files hold under the same name and in the same shape
     plain: frozenset[str]
+    # weights of experts that files hold in a way from which every rank can read its own
+    experts: dict[str, ExpertWeight]
     # for each tensor with several names, these names
-    tied: tuple[frozenset[str], ...]
+    tied: tuple[frozenset[str], ...] = ()
     # reads the whole model
-    load: Callable[[], PreTrainedModel]
+    load: Callable[[], PreTrainedModel] | None = None
 
 
 def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
     """Makes the model that `AutoModelForCausalLM.from_pretrained` would load, in evaluation mode, without its weights.
 
     `settings` go to `from_pretrained`. Not collective. Linear modules with weights in fp8 are `FP8Linear` modules with scales of
-    blocks, unless a `quantization_config` in `settings` has `dequantize`. Raises ValueError, naming the first, if the checkpoint
-    lacks weights, if weights are quantised in another way, and for buffers that the model's constructor does not make again.
+    blocks, unless a `quantization_config` in `settings` has `dequantize`; experts in MXFP4 stay so if `pack_experts` packs them.
+    Raises ValueError, naming the first, if the checkpoint lacks weights, if weights are quantised in another way, and for buffers
+    that the model's constructor does not make again.
     """
-    place = {name: settings[name] for name in _PLACE if name in settings}
-    config = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **place)
+    config = config_of(name_or_path, settings)
     asked, stored = settings.get("quantization_config"), getattr(config, "quantization_config", None)
-    if (asked or stored) and (block_size_of(stored) is None or not isinstance(asked, FineGrainedFP8Config | None)):
+    has_mxfp4 = is_mxfp4(config) and asked is None
+    has_blocks = block_size_of(stored) is not None and isinstance(asked, FineGrainedFP8Config | None)
+    if (asked or stored) and not has_mxfp4 and not has_blocks:
         raise ValueError(
-            f"the weights of {name_or_path} are quantised, of which only those in fp8 with scales of blocks are read shard by "
-            f"shard; {_WHOLE}"
+            f"the weights of {name_or_path} are quantised, of which only those in fp8 with scales of blocks and experts in MXFP4 "
+            f"(without quantization_config) are read shard by shard; {_WHOLE}"
         )
     block = block_size_of(stored)
+    if has_mxfp4:
+        settings = {**settings, "quantization_config": Mxfp4Config(dequantize=True)}
     settings = {**settings, "use_safetensors": True}
     loader: Any = AutoModelForCausalLM.from_pretrained
     shown = settings
@@ -108,9 +121,10 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} (the first is {missing[0]}), which would be "
             f"random; give a complete checkpoint, or {_WHOLE}"
         )
-    config_file: Any = cached_file(name_or_path, CONFIG_NAME, **place)
+    config_file: Any = cached_file(name_or_path, CONFIG_NAME, **_place(settings))
     folder = str(Path(config_file).parent)
-    in_files, in_fp8 = _shapes_in_files(folder)
+    with Files(folder) as files:
+        in_files, in_fp8 = files.shapes, files.in_fp8
     # a tensor that comes back as it went in is neither renamed nor changed
     saved = revert_weight_conversion(model, dict(state))
     plain = {name for name, value in state.items() if saved.get(name) is value and in_files.get(name) == value.shape}
@@ -121,18 +135,69 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
         raise ValueError(f"{lost[0]} of {name_or_path} is in fp8 without scales of its blocks ({lost[0]}{_SCALE}); {_WHOLE}")
     _make_buffers(model)
     _replace(model, {weight: torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape) for weight in model.parameters()})
-    tied = tuple(_tied(model, shapes))
     if block is not None and not (asked and asked.dequantize):
         _keep_blocks(model, plain & in_fp8, block)
+    # experts in fp8 have scales
+    experts = find_experts(model, shapes, {name: shape for name, shape in in_files.items() if name not in in_fp8})
     read = partial(loader, name_or_path, **settings)
-    setattr(model, SOURCE, WeightSource(folder, block, shapes, frozenset(plain), tied, read))
+    setattr(model, SOURCE, WeightSource(folder, block, shapes, frozenset(plain), experts, tuple(_tied(model, shapes)), read))
     deferred: PreTrainedModel = model
     return deferred
 
 
+def config_of(name_or_path: str, settings: dict[str, Any]) -> PretrainedConfig:
+    """Config with which `from_pretrained` would load a checkpoint with these settings."""
+    config: PretrainedConfig = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **_place(settings))
+    return config
+
+
+def _place(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in _PLACE if name in settings}
+
+
+def take_experts_out(model: nn.Module) -> dict[str, Tensor]:
+    """Makes the weights of experts plain attributes, so that a loader does not read them; returns them by name.
+
+    model: on the meta device.
+    """
+    found = {}
+    for path, experts in expert_modules(model):
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            if weight.dim() == 3:
+                del experts._parameters[name]
+                # the loader draws weights of modules for which it found some missing
+                vars(experts)[name] = found[f"{path}.{name}"] = weight.data
+    return found
+
+
+def defer_experts(model: Any, folder: str, weights: dict[str, Tensor]) -> None:
+    """Puts weights that `take_experts_out` removed back into a loaded model, as ones that are still to be read from `folder`.
+
+    Raises ValueError, naming the first, if files do not have them in a way from which every rank can read its own.
+    """
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    for name, weight in weights.items():
+        path, _, own = name.rpartition(".")
+        experts = model.get_submodule(path)
+        del vars(experts)[own]
+        unread = torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape)
+        experts.register_parameter(own, nn.Parameter(unread))
+    # those that were used while the model was loaded are not those of experts
+    vars(model).pop("_weight_conversions", None)
+    with Files(folder) as files:
+        # those in fp8 have scales
+        found = find_experts(model, shapes, {name: shape for name, shape in files.shapes.items() if name not in files.in_fp8})
+    if lost := sorted(shapes.keys() - found.keys()):
+        raise ValueError(
+            f"{folder} has no weights for {len(lost)} of the experts' weights (the first is {lost[0]}) that can be packed while "
+            f"they are read; give a complete checkpoint, or leave packs_experts out"
+        )
+    setattr(model, SOURCE, WeightSource(folder, None, shapes, frozenset(), found))
+
+
 def source_of(model: Any) -> WeightSource | None:
     """The source from which weights of `model` are still to be read; None for a model that has its weights."""
-    source: WeightSource | None = vars(base_of(model)).get(SOURCE)
+    source: WeightSource | None = getattr(base_of(model), SOURCE, None)
     return source
 
 
@@ -158,11 +223,12 @@ def deferred_problems(model: Any) -> list[str]:
         return []
     base = base_of(model)
     problems, found = [], set()
-    scales = {id(layer.scale) for layer in fp8_layers(base).values()}
+    scales, packed = {id(scale) for scale in _scale_weights(base).values()}, packed_parameters(base)
     for name, weight in base.named_parameters(remove_duplicate=False):
         own = _own_name(name)
         found.add(own)
-        if own in source.shapes and (weight.shape != source.shapes[own] or not is_unread(weight)):
+        shape = packed[id(weight)][0](*packed[id(weight)][1:]).shape if id(weight) in packed else weight.shape
+        if own in source.shapes and (shape != source.shapes[own] or not is_unread(weight)):
             problems.append(f"{own} was changed after load_sharded, which has not read it yet; {_WHOLE}, and change that")
         if own not in source.shapes and id(weight) not in scales and bool(weight.detach().isnan().any()):
             problems.append(
@@ -183,8 +249,12 @@ def deferred_problems(model: Any) -> list[str]:
 
 def without_placeholders(model: Any) -> None:
     """Puts weights that are still to be read on the meta device, as FSDP2 wants them; does nothing for other models."""
-    if source_of(model) is not None:
-        unread = [weight for weight in model.parameters() if not isinstance(weight, DTensor) and is_unread(weight)]
+    if (source := source_of(model)) is not None:
+        base = base_of(model)
+        scales = _scale_weights(base)
+        named = [weight for name, weight in base.named_parameters() if _own_name(name) in source.shapes]
+        named += [scales[id(weight)] for weight in named if id(weight) in scales]
+        unread = [weight for weight in named if not isinstance(weight, DTensor) and is_unread(weight)]
         _replace(model, {weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in unread})
 
 
@@ -192,8 +262,9 @@ def without_placeholders(model: Any) -> None:
 def read_deferred(model: Any, device: torch.device) -> None:
     """Reads the weights of a sharded model that has none yet, each rank its own shards, to `device`; ignores other models.
 
-    No rank holds more on its host than its shards and one weight, except rank 0 where transformers must convert weights: it holds
-    the whole model. Collective over all ranks. Raises ValueError if the checkpoint cannot be read.
+    No rank holds more on its host than its shards and one weight, of experts a few, except rank 0 where transformers must convert
+    weights that are no experts: it holds the whole model. Collective over all ranks. Raises ValueError if the checkpoint cannot
+    be read.
     """
     source = source_of(model)
     if source is None:
@@ -205,12 +276,18 @@ def read_deferred(model: Any, device: torch.device) -> None:
     for name, tensor in tensors.items():
         if (own := _own_name(name)) in source.shapes:
             targets.setdefault(own, []).append(tensor)
-    scales: dict[int, Tensor] = {id(layer.weight): layer.scale for layer in fp8_layers(base).values()}
+    packed, scales = packed_parameters(base), _scale_weights(base)
     done: set[int] = set()
+    with Files(source.folder) as files:
+        for name, weight in source.experts.items():
+            for target in targets[name]:
+                if id(target) in packed or name not in source.plain:
+                    read_experts(files, weight, packed.get(id(target), target))
+                    done.add(id(target))
     for path in checkpoint_files(source.folder):
         with safe_open(path, framework="pt", device="cpu") as reader:
             for name in sorted(source.plain.intersection(reader.keys())):
-                for target in targets[name]:
+                for target in (each for each in targets[name] if id(each) not in done):
                     scale, found = scales.get(id(target)), reader.get_slice(name)
                     found_scale = reader.get_slice(name + _SCALE) if found.get_dtype() == _IN_FP8 else None
                     if scale is not None and found_scale is not None and scale.shape == torch.Size(found_scale.get_shape()):
@@ -227,8 +304,12 @@ def read_deferred(model: Any, device: torch.device) -> None:
     rest |= {scale: [scales[id(target)] for target in rest[name]] for name, scale in rounded.items()}
 
     def load() -> dict[str, Tensor]:
+        assert source.load is not None
         whole = source.load().state_dict()
         for name, scale in rounded.items():
+            if (parts := packed.get(id(rest[name][0]))) is not None:
+                whole[name], whole[scale] = parts[0].right_inverse(whole[name].to(parts[0].like.dtype))
+                continue
             values_NC, whole[scale] = fp8.rows_in_fp8(whole[name])
             whole[name] = values_NC.view(torch.uint8)
         return whole
@@ -236,6 +317,12 @@ def read_deferred(model: Any, device: torch.device) -> None:
     if rest:
         send_from_first(load, rest, dist.group.WORLD if dist.is_initialized() else None)
     forget_source(model)
+
+
+def _scale_weights(base: nn.Module) -> dict[int, nn.Parameter]:
+    """The scales of weights in fp8 or in four bits by the ids of these."""
+    scales: dict[int, nn.Parameter] = {id(layer.weight): layer.scale for layer in fp8_layers(base).values()}
+    return scales | {place: own for place, (_, _, own) in packed_parameters(base).items()}
 
 
 @contextmanager
@@ -322,18 +409,6 @@ def _tied(model: nn.Module, shapes: Collection[str]) -> list[frozenset[str]]:
 def _own_name(name: str) -> str:
     """The name of a weight in the model without adapters."""
     return _ADDED.sub("", name)
-
-
-def _shapes_in_files(folder: str) -> tuple[dict[str, torch.Size], set[str]]:
-    """Shapes of all tensors in the files of a checkpoint by name, and the names of those in fp8."""
-    shapes, in_fp8 = {}, set[str]()
-    for path in checkpoint_files(folder):
-        with safe_open(path, framework="pt", device="cpu") as reader:
-            for name in reader.keys():  # noqa: SIM118
-                found = reader.get_slice(name)
-                shapes[name] = torch.Size(found.get_shape())
-                in_fp8 |= {name} if found.get_dtype() == _IN_FP8 else set()
-    return shapes, in_fp8
 
 
 def _make_buffers(model: Any) -> None:

@@ -8,6 +8,7 @@ error. While plans run, products read the codes and unpack some experts at a tim
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -19,6 +20,9 @@ from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
 from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.core.expert_products import FourBits, PackedMatrices, check_inputs, packed
+
+# byte of codes and scales that are still to be read: a scale of such bytes is NaN
+_UNREAD = 0xFF
 
 
 class FourBitWeight(nn.Module):
@@ -33,33 +37,49 @@ class FourBitWeight(nn.Module):
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Returns the weight [E, K, N] of a transposed class, else [E, N, K]."""
-        weight_EKN = PackedMatrices(codes, scales, self.kind).unpacked(0, len(codes), self.like.dtype)
+        """Returns the weight [E, K, N] of a transposed class, else [E, N, K]; NaN if it is still to be read."""
+        if _is_unread(scales):
+            num_experts, outputs, half = codes.shape
+            weight_EKN = torch.full((), math.nan, dtype=self.like.dtype).expand(num_experts, 2 * half, outputs)
+        else:
+            weight_EKN = PackedMatrices(codes, scales, self.kind).unpacked(0, len(codes), self.like.dtype)
         return weight_EKN if self.is_transposed else weight_EKN.transpose(1, 2)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Packs a weight."""
+        """Packs a weight; one that is still to be read, a single NaN expanded, becomes a single byte expanded."""
+        if weight.untyped_storage().nbytes() < weight.nbytes:
+            num_experts, inputs, outputs = weight.shape if self.is_transposed else weight.transpose(1, 2).shape
+            unread = torch.full((), _UNREAD, dtype=torch.uint8)
+            sizes = (each.view(torch.uint8).shape[2] for each in packed(torch.zeros(1, inputs, 1), self.kind))
+            first, second = (unread.expand(num_experts, outputs, size) for size in sizes)
+            return first, second
         parts = [packed(part if self.is_transposed else part.transpose(1, 2), self.kind) for part in weight.detach().split(1)]
         codes, scales = zip(*parts, strict=True)
         scales = tuple(each.view(torch.uint8) for each in scales)
         return torch.cat(codes), torch.cat(scales)
 
 
+def _is_unread(scales: Tensor) -> bool:
+    """Whether scales, which otherwise are not NaN, stand for ones that are still to be read."""
+    return bool((scales.flatten()[:2] == _UNREAD).all())
+
+
 def pack_experts(model: nn.Module, kind: FourBits) -> int:
     """Packs the weights of all experts of `model`, in place, and freezes them; returns the bytes that they take.
 
     kind: "mxfp4", which is exact for weights that were unpacked from it, or "nf4". Call it after `get_peft_model`, which finds no
-    packed weights. Raises ValueError for another kind, for a model without experts of a class that adapters may be on, and for
-    experts with an odd number of inputs, before any weight is packed.
+    packed weights. Weights that `load_sharded` or `load_pipeline_stage` have not read yet are packed while they are read, a few
+    experts at a time; a checkpoint's own MXFP4 is then kept as it is. Raises ValueError for another kind, for a model without
+    experts of a class that adapters may be on, and for experts with an odd number of inputs, before any weight is packed.
 
     Example:
-        model = AutoModelForCausalLM.from_pretrained("gpt-oss-20b-bf16", dtype=torch.bfloat16)
+        model = load_sharded("openai/gpt-oss-20b", config, dtype=torch.bfloat16)
         model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
         pack_experts(model, "mxfp4")
     """
     if kind not in get_args(FourBits):
         raise ValueError(f"experts cannot be packed as {kind!r}; give one of {', '.join(get_args(FourBits))}")
-    found = [module for module in model.modules() if class_name(module) in MODULES.experts and hasattr(module, "is_transposed")]
+    found = [module for _, module in expert_modules(model)]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no experts of a class that can be packed ({', '.join(sorted(MODULES.experts))}); leave "
@@ -79,6 +99,13 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
         num_bytes += sum(weight.nbytes for weight in experts.parameters())
     refuse_merges_and_files(model, found, "in four bits")
     return num_bytes
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields names and modules of all experts of a class whose weights can be packed."""
+    for name, module in model.named_modules():
+        if class_name(module) in MODULES.experts and hasattr(module, "is_transposed"):
+            yield name, module
 
 
 # start of the names of buffers with the codes and scales of a whole weight, and attribute with their kind
@@ -107,6 +134,17 @@ def unpacked_copy(experts: Any, memo: dict[int, Any] | None = None, dtype: torch
     return copied
 
 
+def pack_copies(model: nn.Module) -> None:
+    """Packs the whole weights of copies that keep codes (`unpacked_copy`) anew, and rounds them to what the codes say."""
+    for module in model.modules():
+        for name in [name.removeprefix(_CODES) for name in module._buffers if name.startswith(_CODES)]:
+            weight: Tensor = getattr(module, name)
+            unpack = FourBitWeight(vars(module)[_KIND], weight.dtype, bool(module.is_transposed))
+            codes, scales = unpack.right_inverse(weight)
+            weight.data = unpack(codes, scales)
+            module._buffers[_CODES + name], module._buffers[_SCALES + name] = codes, scales
+
+
 def packed_weights(model: nn.Module) -> Iterator[tuple[Any, str, PackedMatrices]]:
     """Yields modules of experts, names of their packed weights, and these."""
     for module in model.modules():
@@ -124,6 +162,16 @@ def packed_weight(module: Any, name: str) -> PackedMatrices | None:
     if not parts or not isinstance(unpack := parts[0], FourBitWeight):
         return None
     return PackedMatrices(parts.original0, parts.original1, unpack.kind)
+
+
+def packed_parameters(model: nn.Module) -> dict[int, tuple[FourBitWeight, nn.Parameter, nn.Parameter]]:
+    """The parametrization, codes and scales of every packed weight by the id of the codes."""
+    found = {}
+    for module, name, _ in packed_weights(model):
+        if parametrize.is_parametrized(module, name):
+            parts = module.parametrizations[name]
+            found[id(parts.original0)] = parts[0], parts.original0, parts.original1
+    return found
 
 
 def packed_elements(model: nn.Module) -> dict[int, int]:

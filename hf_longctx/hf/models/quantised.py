@@ -39,8 +39,8 @@ ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 # first compute capability of CUDA with operators for fp8
 _FIRST_CAPABILITY = (8, 9)
 _WITHOUT = "or leave frozen_weights out"
-# module of transformers with its classes for weights in fp8
-_TRANSFORMERS_FP8 = "transformers.integrations.finegrained_fp8"
+# modules of transformers with its classes for weights in fp8, and for experts in MXFP4
+_TRANSFORMERS_FP8, _TRANSFORMERS_MXFP4 = "transformers.integrations.finegrained_fp8", "transformers.integrations.mxfp4"
 _IN_BF16 = "load the model in bfloat16 (FineGrainedFP8Config(dequantize=True))"
 
 
@@ -68,6 +68,13 @@ def block_size_of(config: Any) -> tuple[int, int] | None:
     return int(size[0]), int(size[1])
 
 
+def is_mxfp4(config: Any) -> bool:
+    """Whether the config of a checkpoint says that its experts are in MXFP4."""
+    quantised = getattr(config, "quantization_config", None) or {}
+    quantised = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    return str(getattr(quantised.get("quant_method"), "value", quantised.get("quant_method"))) == "mxfp4"
+
+
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
     """All four-bit layers by name, including those inside adapters."""
     return {name: module for name, module in model.named_modules() if is_four_bit(module)}
@@ -75,6 +82,13 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 
 def quantised_problems(model: Any) -> list[str]:
     """Returns why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
+    for name, module in model.named_modules():
+        if type(module).__module__ == _TRANSFORMERS_MXFP4:
+            return [
+                f"{name} is a {type(module).__name__}, whose kernels for MXFP4 have no backward; load the model with "
+                f"hf_longctx.load_sharded and call pack_experts(model, 'mxfp4') after get_peft_model, or unpack it with "
+                f"quantization_config=Mxfp4Config(dequantize=True)"
+            ]
     layers = four_bit_layers(model)
     if not layers and not any(packed_weights(model)):
         return block_problems(model) or ([] if block_layers(model) else _method_problems(model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.models.attention import runs_plans
 from hf_longctx.hf.models.experts import has_balance
 from hf_longctx.hf.rules.arguments import rounds_by_chance
@@ -24,6 +25,12 @@ _OF_TRAINER = {
         "use it, or leave frozen_weights out",
         lambda run: run.config.frozen_weights == "fp8",
         "config = LongContextConfig(frozen_weights='fp8')",
+    ),
+    "callback-and-unread-weights": Rule(
+        "weights of the model are still to be read (load_sharded, load_pipeline_stage), which a stock trainer does not do",
+        "use LongContextTrainer, or load the model with from_pretrained",
+        lambda run: run.config.parameters == "replicated" and source_of(run.model) is not None,
+        "model.longctx_source = 'checkpoints'",
     ),
     "callback-and-layer-weights": Rule(
         "layer_weights={config.layer_weights!r} needs LongContextTrainer and parameters='sharded'",

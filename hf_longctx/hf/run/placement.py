@@ -103,11 +103,8 @@ class ReplicatedPlacement:
         self.control, self.num_stages = control, num_stages
 
     def prepare(self, model: Any) -> None:
-        """Reads weights that are still to be read, and that are rounded meanwhile. The first call is then collective."""
-        if source_of(model) is not None:
-            device = next(weight.device for weight in model.parameters() if weight.requires_grad)
-            without_placeholders(model)
-            read_deferred(model, device)
+        """Reads weights that are still to be read, and that are packed meanwhile. The first call is then collective."""
+        _read_whole(model)
 
     def clip(self, max_norm: float) -> Tensor | None:
         return None
@@ -237,6 +234,8 @@ class StagedPlacement:
     def prepare(self, model: Any) -> None:
         if self.shards is not None:
             self.shards.divide(model)
+        else:
+            _read_whole(model)
 
     def clip(self, max_norm: float) -> Tensor | None:
         """Clips gradients by their norm over all stages; a tied weight counts once."""
@@ -308,6 +307,14 @@ def needs_own_reader(model: Any) -> bool:
 def read_weights(model: Any, folder: str) -> None:
     """Copies the weights of a checkpoint into `model`; for a model with adapters, the weights of the adapters."""
     (load_adapters if is_adapted(model) else load_weights)(model, folder)
+
+
+def _read_whole(model: Any) -> None:
+    """Reads weights of a model without shards that are still to be read, to the device of its adapters."""
+    if source_of(model) is not None:
+        device = next(weight.device for weight in model.parameters() if weight.requires_grad)
+        without_placeholders(model)
+        read_deferred(model, device)
 
 
 def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:

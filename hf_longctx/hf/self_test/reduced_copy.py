@@ -24,7 +24,7 @@ from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
 from hf_longctx.hf.models.heads import head_kind
-from hf_longctx.hf.models.packed_experts import packed_weights, unpacked_copy
+from hf_longctx.hf.models.packed_experts import pack_copies, packed_weights, unpacked_copy
 from hf_longctx.hf.models.quantised import in_full, own_elements, packed_layers, put_in_place
 from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
 from hf_longctx.hf.models.states import leave_kernels_out, mixers_of
@@ -134,6 +134,7 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     inner = base_of(copied)
     if is_unread_yet:
         _make_weights(copied, seed)
+        pack_copies(copied)
         for place in kept:
             for packed in packed_layers(layers[place]).values():
                 _round_again(copied, names[id(packed)], inner.dtype, packed.block, is_full=dtype is not None)

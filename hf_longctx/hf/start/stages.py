@@ -6,6 +6,7 @@ stages are then unknown to the loader, which never reads them. It handles rename
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from hf_longctx.hf.checkpoints.deferred import config_of, defer_experts, defer_weights, take_experts_out
 from hf_longctx.hf.checkpoints.weights import checkpoint_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.cutting import RANGES, check_ties, cut_model, drop_embedding, find_pieces
 from hf_longctx.hf.models.heads import CLASSIFIERS
-from hf_longctx.hf.models.quantised import can_load
+from hf_longctx.hf.models.quantised import can_load, is_mxfp4
 from hf_longctx.hf.models.refusing import refuse_all
 from hf_longctx.hf.models.spec import cluster_spec, config_spec
 from hf_longctx.hf.ranks.agreement import gather_objects
@@ -38,18 +41,26 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
     checkpoint_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     quantised = getattr(config, "quantization_config", None) or {}
-    if not can_load(quantised):
+    if not can_load(quantised) and not is_mxfp4(config):
         raise ValueError(
-            f"the checkpoint in {folder} is quantised by {quantised.get('quant_method')}; only four bits by bitsandbytes, and "
-            f"fp8 with scales of blocks, are tested: use such a checkpoint, or one in bfloat16 or float32"
+            f"the checkpoint in {folder} is quantised by {quantised.get('quant_method')}; only four bits by bitsandbytes, "
+            f"experts in MXFP4, and fp8 with scales of blocks, are tested: use such a checkpoint, or one in bfloat16 or float32"
         )
     return config
 
 
-def load_stage(folder: str, ranges: Ranges, stage: int, dtype: torch.dtype | str = "auto", **settings: Any) -> PreTrainedModel:
+def load_stage(
+    folder: str,
+    ranges: Ranges,
+    stage: int,
+    dtype: torch.dtype | str = "auto",
+    defers_experts: bool = False,
+    **settings: Any,
+) -> PreTrainedModel:
     """Loads stage `stage` of the checkpoint in `folder`, cut as `cut_model` does it, in evaluation mode on the CPU.
 
     This rank never reads or holds weights of another stage, except the embedding to which the head of the last stage is tied.
+    defers_experts: leave the weights of experts, which are NaN, to `read_deferred`.
     `settings` go to `from_pretrained`. Four-bit weights are read from the checkpoint, or made if a `quantization_config` asks for
     them, for this stage only. Not collective. Raises ValueError for a folder without safetensors, for a model that cannot be
     cut, and if the checkpoint lacks weights of the stage.
@@ -58,10 +69,23 @@ def load_stage(folder: str, ranges: Ranges, stage: int, dtype: torch.dtype | str
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{folder} holds a {config.model_type}, which is not a causal language model; use one of these")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model, report = _cutting(model_class, ranges, stage).from_pretrained(
+    later: dict[str, Tensor] | None = None
+    if defers_experts:
+        stored = None if is_mxfp4(config) else getattr(config, "quantization_config", None)
+        if settings.get("quantization_config") is not None or stored:
+            raise ValueError(
+                f"other weights of {folder} are quantised (quantization_config), which is not tested beside experts that are "
+                f"packed while they are read; leave packs_experts out, or take a checkpoint in bfloat16 or with experts in MXFP4"
+            )
+        later = {}
+        # transformers would unpack MXFP4
+        settings = {**settings, "config": _unquantised(settings.get("config", config))}
+    model, report = _cutting(model_class, ranges, stage, later).from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
     )
     model.__class__ = model_class
+    if later is not None:
+        defer_experts(model, folder, later)
     if len(ranges) > 1 and stage == len(ranges) - 1:
         check_ties(find_pieces(model))
         drop_embedding(find_pieces(model))
@@ -74,19 +98,31 @@ def load_stage(folder: str, ranges: Ranges, stage: int, dtype: torch.dtype | str
     return loaded
 
 
-def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int) -> Any:
-    """A subclass of `model_class` whose instances are cut as soon as they are built."""
+def _unquantised(config: PretrainedConfig) -> PretrainedConfig:
+    plain = copy.deepcopy(config)
+    vars(plain).pop("quantization_config", None)
+    return plain
+
+
+def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int, later: dict[str, Tensor] | None) -> Any:
+    """A subclass of `model_class` whose instances are cut as soon as they are built.
+
+    later: gets the weights of experts, without values, which the instance then lacks; None: it keeps them.
+    """
 
     def build(self: Any, *args: Any, **keywords: Any) -> None:
         model_class.__init__(self, *args, **keywords)
         whole = set(self.state_dict())
         # the last stage keeps the embedding for now, since the loader ties the head to it
         cut_model(self, ranges, stage, keeps_tie=stage == len(ranges) - 1)
+        if later is not None:
+            later.update(take_experts_out(self))
         # tell the loader to expect weights of other stages; in checkpoints of a base model these have no prefix
         prefix = f"{self.base_model_prefix}."
         dropped = {re.escape(name.removeprefix(prefix)) for name in whole - set(self.state_dict())}
-        # the pattern also covers the scales next to a weight in four bits or fp8
-        self._keys_to_ignore_on_load_unexpected |= {f"^({re.escape(prefix)})?{name}(\\..*|_scale_inv)?$" for name in dropped}
+        # the pattern also covers the scales next to a weight in four bits or fp8, and blocks and scales of experts
+        parts = r"(\..*|_scale_inv|_blocks|_scales)?"
+        self._keys_to_ignore_on_load_unexpected |= {f"^({re.escape(prefix)})?{name}{parts}$" for name in dropped}
 
     # named like the original, because transformers finds weight conversions by class name
     return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
@@ -114,14 +150,20 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
 
 
 def load_pipeline_stage(
-    folder: str, config: LongContextConfig, /, dtype: torch.dtype | str = "auto", **settings: Any
+    folder: str,
+    config: LongContextConfig,
+    /,
+    dtype: torch.dtype | str = "auto",
+    packs_experts: bool = False,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Loads this rank's stage of the checkpoint in a local `folder`, for a trainer with `config`; with stages=1, the whole model.
 
     No rank reads or holds the weights of another stage, except an embedding that is tied to the head. Layers are split by
-    operation counts for sequences of `max_length`, into `interleave` ranges per stage. `settings` go to `from_pretrained`. Not
-    collective, but every rank must call this. Raises ValueError for stages="auto", since a trainer chooses that number by its
-    data, and where `load_stage` does.
+    operation counts for sequences of `max_length`, into `interleave` ranges per stage. Experts in MXFP4 are NaN until a trainer
+    starts, which reads them, and with packs_experts, which says that `pack_experts` will be called, others are too. `settings`
+    go to `from_pretrained`. Not collective, but every rank must call this. Raises ValueError for stages="auto", since a trainer
+    chooses that number by its data, and where `load_stage` does.
 
     Example:
 
@@ -130,7 +172,10 @@ def load_pipeline_stage(
         trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
     """
     if not config.may_have_stages:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **settings)
+        settings = {**settings, "local_files_only": True}
+        if packs_experts or is_mxfp4(config_of(folder, settings)):
+            return defer_weights(folder, dtype=dtype, **settings)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **settings)
     if config.asked_stages == "auto":
         raise ValueError("stages is 'auto', which is chosen after the model is loaded; give the number of stages")
     state, checkpoint, launch = PartialState(), checkpoint_config(folder), LaunchEnvironment.read()
@@ -155,7 +200,7 @@ def load_pipeline_stage(
     cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
     ranges = balanced_ranges(costs, config.asked_stages, [config.max_length or spec.max_positions], config.interleave)
-    model = load_stage(folder, ranges, own_stage(config.asked_stages), dtype, **settings)
+    model = load_stage(folder, ranges, own_stage(config.asked_stages), dtype, packs_experts or is_mxfp4(checkpoint), **settings)
     setattr(model, RANGES, ranges)
     # a stock trainer would train, evaluate or save this part as if it were a whole model
     refuse_all(model, own_stage(config.asked_stages), config.asked_stages)

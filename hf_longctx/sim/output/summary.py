@@ -245,6 +245,10 @@ def _next(forecast: Forecast) -> Iterator[tuple[str, str]]:
     more = "--output DIR for pictures" if forecast.workload else "--lengths FILE:COLUMN --tokenizer NAME for steps of your data"
     settings = ", ".join(f"{name}: {value}" for name, value in run_settings(forecast.scenario).items())
     yield "next", f"{more}; --details for all tables; to train so: {settings}"
+    if kind := forecast.scenario.packed_experts:
+        load = "load_pipeline_stage" if forecast.scenario.placement.is_pipeline else "load_sharded"
+        source = "keeps the checkpoint's own blocks" if kind == "mxfp4" else "packs experts while they are read"
+        yield "load", f'{load}(..., packs_experts=True), then get_peft_model and pack_experts(model, "{kind}"), {source}'
 
 
 def run_settings(scenario: Scenario) -> dict[str, str]:

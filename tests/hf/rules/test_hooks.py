@@ -304,7 +304,10 @@ PYTHONS = {
     "_replace", "_asdict",
 }  # fmt: skip
 # private names that are read under a fallback, so that plans go on without them
-FALLBACKS = {"_fsdp_param_groups", "_is_expert_parallel", "_end_backward_iteration", "_torchdynamo_orig_callable", "_timeout"}
+FALLBACKS = {
+    "_fsdp_param_groups", "_is_expert_parallel", "_end_backward_iteration", "_torchdynamo_orig_callable", "_timeout",
+    "_weight_conversions",
+}  # fmt: skip
 # operators of torch, which it keeps for programs that were exported
 OPERATORS = re.compile(r"torch\.ops\.aten$")
 # ends of names, and names of folders
