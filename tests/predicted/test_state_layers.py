@@ -283,8 +283,7 @@ class MixedShape(Shape):
         return model
 
 
-@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", UNDER_PLANS)
+@pytest.mark.parametrize("name,is_kept", [(name, is_kept) for name in UNDER_PLANS for is_kept in (True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_models_with_layers_of_several_kinds_hold_what_is_counted(name: str, is_kept: bool, dtype: torch.dtype) -> None:
     shape = MixedShape(name=name, layers=mixed_config(name).num_hidden_layers)
