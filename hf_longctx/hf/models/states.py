@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from hf_longctx.families.family import Mixer
 from hf_longctx.families.refused import STATE_WORDS
 from hf_longctx.families.registry import MIXERS, family_of
-from hf_longctx.hf.models.forwards import CACHES, give, is_replaced, take
+from hf_longctx.hf.models.forwards import CACHES, carried, carrying, give, is_replaced, take
 from hf_longctx.hf.models.towers import text_class, text_part
 from hf_longctx.plan.model.mixers import (
     MEANS_SCAN,
@@ -544,8 +544,6 @@ CONVOLUTIONS = "_longctx_convolutions"
 _NO_KERNELS = "_longctx_without_kernels"
 # method of a decoder that divides weights for evaluation and multiplies them back; attribute that says which came last
 _DIVIDE, _DIVIDED = "_rescale_layers", "layers_are_rescaled"
-# attribute of a mixer: the plan's context that its parent got
-_LENT = "_longctx_lent_context"
 
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -608,15 +606,10 @@ def _parents(model: nn.Module) -> list[nn.Module]:
 
 def _parent_forward(parent: nn.Module, *args: Any, longctx: Any = None, **keywords: Any) -> Any:
     """The forward of the parent's class, whose mixers find the plan's context."""
-    mixers = [child for child in parent.children() if type(child).__name__ in MIXERS]
-    for mixer in mixers:
-        vars(mixer)[_LENT] = longctx
-    try:
-        given = keywords if longctx is None else {**keywords, "longctx": longctx}
-        return type(parent).forward(parent, *args, **given)
-    finally:
-        for mixer in mixers:
-            del vars(mixer)[_LENT]
+    if longctx is None:
+        return type(parent).forward(parent, *args, **keywords)
+    with carrying((child for child in parent.children() if type(child).__name__ in MIXERS), longctx):
+        return type(parent).forward(parent, *args, **keywords, longctx=longctx)
 
 
 def leave_kernels_out(model: nn.Module) -> None:
@@ -715,7 +708,7 @@ def _hook_problem(where: str, mixer: nn.Module) -> str:
 
 def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any) -> Any:
     """The forward of a mixer: that of its class, with our functions under a plan."""
-    longctx = longctx or vars(mixer).get(_LENT)
+    longctx = longctx or carried(mixer)
     if longctx is None and _NO_KERNELS not in vars(mixer):
         return type(mixer).forward(mixer, *args, **keywords)
     own, name = inspect.unwrap(type(mixer).forward), class_name(mixer)

@@ -23,6 +23,7 @@ from hf_longctx.hf.config import Flag, Kind, Number, Whole, Word
 from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, on_first_rank
 from hf_longctx.plan.core.messages import listed, shortened, shown
+from hf_longctx.plan.core.serialize import unique_keys
 
 logger = logging.getLogger(__name__)
 logger.addFilter(on_first_rank)
@@ -675,18 +676,10 @@ def _parsed(text: str, origin: str, is_yaml: bool) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text) if is_yaml else json.loads(text, object_pairs_hook=_without_twins)
+        return yaml.safe_load(text) if is_yaml else json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, TypeError, OverflowError, RecursionError, yaml.YAMLError) as error:
         found = " ".join(shortened(str(error)).split())
         raise ValueError(f"{origin} is not {'YAML' if is_yaml else 'JSON'} that can be read: {found}") from None
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is given twice; leave one of them out")
-    return found
 
 
 def _of_accelerate(source: Mapping[str, Any], origin: str) -> tuple[str, dict[str, str], Mapping[str, Any]]:

@@ -36,7 +36,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.loss import TokenTally
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import PlanInputs, StepExecutor
-from hf_longctx.runtime.execution.round import OutOfMemoryTogether
+from hf_longctx.runtime.execution.round import OutOfMemoryTogether, StepResult
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
 from hf_longctx.runtime.parameters.host_steps import HostSteps
 from hf_longctx.runtime.parameters.sharded import layer_shards
@@ -226,9 +226,12 @@ class StepRunner:
         of the tokens. Raises FloatingPointError on every rank for a refused step. If all ranks know that a plan has run out of
         device memory, as a single one does, it is planned again for less, and the step runs again from its first plan.
         """
+        executor = self.executor(model)
+        executor.early_updates = early_updates
         while True:
             try:
-                return self._run_plan(model, batch, total_weight, ends_step, refusal, early_updates, loss)
+                result = self._compute(executor, batch, total_weight, ends_step)
+                break
             except torch.OutOfMemoryError as error:
                 # otherwise the other ranks wait inside the plan
                 is_known = batch["step"].plan.num_ranks == 1 or isinstance(error, OutOfMemoryTogether)
@@ -237,7 +240,14 @@ class StepRunner:
                     raise
                 batch = again
             # the error is gone, and with it the tensors of its frames
-            self._run_again(model, total_weight)
+            self._run_again(executor, total_weight)
+        result = result if loss is None else replace(result, loss=loss)
+        self._loss = result.loss if self._loss is None else self._loss + result.loss
+        if ends_step:
+            self._end_step(executor, result.is_finite, refusal)
+        self.run.report.step_done(batch["step"].plan, result)
+        # zero for a step that is left out, since a sum would stay NaN
+        return torch.zeros_like(result.loss) if self.was_skipped else torch.nan_to_num(result.loss, posinf=0.0, neginf=0.0)
 
     def _for_less(self, batch: Mapping[str, Any], early_updates: HostSteps | None) -> dict[str, Any] | None:
         """Returns the batch of a plan that ran out of memory, planned for less; None if it cannot run again. Collective.
@@ -256,33 +266,23 @@ class StepRunner:
         self._plan_again(batches, plan.step)
         return batches[0] if batches[0]["step"].plan is not plan else None
 
-    def _run_again(self, model: nn.Module, total_weight: float) -> None:
+    def _run_again(self, executor: StepExecutor, total_weight: float) -> None:
         """Frees what a failed plan has left, and repeats the plans of the step before it."""
         gc.collect()
         torch.cuda.empty_cache()
-        model.zero_grad(set_to_none=True)
-        executor = self.executor(model)
+        executor.model.zero_grad(set_to_none=True)
         for done in self._done:
             rank_plan = done.step.plan.for_rank(self.run.pool.rank)
-            executor.run(rank_plan, done.chunks, total_weight, False, engine=self.run.activations.engine(model, rank_plan))
+            engine = self.run.activations.engine(executor.model, rank_plan)
+            executor.run(rank_plan, done.chunks, total_weight, False, engine=engine)
 
-    def _run_plan(
-        self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        total_weight: float,
-        ends_step: bool,
-        refusal: Refusal,
-        early_updates: HostSteps | None,
-        loss: Tensor | None,
-    ) -> Tensor:
-        """Runs a plan forward and backward, like `run_plan`, once."""
+    def _compute(self, executor: StepExecutor, batch: Mapping[str, Any], total_weight: float, ends_step: bool) -> StepResult:
+        """Runs a plan forward and backward once, and remembers it with its inputs."""
         run, step, chunks = self.run, batch["step"], batch["chunks"]
         plan, rank = step.plan, run.pool.rank
-        executor, rank_plan = self.executor(model), plan.for_rank(rank)
-        executor.early_updates = early_updates
+        rank_plan = plan.for_rank(rank)
         run.make_room(plan)
-        engine = run.activations.engine(model, rank_plan)
+        engine = run.activations.engine(executor.model, rank_plan)
         if len(self._batches) > 1:
             # experts are balanced over all plans of the step, so route all of them before the first plan runs
             executor.route([(each["step"].plan.for_rank(rank), each["chunks"]) for each in self._batches], engine)
@@ -290,14 +290,8 @@ class StepRunner:
         tally = TokenTally(run.args.device) if self._counts_tokens else None
         result = executor.run(rank_plan, chunks, total_weight, ends_step, plan.estimate.peak_bytes, engine, tally)
         self.free.saw(plan)
-        result = result if loss is None else replace(result, loss=loss)
         self._done.append(PlanWithInputs(step, chunks, engine))
-        self._loss = result.loss if self._loss is None else self._loss + result.loss
-        if ends_step:
-            self._end_step(executor, result.is_finite, refusal)
-        run.report.step_done(plan, result)
-        # zero for a step that is left out, since a sum would stay NaN
-        return torch.zeros_like(result.loss) if self.was_skipped else torch.nan_to_num(result.loss, posinf=0.0, neginf=0.0)
+        return result
 
     def _end_step(self, executor: StepExecutor, is_finite: bool, refusal: Refusal) -> None:
         """Counts the loss of a usable step; leaves out any other, or saves it and raises FloatingPointError. Collective."""

@@ -50,20 +50,13 @@ Problems = Callable[[LongContextConfig], list[str]]
 
 
 def open_stages(
-    config: LongContextConfig,
-    trainer: type,
-    facts: ModelFacts,
-    args: TrainingArguments,
-    given: Mapping[str, Any],
-    *,
-    problems_of: Problems,
-    control: dist.ProcessGroup | None,
+    config: LongContextConfig, reasons: Iterator[str], output_dir: str | None, control: dist.ProcessGroup | None
 ) -> tuple[LongContextConfig, str]:
     """The config with stages "auto" if the user left them open on several nodes, and a line that says so.
 
-    With a reason against them on any rank, the config is unchanged, which means one stage, and the line has the reason. The line
-    is empty on one node. given: the trainer's other arguments. problems_of: problems of the run under another config. Raises
-    ValueError on every rank if `stages` differs between ranks. Collective over the ranks of `control`.
+    reasons: those of this rank to keep one stage, looked for only if the choice is open. With one on any rank, the config is
+    unchanged, which means one stage, and the line has the reason. The line is empty on one node. Raises ValueError on every rank
+    if `stages` differs between ranks. Collective over the ranks of `control`.
     """
     if not _has_nodes() or control is None:
         return config, ""
@@ -71,10 +64,10 @@ def open_stages(
     raise_together([], control, alike={"stages": config.stages})
     if config.stages is not None:
         return config, ""
-    found = gather_objects(next(_reasons(config, trainer, facts, args, given, problems_of), ""), control)
+    found = gather_objects(next(reasons, ""), control)
     reason = next(filter(None, found), "")
-    if not reason and not _share_folder(Path(args.output_dir or "."), control):
-        reason = f"its ranks do not see one folder {args.output_dir}, where stages join their files"
+    if not reason and not _share_folder(Path(output_dir or "."), control):
+        reason = f"its ranks do not see one folder {output_dir}, where stages join their files"
     if reason:
         return config, one_stage_line(config, reason)
     return replace(config, stages="auto"), (
@@ -95,7 +88,7 @@ def _has_nodes() -> bool:
     return launch.ranks_per_node < launch.num_ranks
 
 
-def _reasons(
+def one_stage_reasons(
     config: LongContextConfig,
     trainer: type,
     facts: ModelFacts,
@@ -103,7 +96,10 @@ def _reasons(
     given: Mapping[str, Any],
     problems_of: Problems,
 ) -> Iterator[str]:
-    """Yields reasons to keep one stage if the user did not ask for more."""
+    """Yields reasons to keep one stage if the user did not ask for more.
+
+    given: the trainer's other arguments. problems_of: problems of the run under another config.
+    """
     if is_scored(trainer):
         yield f"{trainer.__name__} draws its own batches, whose lengths are unknown"
     elif given.get("train_dataset") is None or is_stream(given["train_dataset"]):

@@ -60,7 +60,7 @@ from hf_longctx.hf.run.run import Run, RunRequest
 from hf_longctx.hf.run.saver import Saver
 from hf_longctx.hf.run.sets import named_sets
 from hf_longctx.hf.run.steps import StepRunner
-from hf_longctx.hf.trainer.open_stages import open_stages
+from hf_longctx.hf.trainer.open_stages import one_stage_reasons, open_stages
 from hf_longctx.runtime.core.loss import TokenLoss
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ class StartMixin(_TrainerBase):
             found = run_problems(type(self), other, facts, args, given) + refusals(TOGETHER, together)
             return found + setup_problems(facts, given.get("processing_class"), other, args.world_size, (1,))
 
-        config, line = open_stages(config, type(self), facts, args, given, problems_of=problems_of, control=control)
+        reasons = one_stage_reasons(config, type(self), facts, args, given, problems_of)
+        config, line = open_stages(config, reasons, args.output_dir, control)
         self._lines += (line,) if line else ()
         return config
 

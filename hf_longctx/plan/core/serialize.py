@@ -95,6 +95,15 @@ def parse_json(text: str, what: str) -> Any:
         raise ValueError(f"{what} is not JSON: {error}") from None
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dict of a JSON object's fields, as `object_pairs_hook` of `json.loads`; raises ValueError for a field twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice; leave one of them out")
+    return found
+
+
 def plan_digest(plan: StepPlan) -> str:
     """Returns a hash of the plan without its estimate, as 16 hexadecimal digits; all ranks of a run compare it."""
     identity = dataclasses.replace(plan, estimate=Estimate())

@@ -18,6 +18,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_longctx.plan.core.serialize import unique_keys
 from hf_longctx.plan.core.settings import HardwareSpec
 from hf_longctx.plan.cost.cost_model import CostCoefficients, PassCoefficients
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -160,7 +161,7 @@ def profile_from_json(text: str, file: str = "profile") -> HardwareProfile:
     Raises ValueError with file, field, value and the allowed values for anything that is not a complete profile.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_unique_keys)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: this is not a hardware profile in JSON ({error}); hf-longctx calibrate writes one") from None
     found = data.get("schema") if isinstance(data, dict) else data
@@ -289,14 +290,6 @@ def _shipped_profiles() -> dict[str, str]:
     folder = importlib.resources.files(_SHIPPED_PACKAGE) / _SHIPPED_FOLDER
     files = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
     return {name: files[name].read_text(encoding="utf-8") for name in sorted(files)}
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} is given twice; keep one")
-    return data
 
 
 def _hardware(data: Any, path: str) -> HardwareSpec:

@@ -362,7 +362,7 @@ BAD_FILES: dict[str, tuple[str | bytes | None, str]] = {
     "missing": (None, "does not exist; give the path of a JSON file"),
     "not JSON": ("{'stage': 3}", "is not JSON that can be read"),
     "comments": ('{"a": 1 // one\n}', "is not JSON that can be read"),
-    "twice": ('{"amp": {}, "amp": {}}', "amp is given twice"),
+    "twice": ('{"amp": {}, "amp": {}}', "'amp' is given twice"),
     "nested": ("[" * 100_000, "is not JSON that can be read"),
     "a list": ("[]", "is a list; give a file, a dictionary"),
     "no text": (b"\xff\xfe\x00", "cannot be read"),
