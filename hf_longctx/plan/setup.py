@@ -575,9 +575,13 @@ class _Choices:
             costs = replace(measured.costs, model=model, method=method, parameters=parameters, shard_ranks=shard_ranks)
             return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
 
-        if wishes.may_shard and num_ranks > 1 and step and (num_stages > 1 or wishes.shares_fastest):
+        is_open = wishes.may_shard and (num_stages > 1 or wishes.shares_fastest)
+        if is_open and num_ranks > 1 and step:
             return self._fastest_sharing(placement, setup_on, step, most_s)
         setup = setup_on(placement)
+        if is_open and num_ranks == 1:
+            where = "a stage is one rank" if num_stages > 1 else "there is one rank"
+            setup = replace(setup, notes=(f"parameters are whole: {where}, which shares them with no other",))
         if wishes.may_shard and num_ranks > 1 and (why := _why_sharded(setup, num_ranks, self.lengths.longest(), setup_on)):
             setup = replace(setup_on(_sharded(placement, num_ranks)), notes=(why,))
         self.check(setup, measured)
@@ -629,13 +633,15 @@ class _Choices:
             # the way with most room says best why nothing fits
             setup = roomiest or setup_on(_sharded(placement, self.wishes.placement.shard_ranks or per_stage))
             self.check(setup, self.measured)
-            return setup, None
-        _, setup, plan = best
+            most = max(longest, *step)
+            why = f"which leaves most room; no way to share them holds a step and its longest sequence, of {most:,} tokens"
+        else:
+            setup = best[1]
+            why = "which is fastest for a step among those that fit"
         name, own = setup.placement.parameters.replace("_", " "), setup.placement.shard_ranks
         name += f" over {own} ranks each" if 1 < own < per_stage else ""
         among = f"stages of {per_stage} ranks" if placement.is_pipeline else f"{per_stage} ranks"
-        note = f"parameters of {among} are {name}, which is fastest for a step among those that fit"
-        return replace(setup, notes=(note,)), plan
+        return replace(setup, notes=(f"parameters of {among} are {name}, {why}",)), best[2] if best else None
 
     def _sharing_ways(self, placement: Placement) -> Iterator[tuple[Parameters, int]]:
         """Ways to share the parameters of a stage, each with the ranks that share one copy."""

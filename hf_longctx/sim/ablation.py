@@ -163,19 +163,14 @@ def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...
 
 
 def together(lengths: Sequence[int], machine: Machine) -> AblationRow:
-    """Plans with all four systems at the best number of stages, trying numbers in turn until two in a row are slower.
-
-    Stages are interleaved only if parameters are replicated on every rank of a stage.
-    """
+    """Plans with all four systems at the best number of stages, trying numbers in turn until two in a row are slower."""
 
     def planned(parameters: Parameters) -> AblationRow:
         def setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
             if count == 1:
                 return StageSetup(machine.costs, machine.config)
-            costs = machine.staged_costs(count, parameters)
-            if num_ranges > 1 and costs.parameters != "replicated":
-                raise ValueError(f"interleaved stages need replicated parameters, not {costs.parameters}")
-            return _staged_setup(machine, costs, balanced_ranges(machine.costs, count, lengths, num_ranges))
+            ranges = balanced_ranges(machine.costs, count, lengths, num_ranges)
+            return _staged_setup(machine, machine.staged_costs(count, parameters), ranges)
 
         return _chosen("all together", lengths, [1, *machine.stage_counts()], setup_of, machine.num_nodes)
 

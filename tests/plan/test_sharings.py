@@ -77,6 +77,20 @@ def test_without_lengths_of_a_step_shards_are_chosen_by_memory_alone() -> None:
     assert found.placement.parameters == "sharded" and found.placement.shard_ranks == 4
 
 
+def test_a_note_says_that_no_way_holds_the_longest_sequence() -> None:
+    found = setup_of(9, 1e11, 2, None, (3000, 60_000))
+    assert found.placement.parameters == "sharded"
+    (note,) = found.notes
+    assert note.startswith("parameters of stages of 4 ranks are sharded, which leaves most room; no way")
+    assert "60,000 tokens" in note
+
+
+def test_a_note_says_that_a_stage_of_one_rank_shares_nothing() -> None:
+    found = setup_of(40, 1e11, 8, None)
+    assert found.notes == ("parameters are whole: a stage is one rank, which shares them with no other",)
+    assert setup_of(40, 1e11, 8, "replicated").notes == ()
+
+
 def test_stages_of_several_nodes_shard_inside_a_node_if_the_network_is_slow() -> None:
     few = STEP[:8]
     found = setup_of(12, 1e11, 2, None, few, num_nodes=4, network=5e8)

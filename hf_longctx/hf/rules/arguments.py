@@ -45,6 +45,7 @@ from hf_longctx.hf.rules.trl import (
 from hf_longctx.hf.rules.user_code import may_call_super, user_code_problems
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.settings import check_degrees
+from hf_longctx.plan.core.types import frees_every_round
 from hf_longctx.runtime.core import kernels as liger
 from hf_longctx.runtime.parameters.low_bit import BLOCK_ELEMENTS, why_no_torchao
 from hf_longctx.runtime.parameters.sharded import is_sharded
@@ -892,7 +893,12 @@ STAGES = {
         "interleave={config.interleave} does not go with parameters={config.parameters!r}, whose weights are freed with the last "
         "backward of a whole stage",
         "use 'sharded', 'gathered_per_step' or 'replicated', or leave interleave out",
-        lambda run: run.config.may_have_stages and run.config.interleave > 1 and run.config.parameters == "gathered_per_round",
+        lambda run: (
+            run.config.may_have_stages
+            and run.config.interleave > 1
+            and run.config.parameters != "auto"
+            and frees_every_round(run.config.parameters)
+        ),
         "config = LongContextConfig(stages=2, interleave=2, parameters='gathered_per_round'); "
         "model = tiny_llama(num_hidden_layers=4)",
     ),

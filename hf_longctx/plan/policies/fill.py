@@ -34,11 +34,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.core.types import FloatArray, TensorShare
+from hf_longctx.plan.core.types import FloatArray, IntArray, TensorShare
 from hf_longctx.plan.policies.slots import Batch, Slot, SlotTable
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
 
@@ -136,7 +136,8 @@ class _Filling:
         return True
 
     def _host_room(self, slot: int) -> float:
-        return max(0.0, min(self.host_left, float(self.slack[slot : slot + 2].min())))
+        following = min(slot + 1, len(self.slack) - 1)
+        return max(0.0, min(self.host_left, self.slack.item(slot), self.slack.item(following)))
 
     def _offload(self, slot: int, num_bytes: float) -> None:
         if num_bytes:
@@ -259,26 +260,6 @@ def _is_best(table: SlotTable, greedy: FloatArray, outcome: PolicyOutcome, limit
     return table.hull_s(greedy[:, 0]) + outcome.exposed_s <= least_s + _NO_GAIN * table.work_s
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Constraints of the program, as sparse rows in the order in which they are added."""
-
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-
-    def add(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        for column, value in terms:
-            if value:
-                self.rows.append(len(self.lower))
-                self.columns.append(column)
-                self.values.append(value)
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-
 class _Problem:
     """The linear program. Columns: r and h of every class; for every slot G, exposed forward, exposed backward; then segments.
 
@@ -286,18 +267,17 @@ class _Problem:
     """
 
     def __init__(self, slots: Sequence[Slot] | SlotTable, limits: MemoryLimits) -> None:
-        table = SlotTable.of(slots)
-        self.slots, self.items, self.limits = table.slots, table.items, limits
+        self.table, self.limits = SlotTable.of(slots), limits
+        self.num_items, self.num_slots = len(self.table.items), len(self.table.slots)
         # units that scale the program's numbers to about one
-        self.byte_unit = max((item.num_bytes for _, item in self.items), default=0.0) or 1.0
-        curves = zip(self.items, table.segments, strict=True)
-        self.curves = [(place, segments) for place, ((_, item), segments) in enumerate(curves) if item.documents]
-        times = [item.recompute_s for _, item in self.items if item.can_recompute] + [slot.forward_s for slot in self.slots]
+        self.byte_unit = float(self.table.num_bytes.max(initial=0.0)) or 1.0
+        times = [item.recompute_s for _, item in self.table.items if item.can_recompute]
+        times += [slot.forward_s for slot in self.table.slots]
         self.second_unit = max([*times, self.byte_unit / limits.bytes_per_s * 1e-3])
 
     def solve(self, time_limit_s: float) -> FloatArray | None:
         """(r, h) of every class; None if nothing fits or no solution was found."""
-        if not self.items:
+        if not self.num_items:
             return np.zeros((0, 2))
         try:
             solution = solve_linear_program(self._program(), time_limit_s)
@@ -306,78 +286,84 @@ class _Problem:
             return None
         if not solution.has_values:
             return None
-        shares: FloatArray = np.clip(solution.values[: 2 * len(self.items)].reshape(-1, 2), 0.0, 1.0)
+        shares: FloatArray = np.clip(solution.values[: 2 * self.num_items].reshape(-1, 2), 0.0, 1.0)
         shares /= np.maximum(1.0, shares.sum(1, keepdims=True))
         return shares
 
     def _program(self) -> LinearProgram:
-        num_items, num_slots = len(self.items), len(self.slots)
-        rows = _Rows()
-        of_slot: list[list[tuple[int, float]]] = [[] for _ in self.slots]
-        for place, (slot, item) in enumerate(self.items):
-            of_slot[slot].append((place, item.num_bytes / self.byte_unit))
-            rows.add([(2 * place, 1.0), (2 * place + 1, 1.0)], -np.inf if item.can_keep else 1.0, 1.0)
-        self._add_memory(rows, of_slot)
-        self._add_windows(rows, of_slot)
-        num_columns = 2 * num_items + 3 * num_slots
-        pieces = [piece for _, segments in self.curves for piece in segments]
-        upper = np.full(num_columns + len(pieces), np.inf)
-        costs = np.zeros_like(upper)
-        for place, (_, item) in enumerate(self.items):
-            upper[2 * place], upper[2 * place + 1] = float(item.can_recompute), float(item.can_offload)
-            costs[2 * place] = item.can_recompute * item.recompute_s / self.second_unit
-            costs[2 * place + 1] = _IDLE_COPY * item.num_bytes / self.limits.bytes_per_s / self.second_unit
-        costs[2 * num_items + num_slots : num_columns] = 1.0
-        self._add_curves(rows, num_columns)
-        for place, _ in self.curves:
-            costs[2 * place] = 0.0
-        for column, (width, seconds) in enumerate(pieces, num_columns):
-            upper[column], costs[column] = width, seconds / width / self.second_unit
-        return LinearProgram(
-            costs,
-            np.zeros_like(upper),
-            upper,
-            np.array(rows.rows, dtype=np.int64),
-            np.array(rows.columns, dtype=np.int64),
-            np.array(rows.values),
-            np.array(rows.lower),
-            np.array(rows.upper),
-        )
-
-    def _add_curves(self, rows: _Rows, column: int) -> None:
-        """Sets r of each class that has a curve to the sum of its segments, whose columns begin at `column`."""
-        for place, segments in self.curves:
-            rows.add([(2 * place, -1.0), *((column + index, 1.0) for index in range(len(segments)))], 0.0, 0.0)
-            column += len(segments)
-
-    def _add_memory(self, rows: _Rows, of_slot: list[list[tuple[int, float]]]) -> None:
-        """Chains G, bounds the device in every slot's backward, and bounds the host."""
-        first = 2 * len(self.items)
-        device = self._safely(self.limits.device_bytes)
-        for slot, items in enumerate(of_slot):
-            total = sum(size for _, size in items)
-            terms = [(first + slot, 1.0), *((2 * place + side, size) for place, size in items for side in (0, 1))]
-            rows.add([*terms, *([(first + slot - 1, -1.0)] if slot else [])], total, total)
-            around = [*items, *(of_slot[slot - 1] if slot else [])]
-            rows.add([(first + slot, 1.0), *((2 * place + 1, size) for place, size in around)], -np.inf, device)
-        every = [(2 * place + 1, size) for items in of_slot for place, size in items]
-        rows.add(every, -np.inf, self._safely(self.limits.host_bytes))
+        """The program within the limits; everything but the bounds of its rows of memory is made once for a link."""
+        known = self.table.programs
+        if self.limits.bytes_per_s not in known:
+            known[self.limits.bytes_per_s] = self._without_limits()
+        program, host = known[self.limits.bytes_per_s], self.num_items + 2 * self.num_slots
+        upper = program.row_upper.copy()
+        upper[self.num_items + 1 : host : 2] = self._safely(self.limits.device_bytes)
+        upper[host] = self._safely(self.limits.host_bytes)
+        return replace(program, row_upper=upper)
 
     def _safely(self, limit_bytes: float) -> float:
         """Converts a limit to the program's unit, less a margin because solvers exceed limits by their tolerance."""
         return max(0.0, limit_bytes - _MARGIN * max(limit_bytes, self.byte_unit)) / self.byte_unit
 
-    def _add_windows(self, rows: _Rows, of_slot: list[list[tuple[int, float]]]) -> None:
-        """Adds exposed >= copy - compute of the following slot, for forward and backward."""
-        first = 2 * len(self.items) + len(self.slots)
-        copy = self.byte_unit / self.limits.bytes_per_s / self.second_unit
-        for slot, items in enumerate(of_slot):
-            following = self.slots[slot + 1] if slot + 1 < len(self.slots) else None
-            windows = (0.0, 0.0) if following is None else (following.forward_s, following.backward_s)
-            for way, window_s in enumerate(windows):
-                terms = [(2 * place + 1, -size * copy) for place, size in items]
-                exposed = first + way * len(self.slots) + slot
-                rows.add([(exposed, 1.0), *terms], -window_s / self.second_unit, np.inf)
+    def _without_limits(self) -> LinearProgram:
+        """The program with room for everything.
+
+        Rows: r + h of every class; for every slot the sum that makes its G, and the device in its backward; the host; exposed
+        forward and backward of every slot; sums of segments.
+        """
+        table, num_items, num_slots = self.table, self.num_items, self.num_slots
+        classes, slots, owner = np.arange(num_items), np.arange(num_slots), table.owner
+        size, copy = table.num_bytes / self.byte_unit, self.byte_unit / self.limits.bytes_per_s / self.second_unit
+        total = np.bincount(owner, size, num_slots)
+        kept, is_before = 2 * num_items + slots, owner < num_slots - 1
+        curves = [(place, table.segments[place]) for place, (_, item) in enumerate(table.items) if item.documents]
+        pieces = [piece for _, segments in curves for piece in segments]
+        of_curve = np.repeat(np.arange(len(curves)), [len(segments) for _, segments in curves]).astype(np.int64)
+        curved = np.array([place for place, _ in curves], dtype=np.int64)
+        host = num_items + 2 * num_slots
+        exposed, summed = host + 1, host + 1 + 2 * num_slots
+        segments = 2 * num_items + 3 * num_slots + np.arange(len(pieces))
+        # row, column and value of entries, in the order in which they stand in a row
+        entries: list[tuple[IntArray, IntArray, FloatArray | float]] = [
+            (np.repeat(classes, 2), np.arange(2 * num_items), 1.0),
+            (num_items + 2 * slots, kept, 1.0),
+            (num_items + 2 * np.repeat(owner, 2), np.arange(2 * num_items), np.repeat(size, 2)),
+            (num_items + 2 * slots[1:], kept[:-1], -1.0),
+            (num_items + 2 * slots + 1, kept, 1.0),
+            (num_items + 2 * owner + 1, 2 * classes + 1, size),
+            (num_items + 2 * owner[is_before] + 3, 2 * classes[is_before] + 1, size[is_before]),
+            (np.full(num_items, host), 2 * classes + 1, size),
+            *((exposed + 2 * slots + way, kept + (1 + way) * num_slots, 1.0) for way in (0, 1)),
+            *((exposed + 2 * owner + way, 2 * classes + 1, -size * copy) for way in (0, 1)),
+            (summed + np.arange(len(curves)), 2 * curved, -1.0),
+            (summed + of_curve, segments, 1.0),
+        ]
+        rows, columns = (np.concatenate([entry[side] for entry in entries]) for side in (0, 1))
+        values = np.concatenate([np.broadcast_to(value, len(row)) for row, _, value in entries])
+        order = np.argsort(rows, kind="stable")
+        order = order[values[order] != 0]
+        none, windows_s = np.full(num_slots, -np.inf), np.stack(table.windows_s, axis=1).ravel()
+        summing = [np.where(table.can_keep, -np.inf, 1.0), np.ones(num_items)]
+        chained = [np.stack([total, bound], axis=1).ravel() for bound in (none, -none)]
+        others = [[-np.inf], -windows_s / self.second_unit], [[np.inf], np.full(2 * num_slots, np.inf)]
+        row_lower, row_upper = (
+            np.concatenate([summing[side], chained[side], *others[side], np.zeros(len(curves))]) for side in (0, 1)
+        )
+        upper = np.full(2 * num_items + 3 * num_slots + len(pieces), np.inf)
+        costs = np.zeros_like(upper)
+        can_recompute, can_offload = (
+            np.array([getattr(item, name) for _, item in table.items], dtype=np.float64)
+            for name in ("can_recompute", "can_offload")
+        )
+        upper[0 : 2 * num_items : 2], upper[1 : 2 * num_items : 2] = can_recompute, can_offload
+        costs[0 : 2 * num_items : 2] = can_recompute * table.recompute_s / self.second_unit
+        costs[1 : 2 * num_items : 2] = _IDLE_COPY * table.num_bytes / self.limits.bytes_per_s / self.second_unit
+        costs[2 * num_items + num_slots : 2 * num_items + 3 * num_slots] = 1.0
+        # the segments of a curve cost what its r would
+        costs[2 * curved] = 0.0
+        widths, seconds = np.array(pieces, dtype=np.float64).reshape(-1, 2).T
+        upper[segments], costs[segments] = widths, seconds / widths / self.second_unit
+        return LinearProgram(costs, np.zeros_like(upper), upper, rows[order], columns[order], values[order], row_lower, row_upper)
 
 
 def _check(limits: MemoryLimits) -> None:

@@ -115,7 +115,7 @@ def search_room(
 class FittedGroups:
     """Cache of groups that were made to fit, or refused: groups with equal lengths, chunks, shape and actions are solved once.
 
-    Its length is the number of those that fit.
+    Its length is the number of those that fit, without those of `filled`.
     """
 
     def __init__(self) -> None:
@@ -124,6 +124,11 @@ class FittedGroups:
         self._refused: dict[Hashable, str] = {}
         self._of_objects: dict[int, tuple[tuple[Action, ...], int]] = {}
         self._of_actions: dict[tuple[Action, ...], int] = {}
+
+    @cached_property
+    def filled(self) -> FittedGroups:
+        """Cache of the answers for which no program was solved."""
+        return FittedGroups()
 
     def __len__(self) -> int:
         return len(self._known)

@@ -18,6 +18,7 @@ from hf_longctx.plan.memory.saved_tensors import class_bytes
 from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import KindShares
+from hf_longctx.plan.solver import LinearProgram
 
 # number of equal segments in a class's curve of recomputation seconds; ends of documents add more
 _SEGMENTS = 8
@@ -198,6 +199,8 @@ class SlotTable:
         self.recompute_s = np.array([item.recompute_s for _, item in self.items], dtype=np.float64)
         self._curved = [place for place, (_, item) in enumerate(self.items) if item.documents]
         self._again_s: dict[tuple[int, float], float] = {}
+        # linear programs that `fill` has made of these slots, by bytes per second of the link
+        self.programs: dict[float, LinearProgram] = {}
 
     @classmethod
     def of(cls, slots: Sequence[Slot] | SlotTable) -> SlotTable:

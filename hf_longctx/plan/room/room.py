@@ -21,6 +21,7 @@ limit, and with more if much room is left.
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -282,7 +283,7 @@ class GroupRoom(Room):
         # the error itself would hold this frame by its traceback, and so itself
         refusal = ""
         try:
-            best = [group if self._is_kept(group) else self.for_group(group) for group in groups]
+            best = self._whole_chunks(groups)
         except ValueError as error:
             refusal = str(error)
         is_crowded = self._accumulated_bytes > _ROOM.most_waiting * self.budget.device_bytes
@@ -306,6 +307,36 @@ class GroupRoom(Room):
         if not best:
             raise ValueError(refusal)
         return best
+
+    def _whole_chunks(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
+        """Policies of groups that keep their one chunk and wait for the slowest of them.
+
+        Memory is filled greedily first. Programs are solved for the groups for which others wait, until none of these gets
+        faster: elsewhere they would save no time. Raises ValueError for the first group that does not fit.
+        """
+        is_kept = [self._is_kept(group) for group in groups]
+        found = [group if kept else self._filled(group) for group, kept in zip(groups, is_kept, strict=True)]
+        is_solved = list(is_kept)
+        while True:
+            runs = [run_alone(group, self.costs, self.predictions) for group in found]
+            passes_s = [(*(stop_s - start_s for start_s, stop_s in run.times), run.times[-1][1]) for run in runs]
+            longest_s = [max(seconds) for seconds in zip(*passes_s, strict=True)]
+            is_slowest = [any(map(operator.ge, seconds, longest_s)) for seconds in passes_s]
+            waited_for = [place for place, slowest in enumerate(is_slowest) if slowest and not is_solved[place]]
+            if not waited_for:
+                return found
+            for place in waited_for:
+                is_solved[place] = True
+                solved = self.for_group(groups[place])
+                found[place] = min(found[place], solved, key=lambda group: self._run_s(group)[0])
+
+    def _filled(self, group: SequenceGroup) -> SequenceGroup:
+        """The group with memory filled greedily, or as `for_group` makes it fit if that is too much."""
+
+        def search(group: SequenceGroup) -> list[Trial]:
+            return first_fitting(self._programs(group, fills=True)) or [Trial(self.for_group(group), 0.0, (0.0,))]
+
+        return self.fitted.filled.fit(group, search, self._nothing_fits)
 
     def _is_kept(self, group: SequenceGroup) -> bool:
         """Whether a group has at most `kept_tokens` on a rank, and its bytes fit with everything kept.
@@ -343,14 +374,19 @@ class GroupRoom(Room):
             # up to `longest_alone` tokens, one of these ways fits
             yield [lambda: self._in_equal_slices([group], WAYS[:1])]
 
-    def _programs(self, group: SequenceGroup) -> list[Program]:
-        """The loss in tiles, policies of the linear program, and least memory, in the group's own shape."""
+    def _programs(self, group: SequenceGroup, fills: bool = False) -> list[Program]:
+        """The loss in tiles, policies of the linear program, and least memory, in the group's own shape.
+
+        fills: memory is filled greedily in place of the last two.
+        """
         slots, layers = self._slots(group)
         table = SlotTable(slots)
-        programs: list[Program] = [partial(self._programmed, group, table, layers)]
+        programs: list[Program] = [partial(self._programmed, group, table, layers, fills=fills)]
         # a layer without a policy holds at least what its classes hold
         if table.num_bytes.sum() <= self.budget.device_bytes:
             programs.insert(0, lambda: [self.trial(in_tiles(group, self.budget.tile_tokens))])
+        if fills:
+            return programs
         ways: list[tuple[bool, int]] = [(False, 1)]
         if len(group.chunks) == 1:
             # the cheaper first; with another run of layers, slices would write their keys and values again
@@ -462,8 +498,13 @@ class GroupRoom(Room):
             return solved.reason
         return "layer inputs alone are kept: the program found nothing else that fits"
 
-    def _programmed(self, group: SequenceGroup, table: SlotTable, layers: _Layers, explains: bool = False) -> list[Trial]:
-        """The group with the program's policies, and the reason if `explains`; empty if no answer of the program fits."""
+    def _programmed(
+        self, group: SequenceGroup, table: SlotTable, layers: _Layers, explains: bool = False, fills: bool = False
+    ) -> list[Trial]:
+        """The group with the program's policies, and the reason if `explains`; empty if no answer of the program fits.
+
+        fills: the greedy order takes the place of the program, and its first answer that fits is returned.
+        """
         model, device_bytes = self.costs.model, self.budget.device_bytes
         # workspace beside saved tensors hardly depends on the policy
         lean = self._least_memory_group(group, 0)
@@ -477,7 +518,7 @@ class GroupRoom(Room):
         def propose(room_bytes: float) -> Trial | None:
             try:
                 limits = MemoryLimits(max(0.0, room_bytes), host_bytes, self.costs.cluster.hardware.copy_bytes_per_s)
-                choice = choose_policy(table, limits, explains=explains, solves=self._solves)
+                choice = choose_policy(table, limits, explains=explains, solves=self._solves and not fills)
             except ValueError:
                 return None
             chosen = {(0, chunk, 0): own for chunk, own in enumerate(layers(choice.shares))}
@@ -488,7 +529,7 @@ class GroupRoom(Room):
             (over_bytes,) = trial.over_bytes
             if trial.fits:
                 # more room helps only if it can save seconds
-                has_more = trial.counted_s > 0 and over_bytes < -_ROOM.worth * device_bytes
+                has_more = not fills and trial.counted_s > 0 and over_bytes < -_ROOM.worth * device_bytes
                 return room_bytes - _ROOM.regain * over_bytes if has_more else None
             if over_bytes <= 0:
                 # the host alone lacks room, and the program already leaves all that rounding can take of it
