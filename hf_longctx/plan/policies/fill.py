@@ -137,7 +137,7 @@ class _Filling:
 
     def _host_room(self, slot: int) -> float:
         following = min(slot + 1, len(self.slack) - 1)
-        return max(0.0, min(self.host_left, self.slack.item(slot), self.slack.item(following)))
+        return max(0.0, min(self.host_left, float(self.slack[slot]), float(self.slack[following])))
 
     def _offload(self, slot: int, num_bytes: float) -> None:
         if num_bytes:
