@@ -573,6 +573,9 @@ class _Choices:
         def setup_on(placement: Placement) -> Setup:
             parameters, shard_ranks, _ = placement.sharing
             costs = replace(measured.costs, model=model, method=method, parameters=parameters, shard_ranks=shard_ranks)
+            if costs.measured_apart:
+                # ranks with shards do not sum whole gradients
+                costs = replace(costs, coefficients=replace(costs.coefficients, step_s=0.0))
             return Setup.of(costs, measured.memory_on(placement, costs, lends), placement, wishes.planner, lends)
 
         is_open = wishes.may_shard and (num_stages > 1 or wishes.shares_fastest)

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -262,6 +263,37 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
         sent_bytes = num_bytes // degree * (degree - 1)
         rates.append(ExchangeRate(degree, message_s, sent_bytes / max(seconds - message_s, 1e-9)))
     return tuple(rates)
+
+
+def ring_rates(
+    pool: GroupPool, counts: Sequence[int], device: torch.device
+) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]:
+    """Measures all-gathers and reduce-scatters of so many consecutive ranks each, on all such groups at once.
+
+    Returns (number of ranks, bytes that each rank sends in a second) of both, as a ring sends them. Collective over the pool.
+    """
+    rates: tuple[list[tuple[int, float]], list[tuple[int, float]]] = [], []
+    for count in counts:
+        first = pool.rank // count * count
+        group = pool.group(tuple(range(first, first + count))) if first + count <= pool.num_ranks else None
+
+        def seconds_of(num_bytes: int, gathers: bool, group: dist.ProcessGroup | None = group, count: int = count) -> float:
+            shard = torch.zeros(max(1, num_bytes // 4 // count), device=device)
+            whole = torch.zeros(count * len(shard), device=device)
+
+            def collective() -> None:
+                if group is not None and gathers:
+                    dist.all_gather_into_tensor(whole, shard, group=group)
+                elif group is not None:
+                    dist.reduce_scatter_tensor(shard, whole, group=group)
+
+            return _typical_s(pool, collective, device)
+
+        for found, gathers in zip(rates, (True, False), strict=True):
+            message_s = seconds_of(4 * count, gathers)
+            num_bytes, seconds = _longest_timed(partial(seconds_of, gathers=gathers))
+            found.append((count, num_bytes // count * (count - 1) / max(seconds - message_s, 1e-9)))
+    return tuple(rates[0]), tuple(rates[1])
 
 
 def _longest_timed(seconds_of: Callable[[int], float]) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from hf_longctx.plan.core.settings import (
 from hf_longctx.plan.core.types import Parameters, gathers_every_pass
 from hf_longctx.plan.cost.catalog import with_kernels
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
-from hf_longctx.plan.cost.profiles import HardwareProfile, ModelCalibration, normal_name, read_profile
+from hf_longctx.plan.cost.profiles import RATE_TABLES, HardwareProfile, ModelCalibration, normal_name, read_profile
 from hf_longctx.plan.model.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.setup import (
     DeviceMemory,
@@ -594,9 +594,12 @@ def _with_network(gbit: float, cluster: ClusterSpec, notes: list[str]) -> Cluste
         if nodes > 1
         else "--slow-network has no effect on one node"
     )
-    inside = tuple((ranks, rate) for ranks, rate in cluster.hardware.exchange_bytes_per_s if ranks <= cluster.ranks_per_node)
+    tables = {name: getattr(cluster.hardware, name) for name in RATE_TABLES}
+    inside = {
+        name: tuple((ranks, rate) for ranks, rate in rates if ranks <= cluster.ranks_per_node) for name, rates in tables.items()
+    }
     rate = USABLE_SHARE * gbit * 1e9 / 8 / cluster.ranks_per_node
-    return replace(cluster, hardware=replace(cluster.hardware, network_bytes_per_s=rate, exchange_bytes_per_s=inside))
+    return replace(cluster, hardware=replace(cluster.hardware, network_bytes_per_s=rate, **inside))
 
 
 def _host_bytes(request: Request, cluster: ClusterSpec, notes: list[str]) -> int:

@@ -24,6 +24,7 @@ from hf_longctx.runtime.measure import (
     exchange_rates,
     neighbour_rate,
     probe_grid,
+    ring_rates,
     target_seconds,
 )
 from hf_longctx.runtime.process_groups import GroupPool
@@ -125,6 +126,20 @@ def rates_on_rank() -> list[float]:
     pairs, everyone = exchange_rates(pool, (2, 3), CPU)
     assert (pairs.num_ranks, everyone.num_ranks) == (2, 3)
     return [pairs.bytes_per_s, everyone.bytes_per_s, everyone.message_s, neighbour_rate(pool, CPU), copy_rate(pool, CPU)]
+
+
+def ring_rates_on_rank(counts: tuple[int, ...]) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]:
+    pool = group_pool()
+    pool.control = pool.everyone
+    return ring_rates(pool, counts, CPU)
+
+
+def test_gathers_and_reduce_scatters_are_measured_for_every_number_of_ranks(ranks) -> None:
+    first, *others = ranks(3).run(ring_rates_on_rank, (2, 3))
+    assert all(other == first for other in others)
+    for rates in first:
+        assert [count for count, _ in rates] == [2, 3]
+        assert all(1e3 < rate < 1e12 for _, rate in rates)
 
 
 def test_rates_are_positive_and_the_same_on_all_ranks_even_where_groups_leave_one_out(ranks) -> None:

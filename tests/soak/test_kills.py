@@ -1,4 +1,4 @@
-"""Six trainings are killed and restarted, or twelve; `kills.py` does that as often as you like."""
+"""Seven trainings are killed and restarted, or fifteen; `kills.py` does that as often as you like."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.models.versions import resuming
 from soak.kills import ANY_MOMENT, NONE, RESUMED, Kill, Soak, Trial
 
 # few pairs of kind and ranks, since each needs a run that nobody kills
-RANKS = {"replicated": 2, "sharded": 3, "stages": 4, "stream": 2}
+RANKS = {"replicated": 2, "sharded": 3, "stages": 4, "sharded stages": 4, "kept stages": 4, "stream": 2}
 # kind, victim, and where among the moments of a phase it is killed; what must follow, where that is certain
 EITHER = ""
 CASES = [
@@ -26,6 +26,9 @@ CASES = [
     ("stream", "rank", "save", 0.5, RESUMED),
     ("stream", "all", "planning", 0.2, EITHER),
     ("stream", "group", ANY_MOMENT, 0.6, EITHER),
+    ("sharded stages", "rank", "save", 0.5, RESUMED),
+    ("sharded stages", "all", ANY_MOMENT, 0.6, EITHER),
+    ("kept stages", "group", "save", 0.3, RESUMED),
 ]
 
 
@@ -44,7 +47,7 @@ def trial_of(number: int) -> Trial:
 
 
 # each kind, victim and phase is among the others; test_killed_saves.py kills every kind in a save
-FURTHER = (1, 3, 5, 8, 9, 10)
+FURTHER = (1, 3, 5, 8, 9, 10, 13, 14)
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "replicated": ({}, (2, 3, 4)),
     "sharded": ({"parameters": "sharded"}, (2, 3, 4)),
     "stages": ({"stages": 2}, (2, 4)),
+    "sharded stages": ({"stages": 2, "parameters": "sharded"}, (4,)),
+    "kept stages": ({"stages": 2, "parameters": "gathered_per_step"}, (4,)),
     "stream": ({"lookahead_batches": 2, "stream_readers": 3}, (2, 3, 4)),
 }
 # methods of the trainer -> names of the phases that they are

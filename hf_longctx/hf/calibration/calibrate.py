@@ -63,6 +63,7 @@ from hf_longctx.runtime.measure import (
     exchange_rates,
     neighbour_rate,
     probe_grid,
+    ring_rates,
     target_seconds,
 )
 from hf_longctx.runtime.process_groups import GroupPool
@@ -303,6 +304,9 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
         return hardware
     exchanges = exchange_rates(pool, [degree for degree in degrees if degree > 1], device)
     neighbour = neighbour_rate(pool, device)
+    # the ranks of a node, and all ranks of several nodes
+    counts = dict.fromkeys(min(count, pool.num_ranks) for count in (cluster.ranks_per_node, pool.num_ranks))
+    gathers, scatters = ring_rates(pool, [count for count in counts if count > 1 and count in degrees], device)
     # with several nodes, the ring over all ranks is as slow as its hop between nodes
     inside = [rate for rate in exchanges if rate.num_ranks <= cluster.ranks_per_node]
     one_node = cluster.ranks_per_node >= cluster.num_ranks
@@ -312,6 +316,8 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
         network_bytes_per_s=min(hardware.network_bytes_per_s, neighbour) if one_node else neighbour,
         message_s=min(rate.message_s for rate in exchanges),
         exchange_bytes_per_s=tuple((rate.num_ranks, rate.bytes_per_s) for rate in exchanges),
+        gather_bytes_per_s=gathers,
+        scatter_bytes_per_s=scatters,
     )
 
 
@@ -452,12 +458,16 @@ def _not_found(costs: CostModel) -> list[str]:
 
 
 def _rates_text(spec: HardwareSpec, model: ModelCalibration) -> str:
-    exchanges = ", ".join(f"{ranks} ranks {rate / 1e9:.3g}" for ranks, rate in spec.exchange_bytes_per_s) or "-"
+    tables = spec.exchange_bytes_per_s, spec.gather_bytes_per_s, spec.scatter_bytes_per_s
+    exchanges, gathers, scatters = (
+        ", ".join(f"{ranks} ranks {rate / 1e9:.3g}" for ranks, rate in table) or "-" for table in tables
+    )
     passes = ((name, getattr(model.coefficients, name).rates) for name in ("forward", "backward"))
     coefficients = "\n".join(f"  {name:9s}" + " ".join(f"{value:9.3g}" for value in values) for name, values in passes)
     return (
         f"{model.model}: seconds per pair, token, chunk, message, link byte, network byte, tile\n{coefficients}\n"
         f"rates: matrices {spec.matmul_flops_per_s / 1e9:.4g} GFLOP/s, attention {spec.attention_flops_per_s / 1e9:.4g} GFLOP/s, "
-        f"links {spec.link_bytes_per_s / 1e9:.3g} GB/s, all-to-all ({exchanges}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} "
-        f"GB/s, reduction {model.coefficients.step_s * 1e3:.3g} ms"
+        f"links {spec.link_bytes_per_s / 1e9:.3g} GB/s, all-to-all ({exchanges}) GB/s, "
+        f"all-gather ({gathers}) GB/s, reduce-scatter ({scatters}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} GB/s, "
+        f"reduction {model.coefficients.step_s * 1e3:.3g} ms"
     )

@@ -102,7 +102,9 @@ class CostRefit:
         self.num_fits += 1
         name = "measured" if self.num_fits == 1 and not costs.coefficients.is_measured else f"measured, fit {self.num_fits}"
         fit = fit_coefficients(samples, median(reductions), name, costs.coefficients)
-        fitted = replace(costs, coefficients=fit.coefficients)
+        # passes of this run contain its gathers
+        hardware = replace(costs.cluster.hardware, gather_bytes_per_s=(), scatter_bytes_per_s=())
+        fitted = replace(costs, coefficients=fit.coefficients, cluster=replace(costs.cluster, hardware=hardware))
         # take the rank that measured the least, which started last; its delay is not a cost
         seconds = [min(plan[2] for plan in plans) for plans in zip(*everyone, strict=True)]
         factor = whole_step_factor(list(self._window), seconds, fitted)

@@ -166,13 +166,13 @@ def choose_setup(
     agreed: dict[str, Any] = {name: all(each[name] for each in kernels) for name in beside.kernels}
     spec = replace(spec, **agreed)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
-    if config.parameters == "auto" and coefficients != default_coefficients(spec, cluster):
+    costs = CostModel(spec, cluster, coefficients)
+    if config.parameters == "auto" and not replace(costs, parameters="sharded").counts_weights:
         raise ValueError(
             f"parameters='auto' compares seconds with and without gathers of weights, but hardware={config.hardware!r} has "
-            f"seconds that were measured for {spec_name(spec)}, of which gathers are no part; name one of "
-            f"{', '.join(PARAMETERS)}, or leave hardware out"
+            f"seconds that were measured for {spec_name(spec)} without any; measure gathers too, with `hf-longctx calibrate` "
+            f"on two ranks or more, name one of {', '.join(PARAMETERS)}, or leave hardware out"
         )
-    costs = CostModel(spec, cluster, coefficients)
     measured = _measured(config, model, args, costs, beside.reference_bytes, control)
     max_length, is_deferred = config.max_length or spec.max_positions, source_of(facts.base) is not None
     wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred)

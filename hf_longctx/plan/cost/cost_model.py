@@ -219,6 +219,20 @@ class CostModel:
         is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
         return self.shard_ranks if is_split else 0
 
+    @property
+    def measured_apart(self) -> bool:
+        """Whether collectives of sharded weights were measured apart from passes (`hf-longctx calibrate`)."""
+        return self.parameters != "replicated" and bool(self.cluster.hardware.gather_bytes_per_s)
+
+    @property
+    def counts_weights(self) -> bool:
+        """Whether gathers, sums and updates of weights count beside passes and `step_s`.
+
+        They do for coefficients that follow from the hardware's rates. Measured ones contain those of their measurement, unless
+        collectives were measured apart.
+        """
+        return self.measured_apart or self.coefficients == default_coefficients(self.model, self.cluster)
+
     def attention_pairs(self, layer_ranges: Sequence[LayerRange] = ()) -> AttentionPairs:
         """Returns pairs that a layer of `layer_ranges` (default: any layer) computes on this hardware, on average."""
         return self.model.attention_pairs(layer_ranges, self.cluster.hardware.tile_keys)

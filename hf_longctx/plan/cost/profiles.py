@@ -45,6 +45,9 @@ _LARGEST_INTEGER = 10**17
 # names in an error message, and how much of a known name must be alike
 _NEAREST, _LIKE = 3, 0.6
 
+# fields of `HardwareSpec` with a rate for each number of ranks
+RATE_TABLES = ("exchange_bytes_per_s", "gather_bytes_per_s", "scatter_bytes_per_s")
+
 # allowed values of a profile's field, as described in error messages
 _Rule = Literal["text", "a number above 0", "a number of 0 or more", "an integer above 0", "an integer of 0 or more"]
 
@@ -146,12 +149,13 @@ def profile_to_json(profile: HardwareProfile) -> str:
     data["peak_flops_per_s"] = profile.peak_flops_per_s
     data |= {"measured": profile.measured, "ranks_per_node": profile.ranks_per_node}
     data["hardware"] = dataclasses.asdict(profile.spec)
-    data["hardware"]["exchange_bytes_per_s"] = {str(ranks): rate for ranks, rate in profile.spec.exchange_bytes_per_s}
+    for name in RATE_TABLES:
+        data["hardware"][name] = {str(ranks): rate for ranks, rate in getattr(profile.spec, name)}
     data["models"] = [dataclasses.asdict(model) for model in profile.models]
     data["residuals"] = dict(profile.residuals)
     text = json.dumps(data, indent=2) + "\n"
     if profile_from_json(text) != profile:
-        raise ValueError("the profile has an entry of exchange_bytes_per_s or of residuals twice; keep one of each")
+        raise ValueError(f"the profile has an entry of {', '.join(RATE_TABLES)} or residuals twice; keep one of each")
     return text
 
 
@@ -293,11 +297,10 @@ def _shipped_profiles() -> dict[str, str]:
 
 
 def _hardware(data: Any, path: str) -> HardwareSpec:
-    values = _checked(HardwareSpec, data, path, ("exchange_bytes_per_s",))
-    if "exchange_bytes_per_s" in data:
-        exchange_path = f"{path}.exchange_bytes_per_s"
-        rates = _table(data["exchange_bytes_per_s"], "a number above 0", exchange_path)
-        values["exchange_bytes_per_s"] = tuple((_num_ranks(name, exchange_path), rate) for name, rate in rates)
+    values = _checked(HardwareSpec, data, path, RATE_TABLES)
+    for table in (name for name in RATE_TABLES if name in data):
+        rates = _table(data[table], "a number above 0", f"{path}.{table}")
+        values[table] = tuple((_num_ranks(name, f"{path}.{table}"), rate) for name, rate in rates)
     return HardwareSpec(**values)
 
 

@@ -8,7 +8,8 @@ or every backward (`sums_every_backward`), reduce-scatters gradients; those of h
 fp32. Ranks with equal shards, or with whole weights, sum their gradients once per step.
 
 Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops
-between nodes use the network. Norms and biases, which have few elements, are not counted, as in `ModelSpec`.
+between nodes use the network. A calibrated profile has the rates of these rings, inside a node and over all ranks; otherwise they
+are those of exchanges. Norms and biases, which have few elements, are not counted, as in `ModelSpec`.
 
 While a layer computes, the next one is gathered, and the gradients of the one before are summed. If every pass gathers, the last
 layer of a pass hides the first gather of the next pass; otherwise nothing hides the first gather of a micro-batch. The last sum
@@ -28,7 +29,7 @@ from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import FloatArray, frees_every_round, gathers_every_pass, sums_every_backward
-from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
 
@@ -39,6 +40,9 @@ SLOWED_SHARE = 0.125
 # least seconds of the first layer of a pass, as a share of those of a layer in the backward before it: a backward takes two to
 # two and a half times as long as a forward, and up to one more if it recomputes
 NEXT_SHARE = 1 / 3
+
+# numbers of ranks, and bytes that each of them sends in a second
+Rates = tuple[tuple[int, float], ...]
 
 # least bytes of one element of a gradient that ranks sum (fp32)
 _LEAST_GRADIENT_BYTES = 4
@@ -149,21 +153,21 @@ class StageGathers:
         """Counts the collectives of a part of the model among blocks of `shard_ranks` ranks.
 
         part: number of layers, and whether the embedding and the head are there. host_bytes: shards of layers that come from the
-        host before every gather. Empty if weights are replicated, or if coefficients were measured, since these include what is
-        counted here.
+        host before every gather. Empty if weights are replicated, or if measured coefficients include what is counted here
+        (`CostModel.counts_weights`).
         """
-        parameters, model, cluster = costs.parameters, costs.model, costs.cluster
-        if parameters == "replicated" or shard_ranks == 1 or costs.coefficients != default_coefficients(model, cluster):
+        parameters, model, hardware = costs.parameters, costs.model, costs.cluster.hardware
+        if parameters == "replicated" or shard_ranks == 1 or not costs.counts_weights:
             return cls()
-        num_layers, exchange_s, hardware = part[0], costs.coefficients.forward.exchange_s, cluster.hardware
+        num_layers = part[0]
         both, layers = StageWeights.of(model, *part), StageWeights.of(model, num_layers, False, False)
 
-        def link_s(num_bytes: float) -> float:
-            return exchange_s(ring_traffic(num_bytes, shard_ranks, 1, 1, cluster)) if num_bytes else 0.0
+        def link_s(num_bytes: float, rates: Rates = hardware.gather_bytes_per_s) -> float:
+            return _ring_s(num_bytes, shard_ranks, costs, dict(rates)) if num_bytes else 0.0
 
         # shards come from the host before a gather reads them
         gather_s = link_s(both.layers / max(1, num_layers)) + host_bytes / hardware.copy_bytes_per_s / max(1, num_layers)
-        sum_s = link_s(layers.gradients / max(1, num_layers))
+        sum_s = link_s(layers.gradients / max(1, num_layers), hardware.scatter_bytes_per_s)
         # gradients are read, and written in fp32 or wider
         element = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
         copied = (1 + model.bytes_per_element / element) * both.gradients
@@ -172,7 +176,8 @@ class StageGathers:
         nothing = Collectives(num_layers)
         each = replace(of_layers, is_ahead=True) if gathers_every_pass(parameters) else nothing
         first = of_layers if frees_every_round(parameters) else each
-        summed = replace(each, sum_s=sum_s, outside_s=link_s(both.gradients - layers.gradients), copies_s=copies_s)
+        outside_s = link_s(both.gradients - layers.gradients, hardware.scatter_bytes_per_s)
+        summed = replace(each, sum_s=sum_s, outside_s=outside_s, copies_s=copies_s)
         passes = each, first, summed if sums_every_backward(parameters, num_stages) else each, summed
         if parameters == "gathered_per_step":
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
@@ -204,6 +209,17 @@ class StageGathers:
     def least_s(self, num_chunks: int = 1) -> float:
         """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing."""
         return sum(float(each.counted_s()) for each in self.in_round(num_chunks)) if self.passes else 0.0
+
+
+def _ring_s(num_bytes: float, shard_ranks: int, costs: CostModel, measured: dict[int, float]) -> float:
+    """Seconds of a gather or reduce-scatter of `num_bytes`. measured: rates by number of ranks, on one node or on several."""
+    sent = ring_traffic(num_bytes, shard_ranks, 1, 1, costs.cluster)
+    per_node, crosses_nodes = costs.cluster.ranks_per_node, sent.network_bytes > 0
+    rates = [rate for num_ranks, rate in sorted(measured.items()) if (num_ranks > per_node) == crosses_nodes]
+    if not rates:
+        return costs.coefficients.forward.exchange_s(sent)
+    # that of most ranks
+    return costs.cluster.hardware.message_s + sent.num_bytes / rates[-1]
 
 
 def counted_passes_s(gathers: Sequence[Sequence[StageGathers]], compute_s: FloatArray, last_chunks: Sequence[int]) -> FloatArray:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
-from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic
 from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
 from hf_longctx.plan.policies.fit import FittedGroups
@@ -76,12 +76,11 @@ class WeightSeconds:
 
 
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
-    """Seconds in which the ranks of `plan` gather, sum and update weights; none if the coefficients of `costs` were measured.
+    """Seconds in which the ranks of `plan` gather, sum and update weights; none if measured coefficients contain them.
 
-    Coefficients that follow from the hardware's rates contain none of these. Measured ones contain those of their measurement,
-    which cannot be separated from them.
+    See `CostModel.counts_weights`.
     """
-    if not plan.micro_batches or costs.coefficients != default_coefficients(costs.model, costs.cluster):
+    if not plan.micro_batches or not costs.counts_weights:
         return WeightSeconds()
     found = [_of_stage(plan, place, costs) for place in range(plan.num_stages)]
     gathers_s = tuple(s for each in found for s in each.gathers_s)

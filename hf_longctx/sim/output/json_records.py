@@ -15,6 +15,7 @@ from hf_longctx.plan.core.serialize import parse_json, plan_from_json, plan_to_j
 from hf_longctx.plan.core.settings import GROUP_METHODS, ClusterSpec, HardwareSpec
 from hf_longctx.plan.core.types import PARAMETERS, StepPlan
 from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients
+from hf_longctx.plan.cost.profiles import RATE_TABLES
 from hf_longctx.plan.model.config import ExpertSpec, HeadSizes
 from hf_longctx.plan.model.layers import IndexSpec
 from hf_longctx.plan.model.mixers import StateSpec
@@ -217,7 +218,8 @@ def _cost_model(record: Mapping[str, Any], model: ModelSpec) -> CostModel:
     values = _fields(CostModel, record, "cost_model")
     cluster = _fields(ClusterSpec, record["cluster"], "cost_model.cluster")
     hardware = _fields(HardwareSpec, cluster["hardware"], "cost_model.cluster.hardware")
-    hardware["exchange_bytes_per_s"] = tuple((int(ranks), float(rate)) for ranks, rate in hardware["exchange_bytes_per_s"])
+    for name in RATE_TABLES:
+        hardware[name] = tuple((int(ranks), float(rate)) for ranks, rate in hardware[name])
     coefficients = _fields(CostCoefficients, record["coefficients"], "cost_model.coefficients")
     for name in ("forward", "backward"):
         coefficients[name] = PassCoefficients(**_fields(PassCoefficients, coefficients[name], f"cost_model.coefficients.{name}"))

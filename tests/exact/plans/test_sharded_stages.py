@@ -2,6 +2,19 @@
 
 Ranks of a stage meet in every pass ("sharded", as ZeRO-3) or in every backward ("gathered_per_step", as ZeRO-2), in fp64, on
 gloo ranks.
+
+What proves what, for 2 stages of 2 ranks, 2 of 4 and 4 of 2, in both modes where no other number is named:
+
+    slices, packs, hybrids of them, recomputing, offloading    `test_slices_packs_and_policies_match`
+    10 clipped steps of AdamW, each of two plans (accumulation)    `test_ten_clipped_steps_of_two_plans_each_follow_one_process`
+    110 random plans, none of which hangs    `test_random_plans_match`
+    no gather or sum that the plan lacks (4 x 2; 2 x 2 interleaved)    `test_weights_are_gathered_as_often_as_the_plan_says`
+    rings, hybrids of rings and Ulysses, more ranks than heads, copies of shards    `test_rings_match` and the three after it
+    one schedule through several micro-batches (2 x 2, 4 x 2)    `test_rounds_in_turns.py`
+    experts, adapters, frozen layers, tied weights, windows    `test_models_match`
+    resuming to and from every layout (2 x 2)    `hf/trainer/test_staged_trainer.py`
+    clipped trainings, evaluation, fp32 copies of bf16 weights (2 x 2)    `hf/trainer/stages/test_sharded_stage_trainer.py`
+    kills and restarts (2 x 2)    `soak/test_kills.py`
 """
 
 from __future__ import annotations

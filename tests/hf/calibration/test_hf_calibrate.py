@@ -34,6 +34,7 @@ from hf_longctx.plan.cost.catalog import spec_name
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.fitting import relative_errors
 from hf_longctx.plan.cost.profiles import profile_from_json, profile_to_json
+from hf_longctx.plan.cost.weight_traffic import StageGathers, StageWeights
 from hf_longctx.plan.model.config import kernel_fields
 from hf_longctx.plan.model.model_spec import ModelSpec
 
@@ -106,10 +107,26 @@ def test_the_profile_says_what_was_measured(calibrated) -> None:
     profile = calibrated[0][0].profile
     assert "2 ranks" in profile.spec.source and torch.__version__ in profile.spec.source
     assert profile.models[0].coefficients.is_measured
-    assert [ranks for ranks, _ in profile.spec.exchange_bytes_per_s] == [2]
+    for rates in (profile.spec.exchange_bytes_per_s, profile.spec.gather_bytes_per_s, profile.spec.scatter_bytes_per_s):
+        assert [ranks for ranks, _ in rates] == [2]
     names = {name for name, _ in profile.residuals}
     assert {"fitted", "held out", "held out, ring of 2, backward", "fitted, 1 rank, forward"} <= names
     assert "device_bytes and saved_bytes_per_token are not measured" in profile.source
+
+
+def test_plans_with_the_profile_count_its_gathers(calibrated) -> None:
+    calibration = calibrated[0][0]
+    profile = profile_from_json(profile_to_json(calibration.profile))
+    hardware, model = profile.spec, calibration.costs.model
+    part = model.num_layers, True, True
+    costs = CostModel(model, ClusterSpec(2, 2, hardware), profile.models[0].coefficients, parameters="sharded", shard_ranks=2)
+    gathers = StageGathers.of(costs, 2, part)
+    weights, rate = StageWeights.of(model, *part), dict(hardware.gather_bytes_per_s)[2]
+    layer_s = hardware.message_s + weights.layers / model.num_layers / 2 / rate
+    assert gathers.of_pass(False, False).layer_s == pytest.approx(layer_s)
+    without = replace(hardware, gather_bytes_per_s=(), scatter_bytes_per_s=())
+    unknown = replace(costs, cluster=ClusterSpec(2, 2, without))
+    assert StageGathers.of(unknown, 2, part) == StageGathers()
 
 
 def test_the_text_has_a_line_per_chunk_and_the_errors(calibrated) -> None:

@@ -151,12 +151,17 @@ def test_plans_without_a_reduction_are_compared_without_one() -> None:
 def refit_on_rank() -> tuple[list[int], CostCoefficients]:
     """Rank 1 alone sees no drift; what rank 0 says counts for both."""
     pool = group_pool()
-    refit = CostRefit(PlanSource(pool, replace(tiny_costs(2), coefficients=TRUTH), PlannerConfig(64, (1, 2))), 4)
+    costs = replace(tiny_costs(2), coefficients=TRUTH)
+    hardware = replace(costs.cluster.hardware, gather_bytes_per_s=((2, 1e9),), scatter_bytes_per_s=((2, 1e9),))
+    costs = replace(costs, cluster=replace(costs.cluster, hardware=hardware))
+    refit = CostRefit(PlanSource(pool, costs, PlannerConfig(64, (1, 2))), 4)
     fits, truth = [], scaled(1.5)
     for number in range(16):
         plan = measured(PLANS[number % 4], truth, refit.source.costs, pool.rank)
         if refit.add(replace(plan, error=0.0) if pool.rank else plan, ends_step=True):
             fits.append(number)
+    # passes that a run measured contain its gathers
+    assert fits and not refit.source.costs.cluster.hardware.gather_bytes_per_s
     return fits, refit.source.costs.coefficients
 
 

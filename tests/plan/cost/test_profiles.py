@@ -91,7 +91,7 @@ def test_every_field_is_checked() -> None:
     from hf_longctx.plan.cost import profiles
 
     nested = {
-        HardwareSpec: {"exchange_bytes_per_s"},
+        HardwareSpec: set(profiles.RATE_TABLES),
         ModelCalibration: {"coefficients"},
         CostCoefficients: {"forward", "backward"},
     }
@@ -129,6 +129,8 @@ def test_fields_with_a_default_may_be_left_out() -> None:
         ("hardware.exchange_bytes_per_s.1", 1e9, ("exchange_bytes_per_s", "'1'", "2 or more")),
         ("hardware.exchange_bytes_per_s.two", 1e9, ("exchange_bytes_per_s", "'two'")),
         ("hardware.exchange_bytes_per_s.2", 0.0, ("exchange_bytes_per_s.2 is 0.0",)),
+        ("hardware.gather_bytes_per_s.2", -1, ("gather_bytes_per_s.2 is -1",)),
+        ("hardware.scatter_bytes_per_s", 3, ("scatter_bytes_per_s is 3",)),
         ("measured", 3, ("measured is 3", "text")),
         ("ranks_per_node", 0, ("ranks_per_node is 0", "integer above 0")),
         ("models", {}, ("models is {}", "list")),

@@ -79,6 +79,26 @@ def test_passes_have_the_traffic_of_a_micro_batch(parameters: Parameters, num_st
     assert found == pytest.approx(costs.coefficients.forward.exchange_s(traffic))
 
 
+@pytest.mark.parametrize(("per_node", "num_ranks"), [(8, 8), (4, 8)])
+def test_measured_gathers_take_the_place_of_those_by_exchanges(per_node: int, num_ranks: int) -> None:
+    """Rates of eight ranks count where a block crosses nodes, those of a node's ranks inside one; both with measured passes."""
+    costs, inside, across, scatters = costs_of("sharded", per_node=per_node), 3e9, 1e9, 2e9
+    rates = ((per_node, inside), (8, across)) if per_node < 8 else ((8, inside),)
+    hardware = replace(costs.cluster.hardware, gather_bytes_per_s=rates, scatter_bytes_per_s=((per_node, scatters),))
+    measured = replace(costs.coefficients, forward=replace(costs.coefficients.forward, token_s=1e-6), source="calibrated")
+    known = replace(costs, coefficients=measured, cluster=replace(costs.cluster, hardware=hardware))
+    assert known.counts_weights and not replace(known, parameters="replicated").counts_weights
+    found, weights = StageGathers.of(known, num_ranks, PART), StageWeights.of(MODEL, *PART)
+    sent = weights.layers / MODEL.num_layers * 7 / 8
+    assert found.of_pass(False, False).layer_s == pytest.approx(hardware.message_s + sent / (across if per_node < 8 else inside))
+    # four ranks lie on one node
+    (forward, *_, last), own = StageGathers.of(known, 4, PART).passes, weights.layers / MODEL.num_layers * 3 / 4
+    assert forward.layer_s == pytest.approx(hardware.message_s + own / inside)
+    summed = StageWeights.of(MODEL, MODEL.num_layers, False, False).gradients / MODEL.num_layers * 3 / 4
+    assert last.layer_s == forward.layer_s and last.sum_s == pytest.approx(hardware.message_s + summed / scatters)
+    assert StageGathers.of(replace(known, cluster=costs.cluster), num_ranks, PART) == StageGathers()
+
+
 def test_copies_pass_summed_gradients_through_memory_and_no_weights() -> None:
     rate, model = 1e12, MODEL
     gathers = StageGathers.of(costs_of("gathered_per_step", rate), 8, PART, 2)
