@@ -594,9 +594,9 @@ def _with_network(gbit: float, cluster: ClusterSpec, notes: list[str]) -> Cluste
         if nodes > 1
         else "--slow-network has no effect on one node"
     )
-    tables = {name: getattr(cluster.hardware, name) for name in RATE_TABLES}
-    inside = {
-        name: tuple((ranks, rate) for ranks, rate in rates if ranks <= cluster.ranks_per_node) for name, rates in tables.items()
+    inside: dict[str, Any] = {
+        name: tuple((ranks, rate) for ranks, rate in getattr(cluster.hardware, name) if ranks <= cluster.ranks_per_node)
+        for name in RATE_TABLES
     }
     rate = USABLE_SHARE * gbit * 1e9 / 8 / cluster.ranks_per_node
     return replace(cluster, hardware=replace(cluster.hardware, network_bytes_per_s=rate, **inside))

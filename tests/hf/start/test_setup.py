@@ -62,9 +62,9 @@ COSTS = CostCoefficients(
 RATES = HardwareSpec("this machine", 1e11, 5e10, 2**30, 2e9, 1e9, 1e-4, source="measured one day")
 
 
-def written(path: Path, model: str) -> str:
+def written(path: Path, model: str, rates: HardwareSpec = RATES) -> str:
     """The path of a profile with one calibrated model of this name."""
-    profile = HardwareProfile(RATES, (ModelCalibration(model, COSTS, 1000, 2**29),))
+    profile = HardwareProfile(rates, (ModelCalibration(model, COSTS, 1000, 2**29),))
     path.write_text(profile_to_json(profile))
     return str(path)
 
@@ -324,10 +324,18 @@ def test_the_rows_are_read_once_for_all_choices() -> None:
     assert scans.call_count == 1
 
 
-def test_auto_is_refused_where_seconds_were_measured(tmp_path: Path) -> None:
-    path = written(tmp_path / "hardware.json", spec_name(model_spec(build_model(ModelCase(num_layers=4, dtype=torch.float32)))))
-    with pytest.raises(ValueError, match=r"parameters='auto' compares seconds .* gathers are no part; name one of replicated, "):
+def test_auto_needs_gathers_where_seconds_were_measured(tmp_path: Path) -> None:
+    name = spec_name(model_spec(build_model(ModelCase(num_layers=4, dtype=torch.float32))))
+    path = written(tmp_path / "hardware.json", name)
+    with pytest.raises(ValueError, match=r"parameters='auto' compares seconds .*hf-longctx calibrate.* name one of replicated, "):
         auto_setup(path, 1.0, parameters="auto")
+    known = replace(RATES, gather_bytes_per_s=((2, 1e9),), scatter_bytes_per_s=((2, 1e9),))
+    path = written(tmp_path / "hardware.json", name, known)
+    # ranks with shards sum no whole gradients
+    assert COSTS.step_s > 0
+    for parameters, step_s in (("replicated", COSTS.step_s), ("sharded", 0.0)):
+        assert auto_setup(path, 1.0, parameters=parameters).costs.coefficients.step_s == step_s
+    assert auto_setup(path, 1.0, parameters="auto").notes
 
 
 def shared_on_rank(deferred: tuple[bool | None, ...]) -> tuple[Any, tuple[str, ...]]:
