@@ -222,7 +222,15 @@ def _beside_one_stage(plan: StepPlan, scenario: Scenario) -> StageOptions:
 
 
 def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...]) -> StepForecast:
-    plan = plan_step(number, lengths, scenario.costs, scenario.planner_config)
+    costs, config = scenario.costs, scenario.planner_config
+    # the choice of stages has planned the first step
+    known = (
+        option.plan
+        for option in scenario.setup.stage_options.fitting
+        if (option.setup.costs, option.setup.config) == (costs, config)
+        and (option.plan.step, option.plan.lengths) == (number, tuple(lengths))
+    )
+    plan = next(known, None) or plan_step(number, lengths, costs, config)
     execution = execute_plan(plan, scenario.costs)
     use = memory_use(plan, execution, scenario.costs, scenario.memory, scenario.budget)
     plan = replace(plan, estimate=replace(plan.estimate, peak_bytes=use.peak_bytes))
