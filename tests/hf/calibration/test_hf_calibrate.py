@@ -123,7 +123,7 @@ def test_plans_with_the_profile_count_its_gathers(calibrated) -> None:
     gathers = StageGathers.of(costs, 2, part)
     weights, rate = StageWeights.of(model, *part), dict(hardware.gather_bytes_per_s)[2]
     layer_s = hardware.message_s + weights.layers / model.num_layers / 2 / rate
-    assert gathers.of_pass(False, False).layer_s == pytest.approx(layer_s)
+    assert gathers.of_pass(False, False).gather_s == pytest.approx(layer_s)
     without = replace(hardware, gather_bytes_per_s=(), scatter_bytes_per_s=())
     unknown = replace(costs, cluster=ClusterSpec(2, 2, without))
     assert StageGathers.of(unknown, 2, part) == StageGathers()

@@ -90,12 +90,12 @@ def test_measured_gathers_take_the_place_of_those_by_exchanges(per_node: int, nu
     assert known.counts_weights and not replace(known, parameters="replicated").counts_weights
     found, weights = StageGathers.of(known, num_ranks, PART), StageWeights.of(MODEL, *PART)
     sent = weights.layers / MODEL.num_layers * 7 / 8
-    assert found.of_pass(False, False).layer_s == pytest.approx(hardware.message_s + sent / (across if per_node < 8 else inside))
+    assert found.of_pass(False, False).gather_s == pytest.approx(hardware.message_s + sent / (across if per_node < 8 else inside))
     # four ranks lie on one node
     (forward, *_, last), own = StageGathers.of(known, 4, PART).passes, weights.layers / MODEL.num_layers * 3 / 4
-    assert forward.layer_s == pytest.approx(hardware.message_s + own / inside)
+    assert forward.gather_s == pytest.approx(hardware.message_s + own / inside)
     summed = StageWeights.of(MODEL, MODEL.num_layers, False, False).gradients / MODEL.num_layers * 3 / 4
-    assert last.layer_s == forward.layer_s and last.sum_s == pytest.approx(hardware.message_s + summed / scatters)
+    assert last.gather_s == forward.gather_s and last.sum_s == pytest.approx(hardware.message_s + summed / scatters)
     assert StageGathers.of(replace(known, cluster=costs.cluster), num_ranks, PART) == StageGathers()
 
 
