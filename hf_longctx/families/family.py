@@ -78,8 +78,9 @@ class Traits:
     passed_field: str = ""
     # field with the number of streams of hidden states between layers
     streams_field: str = ""
-    # number of layers: as the config says; that of its layer types; or twice as many, since each calls attention twice
-    layers: Literal["", "of_types", "doubled"] = ""
+    # number of layers: as the config says; that of its layer types; twice as many, since each calls attention twice; or without
+    # those that read images, which rows of text skip
+    layers: Literal["", "of_types", "doubled", "without_cross"] = ""
     # row of `STATES` in `plan/model/layers.py` for layers with a state; empty: fields of the config decide
     state: str = ""
     # functions of all layers that run as single kernels if layers are compiled: norms, gated_norms, gates, rotary
@@ -181,6 +182,8 @@ class Modules:
     like_generic: tuple[str, ...] = ()
     # modules of towers that transformers also runs on rows of text, although their outputs are not used
     run_on_text: tuple[str, ...] = ()
+    # towers inside a text model, which rows of text never run
+    idle_on_text: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,15 @@ class Family:
     text: str = ""
     # media that rows of the multimodal class may have, which it is tested with
     media: tuple[MediumKind, ...] = ()
+    # inputs of towers without which the forward of the multimodal class refuses rows of text, too -> what stands for none:
+    # zeros for every token, no features, or no images
+    given_on_text: Mapping[str, Literal["zeros", "no_features", "no_images"]] = field(default_factory=dict)
+    # number of the first token of a row, which the module around the text model gives it
+    first_position: int = 0
+    # its text model is marked as one whose tokens see later ones (is_causal=False), as only those of images and prompts do
+    causal_on_text: bool = False
+    # types of layers that see all earlier tokens in training, and a window after the prompt in generation
+    prompt_window_types: tuple[str, ...] = ()
     # decoder that is tested, if the config may name any
     decoder: str = ""
     # class that is refused -> its reason in `REASONS`

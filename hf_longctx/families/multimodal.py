@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from hf_longctx.families.family import ALL_KERNELS, NORMS, NORMS_AND_ROTARY, Family, Modules, Traits
 
+KOSMOS = Traits(two_matrices=True, tiles_mlps=False, tiles_norms=False, positions="from_padding")
+
 MULTIMODAL: tuple[Family, ...] = (
     Family("aya_vision", wrapper="AyaVisionForConditionalGeneration", text="Cohere2Model", media=("image",)),
+    Family(
+        "blip_2",
+        types=("blip-2",),
+        wrapper="Blip2ForConditionalGeneration",
+        text="OPTForCausalLM",
+        given_on_text={"mm_encoder_outputs": "no_images"},
+    ),
+    Family(
+        "chameleon",
+        traits=Traits(qk_norms=True, kernels=("norms", "gates", "rotary")),
+        wrapper="ChameleonForConditionalGeneration",
+        text="ChameleonModel",
+        modules=Modules(idle_on_text=("ChameleonVQVAE",)),
+    ),
     Family("cohere2_vision", wrapper="Cohere2VisionForConditionalGeneration", text="Cohere2Model"),
     Family(
         "cosmos3_edge",
@@ -32,6 +48,13 @@ MULTIMODAL: tuple[Family, ...] = (
         text="Ernie4_5_VLMoeTextModel",
         media=("image",),
         modules=Modules(mlps_of_more=("Ernie4_5_VLMoeMoeBlock",)),
+    ),
+    Family(
+        "evolla",
+        traits=Traits(kernels=("norms", "gates", "rotary"), miscounted="its encoder of proteins is left out"),
+        wrapper="EvollaForProteinText2Text",
+        text="EvollaModel",
+        modules=Modules(idle_on_text=("EvollaProteinEncoder", "EvollaSequenceAlignerCrossAttention")),
     ),
     Family("exaone4_5", wrapper="Exaone4_5_ForConditionalGeneration", text="Exaone4Model"),
     Family("fast_vlm", wrapper="FastVlmForConditionalGeneration", text="Qwen2Model"),
@@ -92,9 +115,36 @@ MULTIMODAL: tuple[Family, ...] = (
     Family("hyperclovax_vision_v2", wrapper="HyperCLOVAXVisionV2ForConditionalGeneration", text="HyperCLOVAXModel"),
     Family("idefics2", wrapper="Idefics2ForConditionalGeneration", text="MistralModel"),
     Family("idefics3", wrapper="Idefics3ForConditionalGeneration", text="LlamaModel", media=("image",)),
+    Family(
+        "instructblip",
+        wrapper="InstructBlipForConditionalGeneration",
+        text="OPTForCausalLM",
+        given_on_text={"mm_encoder_outputs": "no_images"},
+    ),
+    Family(
+        "instructblipvideo",
+        wrapper="InstructBlipVideoForConditionalGeneration",
+        text="OPTForCausalLM",
+        given_on_text={"mm_encoder_outputs": "no_images"},
+    ),
     Family("internvl", wrapper="InternVLForConditionalGeneration", text="Qwen2Model", media=("image",)),
     Family("janus", wrapper="JanusForConditionalGeneration", text="LlamaModel"),
     Family("kimi_k25", wrapper="Kimi_K25ForConditionalGeneration", text="DeepseekV3Model", media=("image",)),
+    Family(
+        "kosmos2",
+        types=("kosmos-2", "kosmos_2_text_model"),
+        traits=KOSMOS,
+        wrapper="Kosmos2ForConditionalGeneration",
+        text="Kosmos2TextForCausalLM",
+        given_on_text={"image_embeds": "no_features", "image_embeds_position_mask": "zeros"},
+    ),
+    Family(
+        "kosmos2_5",
+        types=("kosmos-2.5", "kosmos_2_5_text_model"),
+        traits=KOSMOS,
+        wrapper="Kosmos2_5ForConditionalGeneration",
+        text="Kosmos2_5TextForCausalLM",
+    ),
     Family("lfm2_vl", wrapper="Lfm2VlForConditionalGeneration", text="Lfm2Model", media=("image",)),
     Family("lfm3_vl", wrapper="Lfm3VlForConditionalGeneration", text="Lfm3Model"),
     Family("lighton_ocr", wrapper="LightOnOcrForConditionalGeneration", text="Qwen3Model", media=("image",)),
@@ -106,6 +156,14 @@ MULTIMODAL: tuple[Family, ...] = (
     Family("minicpmv4_6", wrapper="MiniCPMV4_6ForConditionalGeneration", text="Qwen3_5TextModel"),
     Family("minicpmv4_7", wrapper="MiniCPMV4_7ForConditionalGeneration", text="Qwen3_5TextModel"),
     Family("mistral3", wrapper="Mistral3ForConditionalGeneration", text="MistralModel", media=("image",)),
+    Family(
+        "molmo2",
+        types=("molmo2", "molmo2_text"),
+        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
+        wrapper="Molmo2ForConditionalGeneration",
+        text="Molmo2TextModel",
+        given_on_text={"mm_token_type_ids": "zeros"},
+    ),
     Family("moss_transcribe_diarize", wrapper="MossTranscribeDiarizeForConditionalGeneration", text="Qwen3Model"),
     Family(
         "muse_glimmer",
@@ -121,6 +179,7 @@ MULTIMODAL: tuple[Family, ...] = (
         wrapper="MuseSparkForConditionalGeneration",
         text="MuseSparkTextModel",
     ),
+    Family("nemotron_h_omni", wrapper="NemotronH_Omni_Reasoning_V3", text="NemotronHForCausalLM"),
     Family("ovis2", wrapper="Ovis2ForConditionalGeneration", text="Qwen2Model"),
     Family(
         "paddleocr_vl",
@@ -129,6 +188,13 @@ MULTIMODAL: tuple[Family, ...] = (
         wrapper="PaddleOCRVLForConditionalGeneration",
         text="PaddleOCRTextModel",
         media=("image",),
+    ),
+    Family(
+        "paligemma",
+        wrapper="PaliGemmaForConditionalGeneration",
+        text="GemmaModel",
+        first_position=1,
+        causal_on_text=True,
     ),
     Family("perception_lm", wrapper="PerceptionLMForConditionalGeneration", text="LlamaModel"),
     Family("qianfan_ocr", wrapper="QianfanOCRForConditionalGeneration", text="Qwen3Model"),
@@ -185,6 +251,15 @@ MULTIMODAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, kernels=("norms",)),
         wrapper="Step3p7ForConditionalGeneration",
         text="Step3p7TextModel",
+    ),
+    Family(
+        "unlimited_ocr",
+        types=("unlimited_ocr", "unlimited_ocr_text"),
+        traits=Traits(cuts_heads=True, kernels=("norms", "rotary")),
+        wrapper="UnlimitedOcrForConditionalGeneration",
+        text="UnlimitedOcrTextModel",
+        modules=Modules(unused_windows=("UnlimitedOcrTextDecoderLayer",)),
+        prompt_window_types=("reference_sliding_attention",),
     ),
     Family("video_llama_3", wrapper="VideoLlama3ForConditionalGeneration", text="Qwen2Model", media=("image",)),
     Family("video_llava", wrapper="VideoLlavaForConditionalGeneration", text="LlamaModel"),

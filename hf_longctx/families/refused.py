@@ -60,21 +60,9 @@ REASONS |= {
         "reads images, sound or another second sequence by cross attention, an encoder or learned queries, in rows of text, too; "
         "plans would have to run that part for every document"
     ),
-    "no_image_token": Reason(
-        "names no token that stands for an image, so that plans could not tell rows with images from text; its config would have "
-        "to name one"
-    ),
-    "cache_masks": Reason(
-        "has layers of type reference_sliding_attention, whose masks depend on a cache that plans do not make; plans would have "
-        "to know that they see everything in training"
-    ),
-    "prefix_masks": Reason("lets tokens of a prompt see later ones; plans would have to pass such masks to attention"),
     "other_loss": Reason(
         "is trained by another loss than that of next tokens, to denoise blocks of tokens or actions; plans would have to draw "
         "its noise"
-    ),
-    "hidden_logits": Reason(
-        "hides the logits of image tokens after the head; plans would have to do so in every tile of the loss"
     ),
     "unknown_mixer": Reason(
         "has short convolutions in its attention, whose scores get biases by distance made from queries; plans would have to "
@@ -84,19 +72,13 @@ REASONS |= {
         "chooses keys by an index that plans do not know, of pooled keys or beside keys and values of earlier layers; plans "
         "would have to run that index within documents"
     ),
-    "no_head": Reason("names no output head; transformers would have to return it by get_output_embeddings"),
-    "token_type_ids": Reason(
-        "asks for mm_token_type_ids in training, which rows of text lack; the self-test and evaluations would have to pass zeros"
-    ),
 }
 
 REFUSED: tuple[Family, ...] = (
     Family("big_bird", refused={"BigBirdForCausalLM": "own_attention"}),
     Family("bigbird_pegasus", refused={"BigBirdPegasusForCausalLM": "not_causal"}),
     Family("blip", refused={"BlipForConditionalGeneration": "encoder_on_text"}),
-    Family("blip_2", types=("blip-2",), refused={"Blip2ForConditionalGeneration": "encoder_on_text"}),
     Family("blt", refused={"BltForCausalLM": "cross_attention"}),
-    Family("chameleon", refused={"ChameleonForConditionalGeneration": "hidden_logits"}),
     Family("clvp", refused={"ClvpForCausalLM": "own_attention"}),
     Family("cpmant", refused={"CpmAntForCausalLM": "own_attention"}),
     Family("csm", refused={"CsmDepthDecoderForCausalLM": "other_inputs"}),
@@ -104,11 +86,9 @@ REFUSED: tuple[Family, ...] = (
     Family("diffusion_gemma", refused={"DiffusionGemmaForBlockDiffusion": "other_loss"}),
     Family("doge", refused={"DogeForCausalLM": "mask_of_values"}),
     Family("dory", refused={"DoryForCausalLM": "several_calls"}),
-    Family("evolla", refused={"EvollaForProteinText2Text": "encoder_on_text"}),
     Family("florence2", refused={"Florence2ForConditionalGeneration": "encoder_on_text"}),
     Family("gemma4_assistant", refused={"Gemma4AssistantForCausalLM": "other_inputs"}),
     Family("gemma4_unified_assistant", refused={"Gemma4UnifiedAssistantForCausalLM": "other_inputs"}),
-    Family("git", refused={"GitForCausalLM": "other_inputs"}),
     Family(
         "glm5_next",
         types=("glm5_next", "glm5_next_text"),
@@ -126,19 +106,11 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "inkling2_loop", refused={"Inkling2LoopForCausalLM": "state", "Inkling2LoopForConditionalGeneration": "unknown_mixer"}
     ),
-    Family("instructblip", refused={"InstructBlipForConditionalGeneration": "encoder_on_text"}),
-    Family("instructblipvideo", refused={"InstructBlipVideoForConditionalGeneration": "encoder_on_text"}),
-    Family("kosmos2", types=("kosmos-2",), refused={"Kosmos2ForConditionalGeneration": "no_image_token"}),
-    Family("kosmos2_5", types=("kosmos-2.5",), refused={"Kosmos2_5ForConditionalGeneration": "no_image_token"}),
     Family("mistral_large4", refused={"MistralLarge4ForConditionalGeneration": "unknown_index"}),
-    Family("mllama", refused={"MllamaForCausalLM": "cross_attention", "MllamaForConditionalGeneration": "encoder_on_text"}),
-    Family("molmo2", refused={"Molmo2ForConditionalGeneration": "token_type_ids"}),
     Family("musicgen", types=("musicgen_decoder",), refused={"MusicgenForCausalLM": "cross_attention"}),
     Family("musicgen_melody", refused={"MusicgenMelodyForCausalLM": "other_inputs"}),
     Family("mvp", refused={"MvpForCausalLM": "own_attention"}),
-    Family("nemotron_h_omni", refused={"NemotronH_Omni_Reasoning_V3": "no_head"}),
     Family("openai", types=("openai-gpt",), refused={"OpenAIGPTLMHeadModel": "own_attention"}),
-    Family("paligemma", refused={"PaliGemmaForConditionalGeneration": "prefix_masks"}),
     Family("pi0", refused={"PI0ForConditionalGeneration": "other_loss"}),
     Family("pix2struct", refused={"Pix2StructForConditionalGeneration": "encoder_on_text"}),
     Family("pp_formulanet", refused={"PPFormulaNetForConditionalGeneration": "encoder_on_text"}),
@@ -147,7 +119,6 @@ REFUSED: tuple[Family, ...] = (
     Family("t5gemma2", refused={"T5Gemma2ForConditionalGeneration": "encoder_on_text"}),
     Family("trocr", refused={"TrOCRForCausalLM": "own_attention"}),
     Family("udop", refused={"UdopForConditionalGeneration": "encoder_on_text"}),
-    Family("unlimited_ocr", refused={"UnlimitedOcrForConditionalGeneration": "cache_masks"}),
     Family("vision_encoder_decoder", types=("vision-encoder-decoder",), refused={"VisionEncoderDecoderModel": "encoder_on_text"}),
     Family("xglm", refused={"XGLMForCausalLM": "own_attention"}),
     Family("xlm", refused={"XLMWithLMHeadModel": "own_attention"}),

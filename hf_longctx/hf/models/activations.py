@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_longctx.hf.models.cutting import StageLayers
 from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
 from hf_longctx.hf.models.logits import head_problem, logit_change
+from hf_longctx.hf.models.towers import num_text_layers
 from hf_longctx.plan.core.types import LayerRange, RankPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -157,6 +158,6 @@ def activation_problem(model: PreTrainedModel) -> str:
     except ValueError as error:
         return str(error)
     is_cut = any(isinstance(module, StageLayers) for module in model.modules())
-    if len(layers) != (num_layers := model.config.get_text_config().num_hidden_layers) and not is_cut:
+    if len(layers) != (num_layers := num_text_layers(model)) and not is_cut:
         return f"{type(model).__name__} has {len(layers)} layers, but calls attention {num_layers} times"
     return head_problem(model)

@@ -22,10 +22,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.compressed import compressed_attention
 from hf_longctx.hf.models.dropout import tokens_of
+from hf_longctx.hf.models.forwards import give, take
 from hf_longctx.hf.models.index import chooses_by_plan, pooled_choice
 from hf_longctx.hf.models.own_attention import own_attention
 from hf_longctx.hf.models.states import mixers_of, num_calls
-from hf_longctx.hf.models.towers import text_part
+from hf_longctx.hf.models.towers import num_text_layers, text_part
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.core.binding import is_written_by
@@ -39,6 +40,9 @@ _KERNELS = "kernels-community/"
 OWN_NAME = "longctx_own"
 # attributes of a switched text model: its former implementation, and whether it is one that chooses no function
 _FORMER, _IS_OWN = "_longctx_former_attention", "_longctx_switched"
+
+# method of decoders that make a mask of all tokens by all tokens
+_MASK_METHOD = "_prepare_decoder_attention_mask"
 
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
 _INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
@@ -69,6 +73,9 @@ class AttentionSwitch:
             AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[fallback])
         own = NAMES[_fallback_of(text)]
         text.set_attn_implementation(own)
+        for module in text.modules():
+            if hasattr(type(module), _MASK_METHOD):
+                give(module, _own_mask, _MASK_METHOD)
         if text.config._attn_implementation != own:
             raise ValueError(
                 f"{type(model).__name__} ignores set_attn_implementation, so plans cannot run it; use another model class"
@@ -83,6 +90,19 @@ class AttentionSwitch:
         for each in (module for module in text.modules() if isinstance(module, PreTrainedModel)):
             if each.config._attn_implementation in NAMES.values():
                 each.config._attn_implementation = name
+            take(each, _own_mask, _MASK_METHOD)
+
+
+def _own_mask(decoder: Any, mask: Tensor | None, shape: Any, hidden: Tensor, *args: Any) -> Tensor | None:
+    """The mask of a decoder that makes one itself; one with four dimensions stays as it is, as in other classes.
+
+    Made in fp32 for wider hidden states, since the class cannot fill a mask with the least number of fp64.
+    """
+    if mask is not None and mask.dim() == 4:
+        return mask
+    hidden = hidden if hidden.dtype.itemsize < 4 else hidden.float()
+    made: Tensor | None = getattr(type(decoder), _MASK_METHOD)(decoder, mask, shape, hidden, *args)
+    return made
 
 
 def _fallback_of(text: PreTrainedModel) -> str:
@@ -153,7 +173,7 @@ def num_attention_layers(model: PreTrainedModel) -> int:
     text = text_part(model)
     if mixers_of(text):
         return num_calls(text)
-    return int(model.config.get_text_config().num_hidden_layers)
+    return num_text_layers(model)
 
 
 def longctx_attention(

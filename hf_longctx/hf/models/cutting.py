@@ -24,7 +24,7 @@ from hf_longctx.hf.models.dropout import outer_dropout
 from hf_longctx.hf.models.heads import head_of, is_tied
 from hf_longctx.hf.models.refusing import only_stage
 from hf_longctx.hf.models.states import mixer_of, num_calls
-from hf_longctx.hf.models.towers import text_part, tower_names, tower_parameters
+from hf_longctx.hf.models.towers import num_text_layers, text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange, Ranges
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import keys_of
@@ -164,7 +164,7 @@ def stage_problems(model: nn.Module) -> list[str]:
         num_layers = pieces.num_layers
         if outer := outer_dropout(model, pieces.layers):
             problems.append(f"dropout {outer} stands before or after the layers, so every stage would run it; use stages=1")
-        if num_layers != (num_calls := config.get_text_config().num_hidden_layers):
+        if num_layers != (num_calls := num_text_layers(inner)):
             problems.append(
                 f"{name} cannot be cut into pipeline stages: it has {num_layers} layers, but calls attention {num_calls} times; "
                 f"use stages=1"

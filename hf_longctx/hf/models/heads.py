@@ -57,8 +57,10 @@ def head_of(model: nn.Module) -> nn.Module | None:
     base = inner_model(model)
     if _kind_of(base) != "next_token":
         return _classifier(base)
-    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
-    return head if isinstance(head, nn.Module) else None
+    # some multimodal classes do not name the head of the language model inside
+    owners = [base, *base.children()] if isinstance(base, PreTrainedModel) else []
+    heads = (each.get_output_embeddings() for each in owners if isinstance(each, PreTrainedModel))
+    return next((head for head in heads if isinstance(head, nn.Module)), None)
 
 
 def backbone_of(classifier: Any) -> Any:

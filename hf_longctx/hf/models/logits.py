@@ -25,6 +25,8 @@ from hf_longctx.runtime.core.binding import HOOKS
 _LOGIT_WORDS = ("logit", "softcap", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size")
 # words in names of similar fields about other things: logits of attention, of a router or of a contrastive model, token counts
 _OTHER_WORDS = ("attn", "attention", "router", "auxiliary", "contrastive", "init_value", "mlp", "lsd", "to_keep")
+# field with the names of tokens, among them those of images, whose logits a class may hide
+_TOKEN_NAMES = "vocabulary_map"
 # logits on which a change is tried: number for each token, sizes and dtypes
 _TRIED_LOGITS = 32
 _TRIED_SIZES: tuple[float, ...] = (0.1, 3.0, 300.0)
@@ -70,6 +72,8 @@ def _setting(config: PretrainedConfig) -> str:
             is_ours = any(word in name for word in _LOGIT_WORDS) and not any(word in name for word in _OTHER_WORDS)
             if is_ours and not isinstance(value, bool) and isinstance(value, int | float | str):
                 return f"{name}={value}"
+            if name == _TOKEN_NAMES and value:
+                return name
     return ""
 
 
@@ -88,8 +92,9 @@ def _followed(inner: nn.Module, is_training: bool) -> LogitChange:
 
 def _is_exact(inner: nn.Module, change: LogitChange, is_training: bool) -> bool:
     """Whether `change` gives the logits of the class's own code, and their gradients, bit by bit."""
-    # once with as many logits as the model has, since some classes leave out those beyond a number
-    tries: list[tuple[torch.dtype, int, tuple[float, ...]]] = [(dtype, _TRIED_LOGITS, _TRIED_SIZES) for dtype in _TRIED_DTYPES]
+    # once with as many logits as the model has, since some classes leave out those beyond a number, and always if it hides some
+    few = num_outputs(inner) if change.hidden_ids else _TRIED_LOGITS
+    tries: list[tuple[torch.dtype, int, tuple[float, ...]]] = [(dtype, few, _TRIED_SIZES) for dtype in _TRIED_DTYPES]
     tries.append((torch.float32, num_outputs(inner), _TRIED_SIZES[:1]))
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype, num_logits, sizes in tries:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_longctx.families.family import MediumKind
-from hf_longctx.families.registry import family_of
-from hf_longctx.hf.models.towers import text_part, text_path, tower_names, wrapper_of
+from hf_longctx.hf.models.towers import text_part, text_path, tower_names, wrapper_family, wrapper_of
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
 # attribute of a text model: handle of the hook before it
@@ -42,8 +41,7 @@ def media_kinds(model: nn.Module) -> tuple[MediumKind, ...]:
     wrapper = wrapper_of(model)
     if wrapper is None:
         return ()
-    kinds = family_of(next(each.__name__ for each in type(wrapper).__mro__ if family_of(each.__name__).wrapper)).media
-    return tuple(kind for kind in kinds if token_of(wrapper.config, kind) is not None)
+    return tuple(kind for kind in wrapper_family(model).media if token_of(wrapper.config, kind) is not None)
 
 
 def token_of(config: Any, kind: MediumKind) -> int | None:

@@ -471,8 +471,11 @@ def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
         return type(attention).forward(attention, *args, **keywords)
     own, call = _ATTENTIONS[class_name(attention)], OwnCall(attention, context)
     parameter = cache_parameter(type(attention).forward)
-    given = keywords | {parameter: GroupCache(call)} | ({} if own.keeps_mask else {"attention_mask": None})
-    output = type(attention).forward(attention, *args, **given)
+    forward = type(attention).forward
+    # some layers pass their arguments by place
+    named = dict(list(inspect.signature(forward).bind(attention, *args).arguments.items())[1:])
+    given = named | keywords | {parameter: GroupCache(call)} | ({} if own.keeps_mask else {"attention_mask": None})
+    output = forward(attention, **given)
     call.check()
     # weights are no tensors here
     return tuple(None if isinstance(part, StandIn) else part for part in output)

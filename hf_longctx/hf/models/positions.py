@@ -137,5 +137,6 @@ def _config(owner: Any) -> PretrainedConfig:
 def _padding_id(owner: Any) -> int:
     """The padding token from which the embeddings count; the config's if there are none, as in a later stage."""
     modules: Any = owner.modules() if isinstance(owner, nn.Module) else ()
-    found = (each.padding_idx for each in modules if hasattr(each, "position_embeddings") and hasattr(each, "padding_idx"))
+    numbered = (each for each in modules if hasattr(each, "position_embeddings") or "Position" in class_name(each))
+    found = (each.padding_idx for each in numbered if hasattr(each, "padding_idx"))
     return int(next(found, _config(owner).get_text_config().pad_token_id))

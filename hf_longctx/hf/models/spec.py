@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.families.registry import MIXERS, MODULES
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, is_adapted
 from hf_longctx.hf.models.compressed import COMPRESSED_LAYERS
 from hf_longctx.hf.models.cutting import RANGES, Pieces, find_pieces
-from hf_longctx.hf.models.heads import head_kind, num_outputs
+from hf_longctx.hf.models.heads import head_kind, head_of, num_outputs
 from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, has_plain_projections, tiles_mlps, tiles_norms
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_layers, packed_spec
-from hf_longctx.hf.models.towers import text_layers, text_part, tower_parameters
+from hf_longctx.hf.models.towers import num_text_layers, text_layers, tower_parameters
 from hf_longctx.plan.core.settings import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.profiles import profile_of_device
@@ -41,10 +40,9 @@ def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
     try:
         pieces = find_pieces(model)
     except ValueError:
-        # layers of an image or audio encoder do not count
-        lists = [module for module in base_of(model).get_decoder().children() if isinstance(module, nn.ModuleList)]
-        own: list[nn.Module] = [layer for each in lists for layer in each if isinstance(layer, GradientCheckpointingLayer)]
-        return None, own or [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return None, text_layers(model)
+    if num_text_layers(base_of(model)) < pieces.num_layers:
+        return None, text_layers(model)
     return pieces, list(getattr(pieces.decoder, pieces.layers))
 
 
@@ -76,7 +74,7 @@ def layer_windows(model: Any) -> Windows:
     config = base_of(model).config.get_text_config()
     types = layer_types(config, len(layers))
     windows = [layer_window(layer, config, kind) or None for layer, kind in zip(layers, types, strict=True)]
-    times, rest = divmod(config.num_hidden_layers, max(1, len(windows)))
+    times, rest = divmod(num_text_layers(base_of(model)), max(1, len(windows)))
     # a rest means that the decoder is not a plain chain of its layers
     return () if rest else plain_windows([window for window in windows for _ in range(times)])
 
@@ -102,7 +100,7 @@ def model_spec(model: PreTrainedModel, is_autocast: bool = False) -> ModelSpec:
         spec,
         idle_parameters=spec.idle_parameters + _uncounted_parameters(model, spec),
         bytes_sent_per_element=min(2, element) if is_autocast else 0,
-        qk_norms=any(name.endswith(_QK_NORMS) for name, _ in text_part(model).named_modules()),
+        qk_norms=any(name.endswith(_QK_NORMS) for layer in text_layers(model) for name, _ in layer.named_modules()),
         can_keep_qkv=has_plain_projections(model),
         cuts_heads=cuts_heads(model),
         tiles_mlps=tiles_mlps(model),
@@ -128,7 +126,7 @@ def _fp32_sizes(model: PreTrainedModel) -> dict[str, Any]:
     named = [(name, weight) for layer in layers for name, weight in layer.named_parameters() if id(weight) not in packed]
     weights = [(name, weight) for name, weight in named if weight.dtype == torch.float32]
     count = sum(weight.numel() for name, weight in weights if not any(word in name for word in _ADDED))
-    head = base_of(model).get_output_embeddings()
+    head = head_of(model)
     own_head = getattr(head, "weight", None)
     return {
         "fp32_parameters": count // max(1, len(layers)),
@@ -150,7 +148,7 @@ def _rounded_sizes(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
             if (is_expert := ids.get(id(weight))) is not None:
                 counts[is_expert] += weight.numel()
     own = spec.layer_weights - spec.experts.parameters
-    head = base_of(model).get_output_embeddings()
+    head = head_of(model)
     return {
         "rounded_parameters": min(own, counts[False] // max(1, len(layers))),
         "experts": replace(spec.experts, are_rounded=counts[True] > 0),

@@ -14,20 +14,26 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
-from hf_longctx.families.registry import WRAPPED_MODELS, family_of
+from hf_longctx.families.family import Family
+from hf_longctx.families.registry import MODULES, WRAPPED_MODELS, family_of, family_of_type
 from hf_longctx.hf.models.forwards import give, has, take
-from hf_longctx.hf.models.heads import backbone_of, head_kind, inner_model
+from hf_longctx.hf.models.heads import backbone_of, head_kind, head_of, inner_model
+from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD
 
-# attribute of the module around a text model: the text model's name there
+# attribute of the module around a text model: the text model's name there, and the class of the multimodal model
 _TEXT = "_longctx_text"
+# attribute of attention that was marked as causal
+_MARKED = "_longctx_causal"
 # keywords that every text model takes, some of them without naming them
 _PASSED = ("longctx", LAYER_RANGE_KEYWORD, "num_items_in_batch", "return_dict", "shift_labels")
 # keywords that hold no input of a tower; they are left out for a text model that does not take them
@@ -35,6 +41,8 @@ _DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 # fields of a wrapper's config with the ids of tokens whose embeddings a tower would replace
 _PLACEHOLDER = re.compile(r"(image|video|audio)_(token_id|token_index|patch_id)")
 
+# beginning of the names of Chameleon's tokens for parts of an image
+_IMAGE_PART = "IMGIMG"
 # field of a tower's config: the first token that the tower embeds
 _FIRST_TOKEN = "vocab_offset"
 
@@ -42,9 +50,18 @@ _FIRST_TOKEN = "vocab_offset"
 def wrapper_of(model: nn.Module) -> PreTrainedModel | None:
     """The multimodal model of a tested class inside adapters and other wrappers; None for models of text alone."""
     base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return base if base is not None and _known_class(base) else None
+
+
+def _known_class(base: nn.Module | None) -> str:
+    """Name of the tested multimodal class of a model, whose own class may come from it; empty for others."""
     # sharding puts a class of torch in front of the model's own
-    names = [each.__name__ for each in type(base).__mro__]
-    return base if base is not None and any(name in WRAPPED_MODELS for name in names) else None
+    return next((each.__name__ for each in type(base).__mro__ if each.__name__ in WRAPPED_MODELS), "")
+
+
+def wrapper_family(model: nn.Module) -> Family:
+    """The family of the multimodal class inside adapters and other wrappers; one without facts for models of text alone."""
+    return family_of(_known_class(wrapper_of(model)))
 
 
 def text_part(model: nn.Module) -> Any:
@@ -59,7 +76,7 @@ def text_part(model: nn.Module) -> Any:
 def text_path(wrapper: PreTrainedModel) -> str:
     """Name of the text model in a wrapper."""
     names = {id(module): name for name, module in wrapper.named_modules()}
-    owner: str = names[id(wrapper.get_output_embeddings())].rpartition(".")[0]
+    owner: str = names[id(head_of(wrapper))].rpartition(".")[0]
     return owner or names[id(wrapper.get_decoder())]
 
 
@@ -80,33 +97,45 @@ def _causal_name(text: nn.Module) -> str:
 
 def text_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model in order, even inside wrappers, without layers of towers and layers inside of others."""
-    layers = [module for module in text_part(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    text = text_part(model)
+    layers = [module for module in text.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    inner |= {id(module) for tower in _inner_towers(text).values() for module in tower.modules()}
     return [layer for layer in layers if id(layer) not in inner]
 
 
+def num_text_layers(model: Any) -> int:
+    """Number of decoder layers that rows of text run, as the config of a whole model says it."""
+    skipped = [tower for tower in _inner_towers(text_part(model)).values() if isinstance(tower, GradientCheckpointingLayer)]
+    return int(model.config.get_text_config().num_hidden_layers) - len(skipped)
+
+
+def _inner_towers(text: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a text model that rows of text never run, by their names."""
+    return {name: module for name, module in text.named_modules() if class_name(module) in MODULES.idle_on_text}
+
+
 def tower_names(model: nn.Module) -> list[str]:
-    """Names of the largest modules of a wrapper without any part of the text model or the head; empty for other models."""
-    wrapper = wrapper_of(model)
-    if wrapper is None:
-        return []
-    names = {id(module): name for name, module in wrapper.named_modules()}
-    text, head = text_path(wrapper), names[id(wrapper.get_output_embeddings())]
+    """Names of the largest modules that rows of text never run, in the model of transformers; empty for most models of text."""
+    base: Any = inner_model(model)
+    names = {id(module): name for name, module in base.named_modules()}
+    inside = [names[id(module)] for module in _inner_towers(base).values()]
+    if wrapper_of(model) is None:
+        return inside
+    text, head = text_path(base), names[id(head_of(base))]
     kept = [text] if head.startswith(f"{text}.") else [text, head]
     around = {"", *(".".join(name.split(".")[:depth]) for name in kept for depth in range(1, name.count(".") + 1))}
-    return [
-        name for name, _ in wrapper.named_modules() if name and name not in (*kept, *around) and name.rpartition(".")[0] in around
-    ]
+    outside = [name for name in names.values() if name and name not in (*kept, *around) and name.rpartition(".")[0] in around]
+    return outside + [name for name in inside if name.startswith(f"{text}.")]
 
 
 def tower_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of a wrapper outside of its text model and its head."""
-    wrapper = wrapper_of(model)
-    if wrapper is None:
-        return
-    head: Any = wrapper.get_output_embeddings()
-    own = {id(parameter) for part in (text_part(wrapper), head) for parameter in part.parameters()}
-    yield from (parameter for parameter in wrapper.parameters() if id(parameter) not in own)
+    """Parameters that rows of text never reach: outside of a wrapper's text model and head, or of towers in a text model."""
+    base = inner_model(model)
+    parts = [text_part(base), *([head] if (head := head_of(base)) is not None else [])]
+    own = {id(parameter) for part in parts for parameter in part.parameters()}
+    own -= {id(parameter) for tower in _inner_towers(base).values() for parameter in tower.parameters()}
+    yield from (parameter for parameter in base.parameters() if id(parameter) not in own)
 
 
 def unit_classes(model: Any, gathers_towers: bool) -> tuple[str, ...]:
@@ -147,16 +176,24 @@ class TextPatch:
         """Raises ValueError for a forward of others around the text model."""
         wrapper = wrapper_of(model)
         assert wrapper is not None
-        parent, _, name = text_path(wrapper).rpartition(".")
+        path = text_path(wrapper)
+        parent, _, name = path.rpartition(".")
         around = wrapper.get_submodule(parent)
+        if around is wrapper and head_of(wrapper) not in set(wrapper.get_submodule(path).modules()):
+            # it calls the text model with all that it gets, and then its head
+            return
         if "forward" in vars(around) and not has(around, _forward):
             raise ValueError(
                 f"the forward of {parent or 'the model'} ({type(around).__name__}) was replaced, which plans of a multimodal "
                 f"model would leave out; remove it, and if mixed precision of accelerate has done it, use LongContextTrainer or "
                 f"`attach`"
             )
+        if wrapper_family(wrapper).causal_on_text:
+            for module in text_part(wrapper).modules():
+                if vars(module).get("is_causal") is False:
+                    vars(module)["is_causal"] = vars(module)[_MARKED] = True
         # by name, so that it works on a copy of the model too
-        vars(around)[_TEXT] = name
+        vars(around)[_TEXT] = (name, _known_class(wrapper))
         give(around, _forward)
 
     def undo(self, model: nn.Module) -> None:
@@ -164,15 +201,20 @@ class TextPatch:
         for module in model.modules():
             if vars(module).pop(_TEXT, None) is not None:
                 take(module, _forward)
+            if vars(module).pop(_MARKED, False):
+                vars(module)["is_causal"] = False
 
 
 def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
     """Token ids that stand for images, sound or video in rows of a multimodal model; none for the config of a text model."""
-    if config.get_text_config() is config:
+    if config.get_text_config() is config and not family_of_type(config.model_type).wrapper:
         return ()
     found = [getattr(config, name) for name in config.to_dict() if _PLACEHOLDER.fullmatch(name)]
     # a negative number means none
     ids = {value for value in found if isinstance(value, int) and value >= 0}
+    # tokens that are an image themselves, and whose logits the class hides
+    named = getattr(config, "vocabulary_map", None) or {}
+    ids |= {token for name, token in named.items() if name.startswith(_IMAGE_PART)}
     # towers of Gemma 3n embed the last tokens of the vocabulary, without any image or sound
     firsts = [first for part in config.sub_configs if (first := getattr(getattr(config, part, None), _FIRST_TOKEN, None))]
     ids |= set(range(min(firsts), config.get_text_config().vocab_size)) if firsts else set()
@@ -183,28 +225,54 @@ def _forward(around: Any, *args: Any, **keywords: Any) -> Any:
     """The forward of the module around a text model: its class's own or, under a plan, the text model's."""
     if _TEXT not in vars(around):
         return type(around).forward(around, *args, **keywords)
-    text = getattr(around, vars(around)[_TEXT])
-    if keywords.get("longctx") is None and LAYER_RANGE_KEYWORD not in keywords:
-        with _completed(text, type(around).__name__):
-            return type(around).forward(around, *args, **keywords)
-    taken = {*_PASSED, *inspect.signature(type(text).forward).parameters}
+    name, wrapper = vars(around)[_TEXT]
+    text, family = getattr(around, name), family_of(wrapper)
     named = inspect.signature(type(around).forward).bind_partial(around, *args).arguments if args else {}
     given = {name: value for name, value in (named | keywords).items() if value is not None and value is not around}
-    if inputs := [name for name, value in given.items() if isinstance(value, Tensor) and name not in (*taken, *_DROPPED)]:
+    taken = {*_PASSED, *inspect.signature(type(text).forward).parameters}
+    inputs = [name for name, value in given.items() if isinstance(value, Tensor) and name not in (*taken, *_DROPPED)]
+    if keywords.get("longctx") is None and LAYER_RANGE_KEYWORD not in keywords:
+        if family.given_on_text and not inputs and not family.given_on_text.keys() & given.keys():
+            keywords |= {name: _nothing(kind, given, text) for name, kind in family.given_on_text.items()}
+            # some parameters for images have no default
+            parameters = inspect.signature(type(around).forward).parameters.values()
+            own = list(parameters)[len(args) + 1 :]
+            keywords = {
+                each.name: None for each in own if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+            } | keywords
+        with _completed(text, family):
+            return type(around).forward(around, *args, **keywords)
+    if inputs:
         raise ValueError(
             f"{type(around).__name__} got {', '.join(inputs)} under a plan, but plans train rows of text alone; leave images, "
             f"sound and video out"
         )
+    if family.first_position and "position_ids" in given:
+        given["position_ids"] = given["position_ids"] + family.first_position
     # plans switch outputs off, whether or not the class names them
     is_off = {name for name, value in given.items() if value is False and name.startswith("output_")}
     output = text(**{name: value for name, value in given.items() if name in taken or name in is_off})
     return output if hasattr(output, "logits") else _TextOutput(output)
 
 
+def _nothing(kind: str, given: dict[str, Any], text: Any) -> Any:
+    """Input that stands for no images in a row of text, for a forward that asks for images in every row."""
+    if kind == "zeros":
+        row = given["input_ids"] if "input_ids" in given else given["inputs_embeds"][..., 0]
+        return torch.zeros_like(row, dtype=torch.int64)
+    embedding: Any = text.get_input_embeddings()
+    features_0C = embedding.weight.new_empty(0, embedding.weight.shape[1])
+    if kind == "no_features":
+        return features_0C
+    return dict.fromkeys(
+        ("image", "video"), SimpleNamespace(pooler_output=features_0C, qformer_outputs=None, vision_outputs=None)
+    )
+
+
 @contextmanager
-def _completed(text: Any, around: str) -> Iterator[None]:
+def _completed(text: Any, family: Family) -> Iterator[None]:
     """Context that adds empty images to the text model's output: the class around it reads them, transformers 5.24 omits them."""
-    if not family_of(around.removeprefix("FSDP")).reads_image_outputs:
+    if not family.reads_image_outputs:
         yield
         return
     own, run = vars(text).get("forward"), text.forward

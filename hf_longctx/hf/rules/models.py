@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import align_special_tokens
 
+from hf_longctx.families.registry import family_of_type
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.data.labels import Problem
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -34,7 +35,7 @@ from hf_longctx.hf.models.quantised import quantised_problems
 from hf_longctx.hf.models.rope import rope_problems
 from hf_longctx.hf.models.spec import decoder_layers
 from hf_longctx.hf.models.states import state_problems
-from hf_longctx.hf.models.towers import tower_parameters
+from hf_longctx.hf.models.towers import tower_parameters, wrapper_family
 from hf_longctx.hf.rules.classes import class_problem, code_of
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.runtime.core.binding import class_name
@@ -54,6 +55,8 @@ _UNUSED_CHANCES = (
     "classifier_dropout_prob",
     "summary_first_dropout",
     "summary_last_dropout",
+    # parts that rows of text skip have it
+    "aligner_attention_probs_dropout_prob",
 )
 # field -> the tested value, and the remedy for others
 _TESTED_SETTINGS: dict[str, tuple[Any, str]] = {
@@ -159,9 +162,10 @@ def _frozen_problem(facts: ModelFacts) -> str:
 
 def _pattern_problems(facts: ModelFacts) -> list[str]:
     """Problems with attention patterns that the model never passes to the attention function, which would ignore them."""
-    config, text = facts.base.config.get_text_config(), facts.text
+    config, text, around = facts.base.config.get_text_config(), facts.text, wrapper_family(facts.base)
     # "vision" lets tokens of images see each other; without images it has no effect
-    if (value := getattr(config, "use_bidirectional_attention", None)) not in (None, False, "vision"):
+    value = getattr(config, "use_bidirectional_attention", None)
+    if value not in (None, False, "vision") and not around.causal_on_text:
         return [f"use_bidirectional_attention is set to {value!r}, but only causal attention is supported; unset it"]
     layer_types = getattr(config, "layer_types", None) or ()
     never = {
@@ -172,8 +176,9 @@ def _pattern_problems(facts: ModelFacts) -> list[str]:
         f"is_decoder=True in its config"
         for name, module in text.named_modules()
         if getattr(module, "is_causal", True) is False and getattr(module, "layer_idx", None) is not None and module not in never
+        if not around.causal_on_text
     ][:1]
-    known = (*_LAYER_TYPES, *(["chunked_attention"] if facts.family.attention_chunks else []))
+    known = (*_LAYER_TYPES, *around.prompt_window_types, *(["chunked_attention"] if facts.family.attention_chunks else []))
     known += (INDEXED_LAYERS,) if indexed_attention(text) else ()
     known += COMPRESSED_LAYERS if compressing_attention(text) else ()
     known += (mixer.layer_type, *mixer.other_types) if (mixer := facts.mixer) else ()
@@ -211,7 +216,9 @@ def _two_sided_problems(config: PretrainedConfig) -> list[str]:
 
 def _setting_problems(config: PretrainedConfig, keyed: Sequence[str]) -> list[str]:
     """Problems with fields of a tested class's config that have untested values; `keyed` fields may have any rate."""
-    values = config.get_text_config().to_dict()
+    text = config.get_text_config()
+    skipped = text.sub_configs if family_of_type(text.model_type).modules.idle_on_text else ()
+    values = {name: value for name, value in text.to_dict().items() if name not in skipped}
     problems = [
         f"{field} is {value}; set it to 0.0, {'dropout' if 'drop' in field else 'noise'} is not supported yet"
         for field, value in sorted(_all_fields(values))

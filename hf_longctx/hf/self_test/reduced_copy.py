@@ -23,7 +23,8 @@ from hf_longctx.hf.checkpoints.deferred import forget_source, is_unread, source_
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.cutting import PLAIN, Identity
-from hf_longctx.hf.models.heads import head_kind
+from hf_longctx.hf.models.heads import head_kind, head_of
+from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.hf.models.packed_experts import pack_copies, packed_weights, unpacked_copy
 from hf_longctx.hf.models.quantised import in_full, own_elements, packed_layers, put_in_place
 from hf_longctx.hf.models.spec import WINDOW_FIELDS, decoder_layers, layer_types, layer_window
@@ -150,7 +151,8 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     if dtype is not None:
         _make_plain(inner)
     types = layer_types(config, len(layers))
-    num_calls = num_attention_layers(inner)
+    # parts that rows of text skip are gone from the copy
+    num_calls = num_attention_layers(inner if mixers_of(copied) else base)
     windows = {place: layer_window(own[place], config, types[place]) for place in kept}
     return ReducedCopy(
         copied.train(),
@@ -280,7 +282,7 @@ def _is_plain(value: Any) -> bool:
 
 def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
     """Puts the first rows of embedding and head into `memo`, if both are plain modules; returns the number of usable ids."""
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    embedding, head = base.get_input_embeddings(), head_of(base)
     if head_kind(base) != "next_token":
         # a classifier has no row of its head for a token id
         head = embedding
@@ -292,7 +294,8 @@ def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
         return num_ids
     if hasattr(embedding, "base_layer") or num_rows[0] != num_rows[1]:
         return num_ids
-    kept = min(num_ids, max(NUM_TOKEN_IDS, (embedding.padding_idx or 0) + 1))
+    hidden = () if head_problem(base) else logit_change(base).hidden_ids
+    kept = min(num_ids, 1 + max(NUM_TOKEN_IDS - 1, embedding.padding_idx or 0, *hidden))
     for parameter in (embedding.weight, head.weight, getattr(head, "bias", None)):
         if isinstance(parameter, nn.Parameter):
             memo[id(parameter)] = nn.Parameter(parameter.detach()[:kept].clone(), parameter.requires_grad)

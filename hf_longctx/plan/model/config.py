@@ -80,6 +80,7 @@ _LAYERS = (
     "full_attn_layers",
     "no_rope_layers",
     "compress_ratios",
+    "cross_attention_layers",
 )
 _OBJECTS = ("linear_attn_config", "per_layer_config", *_TEXTS, *_NESTED)
 # largest numbers: of layers, of positions, and of anything else
@@ -169,6 +170,8 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
     # each layer calls attention twice, as two layers of other classes do
     if derived == "doubled" and fields.get("num_layers"):
         return {"num_hidden_layers": 2 * int(fields["num_layers"])}
+    if derived == "without_cross" and fields.get("num_hidden_layers"):
+        return {"num_hidden_layers": int(fields["num_hidden_layers"]) - len(fields.get("cross_attention_layers") or ())}
     return {}
 
 

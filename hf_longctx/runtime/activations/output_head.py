@@ -52,14 +52,15 @@ from hf_longctx.runtime.core.loss import (
     wide_logits,
 )
 
-# name of an operation, and its number or dtype
-Step = tuple[str, float | torch.dtype | None]
+# name of an operation, and its number, its dtype or token ids
+Step = tuple[str, float | torch.dtype | tuple[int, ...] | None]
 
 _APPLY: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "mul": lambda x, factor: x * factor,
     "div": lambda x, divisor: x / divisor,
     "tanh": lambda x, _: torch.tanh(x),
     "cast": lambda x, dtype: x.to(dtype),
+    "hide": lambda x, ids: x.index_fill(-1, torch.tensor(ids, device=x.device), torch.finfo(x.dtype).min),
 }
 # names of operations in torch -> names here
 _NAMES = {
@@ -104,6 +105,11 @@ class LogitChange:
         """The dtype to which logits are cast; None if they keep the head's dtype."""
         found = [operand for _, operand in self.steps if isinstance(operand, torch.dtype)]
         return found[-1] if found else None
+
+    @property
+    def hidden_ids(self) -> tuple[int, ...]:
+        """Token ids whose logits get the least number of their dtype."""
+        return tuple(token for name, ids in self.steps if name == "hide" and isinstance(ids, tuple) for token in ids)
 
     def agrees_with(self, other: LogitChange) -> bool:
         """Whether both make the same change, except for final casts: losses are computed in a wide dtype anyway."""
@@ -152,7 +158,7 @@ class StandIn(Tensor):
         own = next((each for each in args if isinstance(each, StandIn)), None)
         if own is not None and (step := _step(name, [each for each in args if each is not own], keywords)) is not None:
             change = LogitChange((*own.change.steps, step))
-            if name in _IN_PLACE:
+            if name in (*_IN_PLACE, "__setitem__"):
                 own.change = own.newest[0] = change
                 return own
             return cls._made(own._plain(), change, own.newest)
@@ -176,6 +182,8 @@ def _step(name: str, others: list[Any], keywords: dict[str, Any]) -> Step | None
     """Returns the step of an operation, given its arguments besides the logits; None if it is no step."""
     if name in _CASTS and not others and not keywords:
         return "cast", _CASTS[name]
+    if name == "__setitem__":
+        return _hiding(*others)
     if name in _CASTS_TO:
         operands = [*others, *keywords.values()]
         is_wide = len(operands) == 1 and isinstance(operands[0], torch.dtype) and operands[0] in _WIDE
@@ -187,6 +195,14 @@ def _step(name: str, others: list[Any], keywords: dict[str, Any]) -> Step | None
         return None if others else ("tanh", None)
     is_number = len(others) == 1 and isinstance(others[0], int | float) and not isinstance(others[0], bool)
     return (known, others[0]) if is_number else None
+
+
+def _hiding(places: Any, value: Any) -> Step | None:
+    """Returns the step that gives some logits of every token the least number of their dtype; None for other changes."""
+    is_whole = isinstance(places, tuple) and len(places) == 3 and places[:2] == (slice(None), slice(None))
+    ids = list(places[2]) if is_whole and isinstance(places[2], list | tuple) else []
+    is_least = any(value == torch.finfo(dtype).min for dtype in (*_WIDE, torch.bfloat16, torch.float16))
+    return ("hide", tuple(ids)) if is_least and ids and all(isinstance(each, int) for each in ids) else None
 
 
 # torch's autograd nodes that pass on a value unchanged

@@ -42,7 +42,7 @@ from hf_longctx.hf.models.logits import head_problem, logit_change
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
 from hf_longctx.hf.models.states import mixers_of
-from hf_longctx.hf.models.towers import text_part, tower_parameters
+from hf_longctx.hf.models.towers import num_text_layers, text_part, tower_parameters
 from hf_longctx.hf.rules.arguments import setup_problems
 from hf_longctx.hf.self_test.check import SelfTest
 from hf_longctx.hf.self_test.specimen import RunPlace
@@ -244,7 +244,7 @@ def staged_step(whole_model: Any) -> Step:
         for key, gradient in gradients_of(own).items():
             gradients[key] = gradients[key] + gradient if key in gradients else gradient
     # the last stage keeps the weight of a tied head as its own
-    tied = whole_model.get_input_embeddings().weight is whole_model.get_output_embeddings().weight
+    tied = whole_model.get_input_embeddings().weight is output_head(whole_model).weight
     if tied:
         names = {id(p): n for n, p in whole_model.named_parameters()}
         embedding = names[id(whole_model.get_input_embeddings().weight)]
@@ -272,7 +272,7 @@ def local_outcome(name: str, lora: Lora, expected: Step, is_brief: bool = False)
     model = build(name, lora)
     if problems := setup_problems(ModelFacts.of(model), None, LongContextConfig(), 2, (1, 2)):
         raise AssertionError(f"{name} is refused: {problems}")
-    assert model_spec(model).num_layers == model.config.get_text_config().num_hidden_layers
+    assert model_spec(model).num_layers == num_text_layers(model)
 
     def new() -> Any:
         return patched(model_in_wide_floats(name, lora))

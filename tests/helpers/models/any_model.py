@@ -123,6 +123,9 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     },
     "Gemma4UnifiedForCausalLM": {"use_bidirectional_attention": None},
+    "GitForCausalLM": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+    },
     "GraniteMoeHybridForCausalLM": _MAMBA | {"layer_types": ["mamba", "attention"]},
     # layers with a mixer and an MLP, with a mixer and experts, with attention and an MLP
     "JambaForCausalLM": {
@@ -165,7 +168,7 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
         **{"no_rope_layers": [1, 1, 0, 0], "moe_layers": [0, 2], "intermediate_size": 16},
     },
     "MiniMaxForCausalLM": {"block_size": 8},
-    "MllamaForCausalLM": {"cross_attention_layers": [1]},
+    "MllamaForCausalLM": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     # blocks with attention that share their weights, with adapters of their own in Zamba 2
     "ZambaForCausalLM": {
         **{"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -45,8 +46,20 @@ transformers, packed and in slices, to 1e-12.
 _WRAPPED = """
 A multimodal class trains rows of text if it stands here and its text model is the one named, or that of an exact class above.
 Errors are measured as above, against the whole multimodal model on rows of text. Towers for images, sound and video are
-frozen while a run lasts, stay bit-equal, and are saved with the checkpoint. Rows with such input, by a column or by a token
-that stands for it, are refused, and so are the classes at the end of this page.
+frozen while a run on rows of text lasts, stay bit-equal, and are saved with the checkpoint. Rows with such input, by a column or
+by a token that stands for it, are refused except for [images of some classes](#images-in-rows), and so are the classes at the
+end of this page.
+"""
+_ON_TEXT = """
+Rows of text are causal in every class, also in PaliGemma, whose prompts may see later tokens: its rows count as answers alone.
+Layers and adapters that read images or proteins alone (Mllama, Evolla) are left out, as plain transformers leaves them out, and
+are frozen like towers. Where plain transformers asks for images in every row (BLIP-2, InstructBLIP, Kosmos-2, Molmo 2), it got
+none here, or some that no token stands for.
+"""
+_MEDIA = """
+Errors of loss and of every gradient of text, projector and tower are below 1e-12 in packs, in slices that cut images, and
+recomputed; four of them are also tested in groups and rings of two ranks. The four are also tested in shards. Their towers may be
+trained, with adapters, or frozen. Stages refuse such rows.
 """
 _OTHER_WRAPPERS = "## Other multimodal classes, which are refused"
 _PLACES = {"ring": "rings", "recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
@@ -92,9 +105,12 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         "|---|---|",
         *(f"| {name} | {summary} |" for name, summary in sorted(refused.items())),
         "",
+        *_images(),
         "## Wrapped text models",
         "",
         " ".join(_WRAPPED.split()),
+        "",
+        " ".join(_ON_TEXT.split()),
         "",
         "| class | text model | error | rings | recomputed | sharded | stages |",
         "|---|---|---|---|---|---|---|",
@@ -104,14 +120,30 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
     return "\n".join(lines) + "\n"
 
 
+def _images() -> list[str]:
+    from hf_longctx.families.registry import FAMILIES
+
+    names = ", ".join(sorted(family.wrapper for family in FAMILIES if "image" in family.media))
+    said = f"Rows of these classes may have [images](guides/images.md): {names}. {' '.join(_MEDIA.split())}"
+    return ["## Images in rows", "", said, ""]
+
+
 def _refused_wrappers() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
     from hf_longctx.families.refused import REASONS
     from hf_longctx.families.registry import FAMILIES
 
     refused = ((name, REASONS[reason]) for family in FAMILIES for name, reason in family.refused.items())
     reasons = {name: reason.text for name, reason in refused if not reason.summary}
     rows = [f"| {name} | {reasons[name]} |" for name in sorted(reasons)]
-    return ["", _OTHER_WRAPPERS, "", "| class | why, and what it would need: the class |", "|---|---|", *rows]
+    known = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+    left_out = sorted(known & reasons.keys())
+    counted = (
+        f"Of the {len(known)} classes that `AutoModelForImageTextToText` builds, {len(known) - len(left_out)} run rows of text. "
+        f"The other {len(left_out)} are {', '.join(left_out[:-1])} and {left_out[-1]}."
+    )
+    return ["", _OTHER_WRAPPERS, "", counted, "", "| class | why, and what it would need: the class |", "|---|---|", *rows]
 
 
 def cells_of(outcome: object, head: str) -> dict[str, str]:
@@ -133,7 +165,7 @@ def read_page() -> tuple[dict[str, list[str]], dict[str, str], dict[str, list[st
         {
             cells[0]: cells[1:]
             for cells in ([cell.strip() for cell in line.strip("| \n").split("|")] for line in part.splitlines())
-            if cells[0].endswith(("ForCausalLM", "ForConditionalGeneration", *OLDER))
+            if re.fullmatch(r"\w*[A-Z]\w+", cells[0])
         }
         for part in (exact, refused, wrapped)
     ]

@@ -22,12 +22,22 @@ _SAM = {
     **{"hidden_size": 32, "output_channels": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 64},
     **{"patch_size": 16, "window_size": 2, "mlp_dim": 32, "global_attn_indexes": [0], "downsample_channels": [8, 32]},
 }
+# rows have no padding token
+_KOSMOS = {"embed_dim": 32, "layers": 2, "attention_heads": 4, "ffn_dim": 48, "vocab_size": 65, "pad_token_id": 64}
+_OPT = {"text_config": {"do_layer_norm_before": True}, "num_query_tokens": 3}
 # name of a multimodal class -> settings of its config and of the parts of its config
 OF_WRAPPER: dict[str, dict[str, Any]] = {
     "Apertus1p5ForConditionalGeneration": {
         "vision_config": {"base_channels": 32, "embed_dim": 8, "latent_channels": 8, "codebook_size": 8, "num_res_blocks": 1},
         "audio_config": {"hidden_size": 32, "codebook_dim": 32, "num_filters": 2, "codebook_size": 8},
         **{"image_token_id": 62, "audio_token_id": 63, "image_token_offset": 42, "audio_token_offset": 50},
+    },
+    "Blip2ForConditionalGeneration": _OPT | {"image_token_index": 64},
+    # tokens from 64 on belong to images
+    "ChameleonForConditionalGeneration": {
+        **{"vocabulary_map": {"<image>": 64, "IMGIMGAZ": 65, "IMGIMGBZ": 66}, "vocab_size": 67, "hidden_size": 32},
+        **{"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "embed_dim": 32, "num_embeddings": 8},
     },
     "Cohere2VisionForConditionalGeneration": {"alignment_intermediate_size": 32},
     "DeepseekOcr2ForConditionalGeneration": {
@@ -54,6 +64,11 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
         },
     },
+    "EvollaForProteinText2Text": {
+        "protein_encoder_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+        **{"aligner_num_add_layers": 1, "resampler_depth": 1, "resampler_dim_head": 8, "resampler_heads": 2},
+        "resampler_num_latents": 4,
+    },
     # the towers that these classes name by default need timm
     "FastVlmForConditionalGeneration": {"vision_config": _SIGLIP},
     # tokens from 64 on belong to images, from 68 on to sound
@@ -69,9 +84,13 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
         "qformer_config": {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 1},
     },
     "HYV4VLForConditionalGeneration": {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}}},
+    "InstructBlipForConditionalGeneration": _OPT | {"image_token_index": 64},
+    "InstructBlipVideoForConditionalGeneration": _OPT | {"video_token_index": 64, "image_token_index": 65},
     "JanusForConditionalGeneration": {
         "vq_config": {"base_channels": 32, "latent_channels": 32, "image_token_embed_dim": 32, "num_embeddings": 8},
     },
+    "Kosmos2ForConditionalGeneration": {"text_config": _KOSMOS, "latent_query_num": 4},
+    "Kosmos2_5ForConditionalGeneration": {"text_config": _KOSMOS, "latent_query_num": 4},
     "Molmo2ForConditionalGeneration": {
         "vision_config": {"image_size": [56, 56]},
         "adapter_config": {"vision_feature_layer": [0, 1], "text_hidden_size": 32},
@@ -89,5 +108,10 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
     "PaddleOCRVLForConditionalGeneration": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     },
+    "PaliGemmaForConditionalGeneration": {"vision_config": _SIGLIP | {"projection_dim": 32}, "image_token_index": 64},
     "PerceptionLMForConditionalGeneration": {"vision_config": _SIGLIP | {"model_args": {"embed_dim": 32}}},
+    "UnlimitedOcrForConditionalGeneration": {
+        "vision_config": {"sam_config": _SAM, "encoder_config": _ENCODER},
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    },
 }
