@@ -137,6 +137,8 @@ class Mixer:
     methods: tuple[str, ...] = ()
     # class of the module around a mixer that gets the plan's context and does not pass it on; empty if mixers get it
     parent: str = ""
+    # the model makes a mask of tokens that are no padding if it gets none, so under plans one of all tokens
+    makes_mask: bool = False
     # the model leaves its states in a cache of transformers
     fills_cache: bool = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_longctx.families.family import ALL_KERNELS, NORMS, NORMS_AND_ROTARY, Family, Modules, Traits
+from hf_longctx.families.family import ALL_KERNELS, NORMS, NORMS_AND_ROTARY, Family, Mixer, Modules, Traits
 
 KOSMOS = Traits(two_matrices=True, tiles_mlps=False, tiles_norms=False, positions="from_padding")
 
@@ -73,6 +73,26 @@ MULTIMODAL: tuple[Family, ...] = (
         traits=NORMS,
         wrapper="Glm4vMoeForConditionalGeneration",
         text="Glm4vMoeTextModel",
+    ),
+    Family(
+        "glm5_next",
+        types=("glm5_next", "glm5_next_text"),
+        traits=Traits(state="kimi_delta", streams_field="hc_mult", kernels=("gated_norms",)),
+        wrapper="Glm5NextForConditionalGeneration",
+        text="Glm5NextTextModel",
+        modules=Modules(
+            tuples={"Glm5NextTextDecoderLayer": 2},
+            passed_on={"Glm5NextTextDecoderLayer": "prev_topk_indices"},
+            indexed=("Glm5NextTextAttention",),
+        ),
+        mixers=(
+            Mixer(
+                "Glm5NextTextLinearAttention",
+                functions=("causal_conv1d_fn", "chunk_kimi_delta_attention"),
+                heads="linear_num_heads",
+                makes_mask=True,
+            ),
+        ),
     ),
     Family(
         "glm_ocr",
@@ -156,6 +176,17 @@ MULTIMODAL: tuple[Family, ...] = (
     Family("minicpmv4_6", wrapper="MiniCPMV4_6ForConditionalGeneration", text="Qwen3_5TextModel"),
     Family("minicpmv4_7", wrapper="MiniCPMV4_7ForConditionalGeneration", text="Qwen3_5TextModel"),
     Family("mistral3", wrapper="Mistral3ForConditionalGeneration", text="MistralModel", media=("image",)),
+    Family(
+        "mistral_large4",
+        types=("mistral_large4", "mistral_large4_text"),
+        wrapper="MistralLarge4ForConditionalGeneration",
+        text="MistralLarge4TextModel",
+        modules=Modules(
+            tuples={"MistralLarge4TextDecoderLayer": 2},
+            passed_on={"MistralLarge4TextDecoderLayer": "prev_topk_indices"},
+            indexed=("MistralLarge4TextAttention",),
+        ),
+    ),
     Family(
         "molmo2",
         types=("molmo2", "molmo2_text"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_longctx.families.family import Family, Reason, Traits
+from hf_longctx.families.family import Family, Reason
 
 # words in the names and classes of modules that carry a state along the sequence; Kimi Linear is the name of a model
 STATE_WORDS = (
@@ -68,10 +68,6 @@ REASONS |= {
         "has short convolutions in its attention, whose scores get biases by distance made from queries; plans would have to "
         "reset and pass on these convolutions, and to attend with such biases"
     ),
-    "unknown_index": Reason(
-        "chooses keys by an index that plans do not know, of pooled keys or beside keys and values of earlier layers; plans "
-        "would have to run that index within documents"
-    ),
 }
 
 REFUSED: tuple[Family, ...] = (
@@ -89,12 +85,6 @@ REFUSED: tuple[Family, ...] = (
     Family("florence2", refused={"Florence2ForConditionalGeneration": "encoder_on_text"}),
     Family("gemma4_assistant", refused={"Gemma4AssistantForCausalLM": "other_inputs"}),
     Family("gemma4_unified_assistant", refused={"Gemma4UnifiedAssistantForCausalLM": "other_inputs"}),
-    Family(
-        "glm5_next",
-        types=("glm5_next", "glm5_next_text"),
-        traits=Traits(state="kimi_delta"),
-        refused={"Glm5NextForConditionalGeneration": "unknown_index"},
-    ),
     Family("hrm_text", refused={"HrmTextForCausalLM": "several_calls"}),
     Family("idefics", refused={"IdeficsForVisionText2Text": "encoder_on_text"}),
     Family(
@@ -106,7 +96,6 @@ REFUSED: tuple[Family, ...] = (
     Family(
         "inkling2_loop", refused={"Inkling2LoopForCausalLM": "state", "Inkling2LoopForConditionalGeneration": "unknown_mixer"}
     ),
-    Family("mistral_large4", refused={"MistralLarge4ForConditionalGeneration": "unknown_index"}),
     Family("musicgen", types=("musicgen_decoder",), refused={"MusicgenForCausalLM": "cross_attention"}),
     Family("musicgen_melody", refused={"MusicgenMelodyForCausalLM": "other_inputs"}),
     Family("mvp", refused={"MvpForCausalLM": "own_attention"}),

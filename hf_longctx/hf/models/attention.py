@@ -45,7 +45,7 @@ _FORMER, _IS_OWN = "_longctx_former_attention", "_longctx_switched"
 _MASK_METHOD = "_prepare_decoder_attention_mask"
 
 # keywords that do not affect attention: with any value (_INERT), or with the value given here (_HARMLESS)
-_INERT = ("position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
+_INERT = ("input_ids", "position_ids", "use_cache", "cache_position", "return_dict", "shift_labels", "num_items_in_batch")
 _HARMLESS = {"is_causal": True, "output_attentions": False, "output_hidden_states": False, "output_router_logits": False}
 _WINDOW, _SINKS, _SOFTCAP, _CHOSEN = "sliding_window", "s_aux", "softcap", "indices"
 _SUPPORTED = f"windows ({_WINDOW}), chunks (attention_chunk_size of the config), sinks ({_SINKS}) and caps of scores ({_SOFTCAP})"

@@ -15,7 +15,7 @@ from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.heads import HeadKind, head_kind, is_generic, num_outputs
 from hf_longctx.hf.models.packed_experts import packed_weights
 from hf_longctx.hf.models.quantised import block_layers, four_bit_layers, fp8_layers
-from hf_longctx.hf.models.towers import text_class, text_part
+from hf_longctx.hf.models.towers import text_class, text_family, text_part
 from hf_longctx.plan.core.types import Ranges
 
 
@@ -53,14 +53,15 @@ class ModelFacts:
         is_module, is_known = isinstance(model, nn.Module), isinstance(base, PreTrainedModel)
         kind = head_kind(base) if is_module else "next_token"
         # other classifiers, which are refused, may have no text model
-        name = text_class(base) if is_known and (kind == "next_token" or is_generic(base)) else type(base).__name__
+        has_text = is_known and (kind == "next_token" or is_generic(base))
+        name = text_class(base) if has_text else type(base).__name__
         return cls(
             model=model,
             base=base,
             text=text_part(base) if is_known else base,
             name=type(base).__name__,
             text_class=name,
-            family=family_of(name),
+            family=text_family(base) if has_text else family_of(name),
             head_kind=kind,
             num_outputs=num_outputs(model),
             has_four_bits=is_module and bool(four_bit_layers(model)),

@@ -10,7 +10,10 @@ The indexer runs without gradients in all these classes, so its weights get none
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +28,13 @@ from hf_longctx.runtime.states.chosen_keys import choose_keys
 
 # name of layers with an index in `layer_types`
 INDEXED_LAYERS = "indexed_attention"
-# attribute of an indexer of pooled keys: what it has chosen, until attention takes it
+# keyword of attention with keys and values that it shares with other layers
+_SHARED = "shared_kv_states"
+# parameters of an indexer's forward with an entry for every token
+_BY_TOKEN = ("hidden_states", "q_resid", "position_ids")
+# method of attention layers that makes a mask of chosen keys
+_MASK_METHOD = "build_attention_mask_from_topk"
+# attribute of an indexer of pooled keys, or of such a layer: what was chosen, until attention takes it
 _POOLED = "_longctx_chosen_keys"
 
 
@@ -86,44 +95,75 @@ def _attention_forward(layer: Any, *args: Any, longctx: GroupContext | None = No
     """The forward of an attention class, whose indexer finds the plan's context."""
     if longctx is None:
         return type(layer).forward(layer, *args, **keywords)
-    with carrying([] if layer.indexer is None else [layer.indexer], longctx):
-        return type(layer).forward(layer, *args, longctx=longctx, **keywords)
+    if (shared := keywords.get(_SHARED)) is not None:
+        keywords[_SHARED] = _OfLayer(shared, layer.config.kv_source_layers[layer.layer_idx])
+    makes_mask = hasattr(layer, _MASK_METHOD)
+    if makes_mask:
+        vars(layer)[_MASK_METHOD] = partial(_keep_choice, layer)
+    try:
+        with carrying([] if layer.indexer is None else [layer.indexer], longctx):
+            return type(layer).forward(layer, *args, longctx=longctx, **keywords)
+    finally:
+        if makes_mask:
+            del vars(layer)[_MASK_METHOD]
 
 
-def _indexer_forward(
-    indexer: Any,
-    hidden_states: Tensor,
-    q_resid: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor,
-    position_ids: Tensor | None = None,
-    **caches: Any,
-) -> Tensor:
-    """Positions in its document of the keys that each token sees, [1, T, K]; see `choose_keys`."""
-    context = carried(indexer)
+def _keep_choice(layer: Any, topk_indices: Tensor, **_: Any) -> None:
+    """Keeps chosen keys for attention, in place of a mask of all tokens by all tokens."""
+    vars(layer)[_POOLED] = topk_indices
+
+
+@dataclass(frozen=True, slots=True)
+class _OfLayer:
+    """Keys and values that layers share by their kind, kept apart by the layer that made them.
+
+    A layer that runs again for its backward finds those that it had, even if a later layer has left others of the same kind.
+    """
+
+    shared: Any
+    layer: int
+
+    def __getitem__(self, kind: str) -> Any:
+        return self.shared[kind, self.layer]
+
+    def __setitem__(self, kind: str, made: Any) -> None:
+        self.shared[kind, self.layer] = made
+
+
+def _indexer_forward(indexer: Any, *args: Any, **keywords: Any) -> Tensor:
+    """Positions in its document of the keys that each token sees, [1, T, K]; see `choose_keys`.
+
+    The class takes hidden states, perhaps what its queries are made of, rotary embeddings and positions, a mask and a cache. If
+    the mask only says which tokens are no padding, the class pools keys in order, and gives whole pools and the tokens since.
+    """
+    own_class, context = type(indexer), carried(indexer)
     if context is None:
-        whole: Tensor = type(indexer).forward(
-            indexer, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, **caches
-        )
+        whole: Tensor = own_class.forward(indexer, *args, **keywords)
         return whole
-    if any(each is not None for each in caches.values()):
-        raise ValueError(f"{type(indexer).__name__} got a cache under a plan, which has none; run it through the plan's executor")
+    given = inspect.signature(inspect.unwrap(own_class.forward)).bind(indexer, *args, **keywords).arguments
+    keyword = cache_parameter(own_class.forward)
+    if given.get(keyword) is not None:
+        raise ValueError(f"{own_class.__name__} got a cache under a plan, which has none; run it through the plan's executor")
+    pools = (mask := given.pop("attention_mask")).dim() == 2
+    by_token = [name for name in _BY_TOKEN if given.get(name) is not None]
+    every = slice(0, given["hidden_states"].shape[1])
 
-    keyword = cache_parameter(type(indexer).forward)
-
-    def scored(rows: slice, cache: _IndexCache, mask_1RN: Tensor) -> Tensor:
-        some = (x[:, rows] for x in (hidden_states, q_resid))
-        turns = tuple(x[:, rows] for x in position_embeddings)
-        chosen: Tensor = type(indexer).forward(indexer, *some, turns, mask_1RN, None, **{keyword: cache})
+    def scored(rows: slice, cache: _IndexCache, seen: Tensor) -> Tensor:
+        own = {name: given[name][:, rows] for name in by_token}
+        if "position_embeddings" in given:
+            own["position_embeddings"] = tuple(x[:, rows] for x in given["position_embeddings"])
+        chosen: Tensor = own_class.forward(indexer, **own, attention_mask=seen, **{keyword: cache})
         return chosen
 
-    every = slice(0, hidden_states.shape[1])
-    made = _made_keys(indexer, lambda cache: scored(every, cache, attention_mask))
+    made = _made_keys(indexer, lambda cache: scored(every, cache, mask))
 
     def choose(rows: slice, keys_1ND: Tensor, seen_1RN: Tensor) -> Tensor:
-        return scored(rows, _IndexCache(keys_1ND), seen_1RN)
+        cache = _IndexCache(keys_1ND, seen_1RN)
+        # pools that a token does not see are -1, between those that it sees
+        return scored(rows, cache, mask[:, rows]).sort(dim=-1, descending=True).values if pools else scored(rows, cache, seen_1RN)
 
-    return choose_keys(made, indexer.index_topk, indexer.n_heads, choose, indexer, context)
+    most = indexer.index_topk + (indexer.index_kpool - 1 if pools else 0)
+    return choose_keys(made, most, indexer.n_heads, choose, indexer, context)
 
 
 def _made_keys(indexer: Any, run: Callable[[_IndexCache], Any]) -> Tensor:
@@ -177,7 +217,9 @@ def _pooling_forward(
 
 def pooled_choice(layer: Any) -> Tensor | None:
     """Hands over the keys that an index of pooled keys has chosen for this attention layer; None for other layers."""
-    return vars(layer.indexer).pop(_POOLED, None) if layer.indexer is not None else None
+    owner = layer if layer.indexer is None or _POOLED in vars(layer) else layer.indexer
+    found: Tensor | None = vars(owner).pop(_POOLED, None)
+    return found
 
 
 class _KeysMade(Exception):
@@ -188,11 +230,12 @@ class _IndexCache:
     """Stands in for a cache of transformers in one forward of an indexer.
 
     whole_1ND: index keys of the whole document, which `update_indexer` returns; None: it takes the keys of the forward's tokens.
+    seen_1RN: whether each token of the forward sees each of them.
     """
 
-    def __init__(self, whole_1ND: Tensor | None) -> None:
-        self._whole_1ND = whole_1ND
-        self.keys: Tensor | None = None
+    def __init__(self, whole_1ND: Tensor | None, seen_1RN: Tensor | None = None) -> None:
+        self._whole_1ND, self._seen_1RN = whole_1ND, seen_1RN
+        self.keys = whole_1ND
 
     def update_indexer(self, keys_1RD: Tensor, *_: Any, **__: Any) -> Tensor:
         """Returns the index keys for the forward to score."""
@@ -200,3 +243,16 @@ class _IndexCache:
             self.keys = keys_1RD
             raise _KeysMade
         return self._whole_1ND
+
+    @property
+    def layers(self) -> _IndexCache:
+        """Itself, in place of the caches of all layers."""
+        return self
+
+    def __getitem__(self, _: int) -> _IndexCache:
+        return self
+
+    def get_seq_length(self) -> Tensor:
+        """Number of the document's tokens up to the forward's last one, as a scalar on its device."""
+        assert self._seen_1RN is not None
+        return self._seen_1RN[0, -1].sum()

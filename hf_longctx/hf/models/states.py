@@ -35,9 +35,9 @@ from torch import Tensor, nn
 
 from hf_longctx.families.family import Mixer
 from hf_longctx.families.refused import STATE_WORDS
-from hf_longctx.families.registry import MIXERS, family_of
+from hf_longctx.families.registry import MIXERS
 from hf_longctx.hf.models.forwards import CACHES, carried, carrying, give, is_replaced, take
-from hf_longctx.hf.models.towers import text_class, text_part
+from hf_longctx.hf.models.towers import text_family, text_part
 from hf_longctx.plan.model.mixers import (
     MEANS_SCAN,
     ScanSize,
@@ -303,7 +303,7 @@ KERNELS: dict[str, tuple[tuple[ScanKernel, ...], Callable[[Any], tuple[Any, ...]
 
 def mixer_of(model: nn.Module) -> Mixer | None:
     """Record of the mixers of a model's class, those first in its layers; None for classes without a state."""
-    return next(iter(family_of(text_class(model)).mixers), None)
+    return next(iter(text_family(model).mixers), None)
 
 
 def scan_line(
@@ -717,7 +717,7 @@ def _forward(mixer: nn.Module, *args: Any, longctx: Any = None, **keywords: Any)
     left_out = {known.fused: _nothing} if known.fused else {}
     if longctx is None:
         return with_globals(own, functions | left_out)(mixer, *args, **keywords)
-    if (mask := keywords.get("attention_mask")) is not None and mask.numel() == 1:
+    if (mask := keywords.get("attention_mask")) is not None and (mask.numel() == 1 or known.makes_mask):
         # every forward under a plan gets such a mask, which masks nothing
         keywords["attention_mask"] = None
     for unwanted in ("attention_mask", *CACHES):

@@ -91,6 +91,12 @@ def text_class(model: nn.Module) -> str:
     return name if wrapper_of(model) is None else _causal_name(text_part(model))
 
 
+def text_family(model: nn.Module) -> Family:
+    """The family of a model's decoder: of its causal language model or, if there is none, of the multimodal class."""
+    found = family_of(text_class(model))
+    return found if found.folder else wrapper_family(model)
+
+
 def _causal_name(text: nn.Module) -> str:
     return re.sub(r"^(FSDP)?(.+?)(Text)?Model$", r"\2ForCausalLM", type(text).__name__)
 

@@ -78,6 +78,14 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
         "audio_config": {"vocab_offset": 68, "vocab_size": 4},
         **{"image_token_id": 65, "audio_token_id": 69},
     },
+    "Glm5NextForConditionalGeneration": {
+        "text_config": {
+            **{"num_hidden_layers": 4, "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2, "index_kpool": 4},
+            **{"layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"]},
+            **{"indexer_types": ["full", "full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+            **{"index_topk": 8, "num_key_value_heads": 4, "qk_rope_head_dim": 0, "qk_nope_head_dim": 8, "head_dim": 0},
+        },
+    },
     "Granite4VisionForConditionalGeneration": {
         **{"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "1/2"},
         "vision_config": {"hidden_size": 64, "num_attention_heads": 4, "image_size": 56, "patch_size": 14},
@@ -91,6 +99,14 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
     },
     "Kosmos2ForConditionalGeneration": {"text_config": _KOSMOS, "latent_query_num": 4},
     "Kosmos2_5ForConditionalGeneration": {"text_config": _KOSMOS, "latent_query_num": 4},
+    # keys and values of earlier layers with and without rotary embeddings, made twice, and choices of earlier layers
+    "MistralLarge4ForConditionalGeneration": {
+        "text_config": {
+            **{"num_hidden_layers": 6, "layer_types": ["indexed_attention"] * 6, "mlp_layer_types": ["dense", *["sparse"] * 5]},
+            **{"kv_source_layers": [0, 1, 0, 1, 4, 4], "no_rope_layers": [1, 0, 1, 0, 1, 1], "num_key_value_heads": 4},
+            "indexer_types": ["full", "full", "shared", "full", "full", "shared"],
+        },
+    },
     "Molmo2ForConditionalGeneration": {
         "vision_config": {"image_size": [56, 56]},
         "adapter_config": {"vision_feature_layer": [0, 1], "text_hidden_size": 32},
