@@ -310,7 +310,7 @@ class LayerBytes:
         kv = 2 * k * (self.tokens - self.load.sliced_tokens)
         qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
         inside = qkv + (head_norm_bytes(model) + gate_bytes(model) + model.latent_saved_bytes) * self.tokens
-        inside += model.index.token_bytes * self.tokens
+        inside += model.choice_bytes * self.tokens
         output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
         return inside + output
 

@@ -189,7 +189,7 @@ def attention_bytes(model: ModelSpec) -> int:
     """Returns bytes per token that attention saves for backward if nothing is recomputed."""
     e, h = matrix_bytes(model), model.num_heads
     heads = e * (model.query_size + model.kv_size + model.output_size) + max(4, e) * h
-    return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes + model.index.token_bytes
+    return head_norm_bytes(model) + heads + gate_bytes(model) + model.latent_saved_bytes + model.choice_bytes
 
 
 def plain_layer_bytes(model: ModelSpec, kind: LayerKind = ATTENTION, num_tokens: int | None = None) -> int:

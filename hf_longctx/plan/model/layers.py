@@ -164,6 +164,12 @@ def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
     return IndexSpec(most, num_heads or 1, head_dim, num_chosen, num_indexes, passes_on)
 
 
+def config_chosen_entries(config: Mapping[str, Any], num_layers: int) -> float:
+    """Number of compressed keys that an index chooses for a token, read from a config with such keys: the mean over layers."""
+    kinds = config.get("layer_types") or ()
+    return int(config.get("index_topk") or 0) * sum(kind == "compressed_sparse_attention" for kind in kinds) / num_layers
+
+
 def with_states(windows: Windows, states: StateSpec) -> Windows:
     """The windows, with 0 for every layer without attention."""
     if states.is_empty:
