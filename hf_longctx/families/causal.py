@@ -522,7 +522,11 @@ CAUSAL: tuple[Family, ...] = (
         "mllama",
         "MllamaForCausalLM",
         types=("mllama", "mllama_text_model"),
-        traits=Traits(kernels=("norms", "gates", "rotary"), layers="without_cross"),
+        traits=Traits(
+            kernels=("norms", "gates", "rotary"),
+            layers="without_cross",
+            miscounted="its layers that read images, which rows of text skip, are left out",
+        ),
         wrapper="MllamaForConditionalGeneration",
         text="MllamaTextModel",
         modules=Modules(idle_on_text=("MllamaCrossAttentionDecoderLayer",)),

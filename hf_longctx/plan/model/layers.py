@@ -166,8 +166,8 @@ def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
 
 def config_chosen_entries(config: Mapping[str, Any], num_layers: int) -> float:
     """Number of compressed keys that an index chooses for a token, read from a config with such keys: the mean over layers."""
-    kinds = config.get("layer_types") or ()
-    return int(config.get("index_topk") or 0) * sum(kind == "compressed_sparse_attention" for kind in kinds) / num_layers
+    share = list(config.get("layer_types") or ()).count("compressed_sparse_attention") / num_layers
+    return share * int(config.get("index_topk") or 0)
 
 
 def with_states(windows: Windows, states: StateSpec) -> Windows:

@@ -67,11 +67,11 @@ def test_a_copy_has_doors_of_its_own() -> None:
 def test_every_row_names_classes_and_functions_of_transformers() -> None:
     for family in FAMILIES:
         for mixer in family.mixers:
-            model_class = getattr(transformers, family.causal)
+            model_class = getattr(transformers, family.causal or family.wrapper)
             forward = inspect.unwrap(getattr(sys.modules[model_class.__module__], mixer.name).forward)
             assert set(mixer.functions) <= set(forward.__code__.co_names) & STAND_INS.keys()
             assert set(mixer.methods) <= METHODS.keys()
-            assert not mixer.heads or hasattr(model_class.config_class(), mixer.heads)
+            assert not mixer.heads or hasattr(model_class.config_class().get_text_config(), mixer.heads)
 
 
 @pytest.mark.parametrize("case", [CASE, ModelCase("bamba", num_layers=4)], ids=lambda case: case.family)
