@@ -19,7 +19,7 @@ from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, ha
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_layers, packed_spec
-from hf_longctx.hf.models.towers import num_text_layers, text_layers, tower_parameters
+from hf_longctx.hf.models.towers import num_text_layers, text_layers, text_part, tower_parameters
 from hf_longctx.plan.core.settings import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.profiles import profile_of_device
@@ -40,7 +40,12 @@ def decoder_layers(model: Any) -> tuple[Pieces | None, list[nn.Module]]:
     try:
         pieces = find_pieces(model)
     except ValueError:
-        return None, text_layers(model)
+        # layers of an image or audio encoder do not count
+        decoder = text_part(base_of(model)).get_decoder()
+        lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
+        own = {id(layer) for each in lists for layer in each}
+        layers = text_layers(model)
+        return None, [layer for layer in layers if id(layer) in own] or layers
     if num_text_layers(base_of(model)) < pieces.num_layers:
         return None, text_layers(model)
     return pieces, list(getattr(pieces.decoder, pieces.layers))
