@@ -16,7 +16,7 @@ from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.runtime.execution.executor import no_mask
 from hf_longctx.runtime.process_groups import GroupPool
 
-NUM_TOKENS, FEW, MANY = 48, 3, 16
+NUM_TOKENS, FEW, MANY = 48, 2, 16
 SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 
 

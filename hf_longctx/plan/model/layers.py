@@ -107,9 +107,12 @@ def layer_kinds(windows: Windows, states: StateSpec, heads: tuple[HeadSizes, ...
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """An index that chooses the keys of a token from all earlier ones; empty if most_keys is 0."""
+    """An index that chooses the keys of a token from all earlier ones; empty if head_dim is 0.
 
-    # keys that a token sees
+    An index of compressed keys counts as empty, but for the numbers of its choice.
+    """
+
+    # keys that a token sees; of compressed keys the mean over layers
     most_keys: int = 0
     # heads of the index, which share one key of a token, and their size
     num_heads: int = 0
@@ -124,12 +127,12 @@ class IndexSpec:
 
     @property
     def is_empty(self) -> bool:
-        return not self.most_keys
+        return not self.head_dim
 
     @property
     def token_bytes(self) -> int:
         """Bytes per token and layer of the chosen keys, in int32."""
-        return 4 * self.most_keys
+        return 0 if self.is_empty else 4 * self.most_keys
 
     @property
     def passed_bytes(self) -> int:
@@ -152,22 +155,18 @@ def config_index(config: Mapping[str, Any], num_layers: int) -> IndexSpec:
         # whole blocks of tokens, and those after the last one
         most = pooled + int(config["indexer_compress_ratio"]) - 1
         num_heads, head_dim = int(config["indexer_n_heads"]), int(config["indexer_head_dim"])
-    # an index of compressed keys chooses far fewer of them; such layers count as if they saw everything
-    if not most or not head_dim or config.get("compress_rates"):
-        return NO_INDEX
     kinds = config.get("layer_types") or ()
+    if config.get("compress_rates"):
+        # it chooses far fewer of them; such layers count as if they saw everything
+        return IndexSpec(round(most * list(kinds).count("compressed_sparse_attention") / num_layers))
+    if not most or not head_dim:
+        return NO_INDEX
     # without such types all layers have an index
     num_chosen = sum(kind == "indexed_attention" for kind in kinds) or (0 if "indexed_attention" in kinds else num_layers)
     owners = config.get("indexer_types") or ()
     passes_on = bool(owners or family_of_type(config.get("model_type")).modules.passed_on)
     num_indexes = sum(kind == "full" for kind in owners) or num_chosen
     return IndexSpec(most, num_heads or 1, head_dim, num_chosen, num_indexes, passes_on)
-
-
-def config_chosen_entries(config: Mapping[str, Any], num_layers: int) -> float:
-    """Number of compressed keys that an index chooses for a token, read from a config with such keys: the mean over layers."""
-    share = list(config.get("layer_types") or ()).count("compressed_sparse_attention") / num_layers
-    return share * int(config.get("index_topk") or 0)
 
 
 def with_states(windows: Windows, states: StateSpec) -> Windows:

@@ -28,7 +28,6 @@ from hf_longctx.plan.model.layers import (
     IndexSpec,
     LayerKind,
     Windows,
-    config_chosen_entries,
     config_index,
     config_states,
     config_windows,
@@ -243,8 +242,6 @@ class ModelSpec:
     # heads lie in groups, each of which is projected to a latent of this size before attention's last projection; 0: in none
     output_rank: int = 0
     output_groups: int = 0
-    # numbers of compressed keys that an index chooses for a token: the mean over layers, of which only some have an index
-    chosen_entries: float = 0.0
     # elements of a key that all heads share and that carry the position
     rope_head_dim: int = 0
     # attention scores have a softcap
@@ -388,7 +385,6 @@ class ModelSpec:
             # keys are values, too
             latent = {"query_rank": get("q_lora_rank"), "num_made": 1}
             latent |= {"output_rank": get("o_lora_rank"), "output_groups": get("o_groups")}
-            latent["chosen_entries"] = config_chosen_entries(config, num_layers)
         intermediate_size = get("intermediate_size") // traits.mlp_divisor
         if config.get("use_double_wide_mlp"):
             # layers that read keys and values of earlier ones have it; sizes are means over layers
@@ -601,7 +597,7 @@ class ModelSpec:
     @property
     def choice_bytes(self) -> int:
         """Bytes per token and layer of chosen keys or compressed keys, in int32."""
-        return self.index.token_bytes + round(4 * self.chosen_entries)
+        return 4 * self.index.most_keys
 
     @property
     def latent_saved_bytes(self) -> int:
