@@ -15,6 +15,7 @@ OFF = {
     "helpers/trainers/trainer_runs.py": "make_trainer starts hundreds of trainers for their numbers; all others start with it",
     "helpers/trainers/stock_runs.py": "compares trainings with stock ones; test_callback.py starts one of each door with it",
     "fake_cuda/test_free_memory.py": "counts the plans that run, of which the self-test has its own",
+    "fake_cuda/test_fp8_training.py": "counts what leaves for the host, of which the self-test has its own",
     "soak/constructors.py": "makes thousands of trainers; some draws switch it on",
     "hf/self_test/test_self_test.py": "tests the setting itself",
     "hf/self_test/test_added_later.py": "tests what becomes of a user's code with and without a self-test",

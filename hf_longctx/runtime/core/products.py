@@ -255,7 +255,7 @@ class _AdaptedProducts(torch.autograd.Function):
                 len(weight_NC),
                 partial(_first_outputs, x_TC, low_Tr, weight_NC, second_Nr, bias_N, scaling)
                 if rounded is None
-                else partial(_first_of_rounded, rounded, low_Tr, weight_NC, scale_N1, second_Nr, bias_N, scaling),
+                else partial(_first_of_rounded, rounded, low_Tr, weight_NC, scale_N1, second_Nr, bias_N=bias_N, scaling=scaling),
             )
             for low_Tr, weight_NC, scale_N1, second_Nr, (bias_N, scaling, make) in zip(
                 lows, weights, scales, seconds, fixed, strict=True
@@ -310,9 +310,10 @@ def _first_of_rounded(
     bytes_NC: Tensor,
     scale_N1: Tensor,
     second_Nr: Tensor,
+    count: int,
+    *,
     bias_N: Tensor | None,
     scaling: float,
-    count: int,
 ) -> Tensor:
     """Returns x W' + b + scaling * low B' of the first `count` tokens.
 
