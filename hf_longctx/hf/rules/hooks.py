@@ -197,6 +197,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.integrations.integration_utils:DVCLiveCallback": {"_log_model": ()},
     "transformers.models.gemma.modeling_gemma:GemmaRMSNorm": {"_norm": ("x",)},
     "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention": {"_attn": ("query", "key", "value", "attention_mask")},
+    "transformers.models.kosmos2.modeling_kosmos2:Kosmos2TextTransformer": {"_prepare_decoder_attention_mask": ()},
     "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer": {"_short_conv": ("hidden_states",)},
     "transformers.models.rwkv.modeling_rwkv:RwkvModel": {"_rescale_layers": ()},
     "trl.generation.vllm_client:VLLMClient": {"_post": ("url",)},

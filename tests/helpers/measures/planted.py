@@ -220,7 +220,7 @@ def _one_document_in_scans() -> Any:
 
 
 def _one_document_in_convolutions(module: Any) -> Any:
-    def convolve(x: Any, width: int, convolve: Any, layer: Any, context: Any) -> Any:
+    def convolve(x: Any, width: int, convolve: Any, layer: Any, context: Any, **_: Any) -> Any:
         return convolve(x)
 
     return replaced(module, "convolve_documents", convolve)
