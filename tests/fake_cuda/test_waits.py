@@ -30,6 +30,7 @@ _COPIES = partial(Removal, "runtime.core.host_copies")
 _HOST = partial(Removal, "runtime.activations.host_tier")
 _UPDATES = partial(Removal, "runtime.parameters.host_steps")
 _SHARDS = partial(Removal, "runtime.parameters.host_layers")
+_GATHERS = partial(Removal, "runtime.parameters.gathers")
 _LINKS = partial(Removal, "runtime.process_groups")
 
 # purpose of a line -> the line, and what goes wrong without it
@@ -90,6 +91,18 @@ ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
 TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
     "a ring reads what has arrived": (Removal("runtime.attention.ring", "request.wait()"), "ring"),
     "a step reads gradients that are summed": (Removal("runtime.parameters.gradients", "self._work.wait()"), "early sums"),
+    "a gather ends when all weights have arrived": (
+        Removal("runtime.core.torch_versions", "    if work is not None:\n        work.wait()\n", ""),
+        "gathered",
+    ),
+    "a layer reads weights that are gathered": (
+        _GATHERS("self._group.device_handle.current_stream().wait_event(end)"),
+        "gathered",
+    ),
+    "a gather reads shards that have changed": (
+        _GATHERS("stream.wait_stream(group.device_handle.current_stream())"),
+        (scenarios.gathered_after_a_change, 1),
+    ),
     "shards have left before their memory is given back": (
         _SHARDS("for ticket in tickets:\n            self._copies.wait(ticket)"),
         ON_HOST,

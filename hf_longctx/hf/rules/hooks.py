@@ -124,7 +124,6 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
         "_comm_ctx": (),
-        "_device_handle": (),
         "_fsdp_param_group": (),
         "_is_root": (),
         "_lazy_init": (),

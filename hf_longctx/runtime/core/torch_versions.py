@@ -75,11 +75,8 @@ def wait_for_passes(root: Any, groups: Iterable[Any]) -> None:
         group.finalize_backward()
     context = root._comm_ctx
     context.post_forward_order.clear()
+    # no reduction reads its input any more, since the records above have waited for their sums
     several: list[Any] | None = getattr(context, "reduce_scatter_states", None)
-    states = several if several is not None else [state for state in [context.reduce_scatter_state] if state is not None]
-    for state in states:
-        if state.event is not None:
-            root._device_handle.current_stream().wait_event(state.event)
     if several is not None:
         several.clear()
     else:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from fake_cuda.machine.device import FakeDevice
 from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.machine.steps import group_pool, unwaited
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_longctx.hf.checkpoints.weights import to_host
 from hf_longctx.hf.models.activations import slab_rate
@@ -21,6 +22,7 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.runtime import measure
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.clock import StepClock
+from hf_longctx.runtime.parameters.sharded import free_gathered, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups import GroupPool, Links, StageMessages
 from hf_longctx.runtime.states.passing import exchange
 
@@ -156,6 +158,28 @@ def states_exchanged(pool: GroupPool) -> int:
     (received * (5.0 + pool.rank)).sum().backward()
     assert sent.grad is not None
     return wrong + int((sent.grad != 5.0 + other).sum())
+
+
+def gathered_after_a_change(pool: GroupPool) -> int:
+    """A layer is gathered while the current stream still copies new values into its shards."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device=CUDA) for _ in range(2)))
+    shard_model(model, ("Linear",), shard_mesh("cuda", pool.num_ranks, 60.0))
+    # FSDP2 makes its streams in the first pass
+    model(full(0.0, 64))
+    free_gathered(model)
+    layer, value = model[0], 1.0 + pool.rank
+    assert isinstance(layer, FSDPModule)
+    shard = layer.weight.detach().to_local()
+    shard.copy_(torch.full(shard.shape, value).pin_memory(), non_blocking=True)
+    gather = layer.unshard(async_op=True)
+    assert gather is not None
+    # a gather may end before the current stream has come to it
+    layer._get_fsdp_state()._fsdp_param_group.comm_ctx.all_gather_stream.synchronize()
+    gather.wait()
+    expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None]
+    wrong = int((layer.weight.cpu() != expected).sum())
+    free_gathered(model)
+    return wrong
 
 
 def messages_timed(pool: GroupPool) -> int:
