@@ -65,8 +65,9 @@ def _latent(q_rank: int | None, kv_rank: int, sizes: tuple[int, int, int], **oth
     return own | dict(zip(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes, strict=True)) | others
 
 
-def _index(num_heads: int) -> Config:
-    return {"index_n_heads": num_heads, "index_head_dim": 128, "index_topk": 2048}
+def _index(num_heads: int, chosen: int = 2048) -> Config:
+    """Returns an index with heads of 128. chosen: keys, or compressed keys, of a token."""
+    return {"index_n_heads": num_heads, "index_head_dim": 128, "index_topk": chosen}
 
 
 def _delta(value_heads: int, **others: Any) -> Config:
@@ -359,6 +360,7 @@ CONFIGS: Mapping[str, Config] = {
         sliding_window=128,
         compress_rates=_V4_RATES,
         hc_mult=4,
+        **_index(64, chosen=512),
     ),
     **_family(
         "kimi_linear",
