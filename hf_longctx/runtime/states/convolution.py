@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 ACTIVATIONS = {"": "", "silu": "silu", "swish": "silu"}
 # largest difference of a result from the plain one in fp32, as a share of its norm
 _TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-# rows whose documents are kept on the device
-_KEPT_ROWS = 64
+# rows whose documents are kept on the device, and most tokens of all of them, whose places take 16 MiB
+_KEPT_ROWS, _KEPT_TOKENS = 64, 2**22
 
 
 def convolve_documents(
@@ -141,16 +141,19 @@ class RowConvolution:
         return self.run(x_NC, weight_CW.contiguous(), bias_C, self.places(lengths, x_NC.device)).transpose(0, 1).unsqueeze(0)
 
     def places(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
-        """Returns the place of each token in its document; those of the last rows are kept, since every layer needs them."""
+        """Returns the place of each token in its document; those of the last rows are kept, since every layer needs them.
+
+        At least those of the last row are kept, however long it is.
+        """
         key = (lengths, device)
         known = self._places.pop(key, None)
         if known is None:
             # they may be saved for backward later
             with torch.inference_mode(False):
                 known = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]).to(device)
+            while len(self._places) >= _KEPT_ROWS or sum(map(len, self._places.values())) > max(0, _KEPT_TOKENS - len(known)):
+                self._places.popitem(last=False)
         self._places[key] = known
-        if len(self._places) > _KEPT_ROWS:
-            self._places.popitem(last=False)
         return known
 
 

@@ -192,3 +192,12 @@ def test_an_error_is_found_in_gradients_of_what_is_trained_alone() -> None:
     own = partial(OWN, activation="silu")
     assert convolution_error(right, own, drawn) <= 1e-5
     assert convolution_error(wrong, own, drawn) > 0.9 and convolution_error(wrong, own, drawn, (True, False, True)) <= 1e-5
+
+
+def test_places_of_long_rows_do_not_pile_up_on_the_device() -> None:
+    convolution = compiled_convolution("silu", backend="eager")
+    rows = [(2**21, length) for length in range(1, 5)]
+    made = [convolution.places(lengths, CPU) for lengths in rows]
+    assert [int(place[-1]) for place in made] == [0, 1, 2, 3]
+    kept = list(convolution._places.values())
+    assert kept[-1] is made[-1] is convolution.places(rows[-1], CPU) and sum(map(len, kept)) <= 2**22
