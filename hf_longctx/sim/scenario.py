@@ -581,7 +581,7 @@ def _cluster(request: Request, profile: HardwareProfile, notes: list[str]) -> Cl
             f"{request.num_ranks} ranks of {hardware} cannot be divided into nodes of {ranks_per_node}; set --ranks-per-node to "
             f"a divisor of --gpus"
         )
-    return ClusterSpec(request.num_ranks, ranks_per_node, profile.spec)
+    return ClusterSpec(request.num_ranks, ranks_per_node, profile.spec_on(ranks_per_node))
 
 
 def _with_network(gbit: float, cluster: ClusterSpec, notes: list[str]) -> ClusterSpec:

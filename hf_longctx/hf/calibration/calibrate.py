@@ -389,7 +389,10 @@ def describe(
         f"node; chunks of {calibration.model}; copies {'between device and host' if hardware.host_bytes else 'inside memory'}; "
         f"device_bytes and saved_bytes_per_token are not measured"
     )
-    return HardwareProfile(hardware, (calibration,), residuals, prose)
+    found = HardwareProfile(hardware, (calibration,), residuals, prose)
+    # ranks of one node need not be all that it has
+    fewest = found.ranks_per_node if cluster.num_ranks <= cluster.ranks_per_node else 1
+    return replace(found, ranks_per_node=max(fewest, cluster.ranks_per_node))
 
 
 def residual_table(timings: Sequence[Timing], costs: CostModel) -> tuple[tuple[str, float], ...]:

@@ -137,6 +137,17 @@ class HardwareProfile:
         matching = (known for known in self.models if normal_name(known.model) == normal_name(model))
         return next(matching, None)
 
+    def spec_on(self, ranks_per_node: int) -> HardwareSpec:
+        """Returns the rates for nodes of `ranks_per_node` ranks, without gathers that were measured inside a node and now cross.
+
+        Nor, the other way round, with those that crossed nodes and are now inside one.
+        """
+        gathers, scatters = (
+            tuple((ranks, rate) for ranks, rate in table if (ranks <= self.ranks_per_node) == (ranks <= ranks_per_node))
+            for table in (self.spec.gather_bytes_per_s, self.spec.scatter_bytes_per_s)
+        )
+        return dataclasses.replace(self.spec, gather_bytes_per_s=gathers, scatter_bytes_per_s=scatters)
+
 
 def normal_name(name: str) -> str:
     """Returns `name` in lower case without blanks, dashes, dots and underscores: "A100 40G" and "a100-40g" are equal."""

@@ -21,6 +21,7 @@ from hf_longctx.hf.calibration.calibrate import (
     calibrate,
     calibration_text,
     chunk_samples,
+    describe,
     few_layers,
     model_config,
 )
@@ -127,6 +128,14 @@ def test_plans_with_the_profile_count_its_gathers(calibrated) -> None:
     without = replace(hardware, gather_bytes_per_s=(), scatter_bytes_per_s=())
     unknown = replace(costs, cluster=ClusterSpec(2, 2, without))
     assert StageGathers.of(unknown, 2, part) == StageGathers()
+
+
+@pytest.mark.parametrize(("num_ranks", "per_node", "found"), [(2, 2, 8), (16, 16, 16), (8, 4, 4), (2, 1, 1)])
+def test_the_profile_has_the_nodes_of_its_measurement(calibrated, num_ranks: int, per_node: int, found: int) -> None:
+    """Plans would otherwise take a rate across nodes for one inside; a node may have more ranks than were measured."""
+    costs = calibrated[0][0].costs
+    cluster = replace(costs.cluster, num_ranks=num_ranks, ranks_per_node=per_node)
+    assert describe(costs.model, cluster, costs.coefficients, (), "test").ranks_per_node == found
 
 
 def test_the_text_has_a_line_per_chunk_and_the_errors(calibrated) -> None:

@@ -389,3 +389,15 @@ def test_a_model_that_fits_no_rank_says_so() -> None:
 def test_a_model_nobody_measured_has_no_calibration() -> None:
     assert read_profile("a100-40g").calibration("llama-3.1-8b") is None
     assert isinstance(named_model("llama-3.1-8b"), ModelSpec)
+
+
+def test_gathers_of_other_nodes_are_left_out() -> None:
+    rates = ((2, 3e9), (4, 2e9), (8, 1e9))
+    spec = dataclasses.replace(profile().spec, gather_bytes_per_s=rates, scatter_bytes_per_s=rates[1:])
+    found = dataclasses.replace(profile(), spec=spec)
+    assert found.ranks_per_node == 4 and found.spec_on(4) == spec
+    # four ranks were on one node, and eight on two
+    smaller, larger = found.spec_on(2), found.spec_on(8)
+    assert smaller.gather_bytes_per_s == (rates[0], rates[2]) and smaller.scatter_bytes_per_s == rates[2:]
+    assert larger.gather_bytes_per_s == rates[:2] and larger.scatter_bytes_per_s == rates[1:2]
+    assert smaller.exchange_bytes_per_s == spec.exchange_bytes_per_s
