@@ -389,8 +389,7 @@ def starting_costs(
     if not hardware:
         return cluster, default_coefficients(spec, cluster)
     profile = gather_objects(read_profile(hardware), control)[0]
-    rates = profile.spec_on(cluster.ranks_per_node)
-    cluster = replace(cluster, hardware=replace(rates, device_bytes=cluster.hardware.device_bytes))
+    cluster = replace(cluster, hardware=replace(profile.spec, device_bytes=cluster.hardware.device_bytes))
     calibration = profile.calibration(spec_name(spec))
     if calibration is not None:
         return cluster, calibration.coefficients
