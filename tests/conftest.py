@@ -75,10 +75,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Takes `quick("name", ...)` and `wide("name", ...)` off the cells of a test's parameters that they do not name."""
+    """Takes `quick("name", ...)`, `wide(...)` and `daily(...)` off the cells of a test's parameters that they do not name."""
     item.own_markers = [
-        mark for mark in item.own_markers if mark.name not in ("quick", "wide") or not mark.args or _cell(item) in mark.args
+        mark for mark in item.own_markers if mark.name not in _NAMING or not mark.args or _cell(item) in mark.args
     ]
+
+
+# markers whose arguments name cells
+_NAMING = ("quick", "wide", "daily")
 
 
 def _cell(item: pytest.Item) -> str:
@@ -117,7 +121,10 @@ _WHOLE = ("plan", "hf/rules")
 
 
 def _mark_wide(items: list[pytest.Item]) -> None:
-    """Marks the cells of a test under several `parametrize` that differ from its first cell in more than one of them."""
+    """Marks the cells of a test under several `parametrize` that differ from its first cell in more than one of them.
+
+    Those that `daily` names stay, since users run what they combine.
+    """
     whole = [Path(__file__).parent / folder for folder in _WHOLE]
     first: dict[Any, list[list[int]]] = {}
     for item in items:
@@ -125,7 +132,8 @@ def _mark_wide(items: list[pytest.Item]) -> None:
         if len(lists) > 1 and isinstance(item, pytest.Function) and not any(map(item.path.is_relative_to, whole)):
             names = [each.replace(",", " ").split() if isinstance(each, str) else each for each in lists]
             values = [[id(item.callspec.params[name]) for name in each] for each in names]
-            if sum(own != other for own, other in zip(values, first.setdefault(item.function, values), strict=True)) > 1:
+            num_others = sum(own != other for own, other in zip(values, first.setdefault(item.function, values), strict=True))
+            if num_others > 1 and not item.get_closest_marker("daily"):
                 item.add_marker(pytest.mark.wide)
 
 

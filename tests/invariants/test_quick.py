@@ -30,6 +30,7 @@ def test_named_cells_are_there(collected: list[pytest.Item], pytestconfig: pytes
     for item in collected:
         if hasattr(item, "callspec"):
             found.setdefault(item.function, set()).add(item.callspec.id)
-    named = [(each, mark.args) for each in found for mark in getattr(each, "pytestmark", []) if mark.name in ("quick", "wide")]
+    naming = ("quick", "wide", "daily")
+    named = [(each, mark.args) for each in found for mark in getattr(each, "pytestmark", []) if mark.name in naming]
     lacking = [f"{inspect.getfile(each)}: {each.__name__}[{cell}]" for each, cells in named for cell in {*cells} - found[each]]
     assert lacking == []

@@ -170,6 +170,7 @@ def test_accumulated_steps_of_sharded_stages(
 ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"]))
 
 
+@pytest.mark.daily("gpt_oss-mxfp4-on attention-recomputed")
 @pytest.mark.parametrize("plan", STEPS)
 @pytest.mark.parametrize("lora", [EXPERTS, ATTENTION], ids=["on experts", "on attention"])
 @pytest.mark.parametrize("family,packed", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")])

@@ -71,6 +71,7 @@ MIXED = LayerPolicy(
 POLICIES = {"recompute": RECOMPUTE, "keep": KEEP, "host": HOST, "mixed": MIXED}
 
 
+@pytest.mark.daily("peft-8-mixed-both", "fused-8-recompute-both", "fused-8-mixed-both")
 @pytest.mark.parametrize("targets", [ATTENTION, MLP, [*ATTENTION, *MLP]], ids=["attention", "mlp", "both"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tile_tokens", [0, 8])

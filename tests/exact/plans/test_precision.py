@@ -42,6 +42,7 @@ def errors_against_fp64(
     )
 
 
+@pytest.mark.daily("<2>,<1,1>,<2>-weights-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("case", [AUTOCAST, WEIGHTS], ids=["autocast", "weights"])
 @pytest.mark.parametrize("name", ["one rank", "<2>,<1,1>,<2>", "<4>,<2,2>,<1,1,1,1>"])
