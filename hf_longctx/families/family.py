@@ -26,6 +26,10 @@ class Traits:
     # layers with an MLP: all; none, or the MLP counts as a part of the mixer; only those with attention, which all share a block
     # whose attention reads the embeddings beside hidden states; those that the list of layer types names
     mlp: Literal["in_every_layer", "in_mixer", "with_attention", "by_layer_name"] = "in_every_layer"
+    # field with a number n: a layer to read images, with an MLP as wide as theirs, stands before every n-th layer
+    image_layers_field: str = ""
+    # field with the number of tokens after those of `vocab_size`; embedding and head have rows of their own for them
+    more_tokens_field: str = ""
     # width of the MLP in hidden sizes, if the config does not give it; 0: it must
     mlp_times_hidden: int = 0
     # the MLP is this many times narrower than the config says
@@ -184,6 +188,10 @@ class Modules:
     like_generic: tuple[str, ...] = ()
     # modules of towers that transformers also runs on rows of text, although their outputs are not used
     run_on_text: tuple[str, ...] = ()
+    # text models that demand features of images in every row; without images they get some that no token reads
+    demands_images: tuple[str, ...] = ()
+    # layers -> attribute with attention to images, whose result they mask for tokens that read none
+    image_attention: Mapping[str, str] = field(default_factory=dict)
     # towers inside a text model, which rows of text never run
     idle_on_text: tuple[str, ...] = ()
 

@@ -133,6 +133,26 @@ MULTIMODAL: tuple[Family, ...] = (
         ),
     ),
     Family("hyperclovax_vision_v2", wrapper="HyperCLOVAXVisionV2ForConditionalGeneration", text="HyperCLOVAXModel"),
+    Family(
+        "idefics",
+        # of its layers to read images, rows of text run gated MLPs
+        traits=Traits(
+            image_layers_field="cross_layer_interval",
+            more_tokens_field="additional_vocab_size",
+            scales_residuals=True,
+            keeps_all="it has layers of other parts beside those of its decoder",
+            miscounted="its towers and its attention to images are left out",
+        ),
+        wrapper="IdeficsForVisionText2Text",
+        text="IdeficsModel",
+        modules=Modules(
+            demands_images=("IdeficsModel",),
+            image_attention={"IdeficsGatedCrossAttentionLayer": "cross_attn"},
+            idle_on_text=("IdeficsVisionTransformer", "IdeficsPerceiverResampler"),
+            run_on_text=("IdeficsAttention",),
+        ),
+        dropout_fields=("dropout",),
+    ),
     Family("idefics2", wrapper="Idefics2ForConditionalGeneration", text="MistralModel"),
     Family("idefics3", wrapper="Idefics3ForConditionalGeneration", text="LlamaModel", media=("image",)),
     Family(

@@ -86,7 +86,6 @@ REFUSED: tuple[Family, ...] = (
     Family("gemma4_assistant", refused={"Gemma4AssistantForCausalLM": "other_inputs"}),
     Family("gemma4_unified_assistant", refused={"Gemma4UnifiedAssistantForCausalLM": "other_inputs"}),
     Family("hrm_text", refused={"HrmTextForCausalLM": "several_calls"}),
-    Family("idefics", refused={"IdeficsForVisionText2Text": "encoder_on_text"}),
     Family(
         "inkling",
         types=("inkling_mm_model", "inkling_text"),

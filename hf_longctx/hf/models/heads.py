@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from hf_longctx.families.registry import MODULES
+from hf_longctx.families.registry import MODULES, family_of_type
 from hf_longctx.hf.models.forwards import give, has, take
 
 HeadKind = Literal["next_token", "document", "token"]
@@ -74,8 +74,14 @@ def num_outputs(model: nn.Module) -> int:
     if not isinstance(config, PretrainedConfig):
         return 0
     is_classifier = isinstance(model, nn.Module) and head_kind(model) != "next_token"
-    found = config.num_labels if is_classifier else getattr(config.get_text_config(), "vocab_size", 0)
-    return int(found or 0)
+    return int(config.num_labels or 0) if is_classifier else num_tokens(config)
+
+
+def num_tokens(config: PretrainedConfig) -> int:
+    """Number of token ids that a model of this config has; 0 if the config does not say it."""
+    text = config.get_text_config()
+    more = family_of_type(text.model_type).traits.more_tokens_field
+    return int(getattr(text, "vocab_size", 0) or 0) + int(getattr(text, more, 0) or 0 if more else 0)
 
 
 def is_tied(model: nn.Module) -> bool:

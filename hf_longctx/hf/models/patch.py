@@ -20,7 +20,7 @@ from hf_longctx.hf.models.own_attention import OwnAttentionPatch
 from hf_longctx.hf.models.positions import PaddingPatch, RowPositionsPatch
 from hf_longctx.hf.models.quantised import QuantisedPatch
 from hf_longctx.hf.models.states import MixerPatch
-from hf_longctx.hf.models.towers import TextPatch
+from hf_longctx.hf.models.towers import NoImagesPatch, TextPatch
 
 
 class Patch(Protocol):
@@ -42,6 +42,7 @@ class Patch(Protocol):
 # in the order in which they are applied; the switch of attention comes last, and marks a model that runs plans
 PATCHES: tuple[Patch, ...] = (
     TextPatch(),
+    NoImagesPatch(),
     MediaPatch(),
     HeadPatch(),
     OwnAttentionPatch(),

@@ -43,6 +43,8 @@ _PLACEHOLDER = re.compile(r"(image|video|audio)_(token_id|token_index|patch_id)"
 
 # beginning of the names of Chameleon's tokens for parts of an image
 _IMAGE_PART = "IMGIMG"
+# inputs of text models that demand images: one of the first three, and the images that each token reads
+_IMAGES = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings", "image_attention_mask")
 # field of a tower's config: the first token that the tower embeds
 _FIRST_TOKEN = "vocab_offset"
 
@@ -118,7 +120,15 @@ def num_text_layers(model: Any) -> int:
 
 def _inner_towers(text: nn.Module) -> dict[str, nn.Module]:
     """The parts of a text model that rows of text never run, by their names."""
-    return {name: module for name, module in text.named_modules() if class_name(module) in MODULES.idle_on_text}
+    towers = {name: module for name, module in text.named_modules() if class_name(module) in MODULES.idle_on_text}
+    return towers | _image_attention(text)
+
+
+def _image_attention(text: nn.Module) -> dict[str, nn.Module]:
+    """Attention to images in layers that mask its result for tokens that read none, by its names."""
+    known = MODULES.image_attention
+    found = [(name, module, key) for name, module in text.named_modules() if (key := known.get(class_name(module)))]
+    return {f"{name}.{key}": getattr(module, key) for name, module, key in found}
 
 
 def tower_names(model: nn.Module) -> list[str]:
@@ -341,3 +351,48 @@ class ForwardsPatch:
         """Leaves a forward that accelerate has wrapped in the meantime."""
         for module, forward in self.forwards(text_part(model)):
             take(module, forward)
+
+
+class NoImagesPatch(ForwardsPatch):
+    """Lets a text model that demands images run rows of text, and leaves attention to images out under plans."""
+
+    def forwards(self, text: nn.Module) -> list[tuple[Any, Any]]:
+        """Models that demand images, and attention whose result is masked without them."""
+        models = [module for module in text.modules() if class_name(module) in MODULES.demands_images]
+        return [
+            *((module, _forward_without_images) for module in models),
+            *((module, _masked_forward) for module in _image_attention(text).values()),
+        ]
+
+
+def _forward_without_images(text: Any, *args: Any, **keywords: Any) -> Any:
+    """The forward of a text model; a row without images gets features of one that no token reads.
+
+    Raises ValueError for images under a plan.
+    """
+    named = inspect.signature(type(text).forward).bind_partial(text, *args).arguments if args else {}
+    given = {name: value for name, value in (named | keywords).items() if value is not None and value is not text}
+    images = [name for name in _IMAGES if name in given]
+    if images and "longctx" in given:
+        raise ValueError(
+            f"{type(text).__name__} got {', '.join(images)} under a plan, but plans train rows of text alone; leave images out"
+        )
+    if not images:
+        tokens: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        B, T = tokens.shape[:2]
+        name = "perceiver_embeddings" if text.config.use_resampler else "image_encoder_embeddings"
+        given[name] = torch.zeros(B, 1, text.config.vision_config.embed_dim, dtype=text.dtype, device=tokens.device)
+        given["image_attention_mask"] = torch.zeros(B, T, 1, dtype=torch.int64, device=tokens.device)
+    return type(text).forward(text, **given)
+
+
+def _masked_forward(attention: Any, hidden_states: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
+    """The forward of attention to images; under a plan returns its input, which the layer then masks for every token."""
+    if keywords.get("longctx") is not None:
+        return hidden_states, None
+    mask = keywords.get("attention_mask")
+    if mask is not None and mask.dtype == torch.float64:
+        # the class's softmax in fp32 would take the least number of fp64 for infinity, and return NaN
+        keywords["attention_mask"] = mask.clamp(min=torch.finfo(torch.float32).min)
+    output: tuple[Tensor, Tensor | None] = type(attention).forward(attention, hidden_states, *args, **keywords)
+    return output

@@ -23,6 +23,7 @@ from hf_longctx.hf.models.compressed import compressing_attention
 from hf_longctx.hf.models.cutting import stage_problems
 from hf_longctx.hf.models.experts import has_balance, spread_problems
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.heads import num_tokens
 from hf_longctx.hf.models.index import indexed_attention
 from hf_longctx.hf.models.positions import first_position, has_limit, max_positions
 from hf_longctx.hf.models.quantised import rounding_problems
@@ -961,7 +962,7 @@ def _beyond(run: Facts) -> Iterator[dict[str, Any]]:
 
 
 def _more_tokens(run: Facts) -> Iterator[dict[str, int]]:
-    size = run.model_config.get_text_config().vocab_size
+    size = num_tokens(run.model_config)
     found = len(run.processing_class) if hasattr(run.processing_class, "__len__") else 0
     if found > size:
         yield {"found": found, "size": size}

@@ -47,6 +47,7 @@ _SIZES = (
     *("num_global_key_value_heads", "full_attention_interval", "decoder_sparse_step", "sliding_window_pattern", "index_topk"),
     *("index_head_dim", "index_n_heads", "no_rope_layer_interval", "layer_group_size", "ffn_round_up_to_multiple_of"),
     *("block_multiple_of", "num_mem_blocks", "time_step_rank", "mamba_dt_rank", "adapter_rank", "interleave_moe_layer_step"),
+    "cross_layer_interval",
 )
 _COUNTS = (
     *("intermediate_size", "max_position_embeddings", "pad_token_id", "sliding_window", "attention_chunk_size"),
@@ -54,7 +55,7 @@ _COUNTS = (
     *("moe_intermediate_size", "moe_latent_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("shared_intermediate_size", "n_shared_experts", "first_k_dense_replace", "attn_layer_period", "attn_layer_offset"),
     *("expert_layer_period", "expert_layer_offset", "max_window_layers", "num_kv_shared_layers", "qk_nope_head_dim"),
-    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "additional_vocab_size"),
 )
 _FACTORS = ("block_ffn_dim_multiplier", "qk_dim_factor", "v_dim_factor", "ffn_proj_factor")
 # fields that may be 0, or a list with a number for every layer, or the word "auto"
@@ -159,7 +160,9 @@ def config_fields(config: Mapping[str, Any]) -> Fields:
     if isinstance(experts := fields.get("moe_intermediate_size"), list | tuple):
         # Ernie 4.5 VL has experts for text, and others for images
         fields["moe_intermediate_size"] = experts[0]
-    return Fields(fields | _layers(fields) | _compression(fields) | _width(fields) | _positions(fields) | _most_kv(fields))
+    return Fields(
+        fields | _layers(fields) | _compression(fields) | _width(fields) | _positions(fields) | _most_kv(fields) | _tokens(fields)
+    )
 
 
 def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +190,12 @@ def _compression(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"compress_ratios has {unknown[0]}; known are {', '.join(map(str, _COMPRESSED))}")
     kinds = [_COMPRESSED[rate] for rate in rates][: int(fields["num_hidden_layers"])]
     return {"layer_types": kinds, "compress_rates": {kind: rate for rate, kind in _COMPRESSED.items() if rate}}
+
+
+def _tokens(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of tokens, if a class has some beside those of `vocab_size`."""
+    more = int(fields.get(traits_of(fields).more_tokens_field) or 0)
+    return {"vocab_size": int(fields["vocab_size"]) + more} if more and fields.get("vocab_size") else {}
 
 
 def _width(fields: Mapping[str, Any]) -> dict[str, Any]:

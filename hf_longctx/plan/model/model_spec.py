@@ -389,6 +389,8 @@ class ModelSpec:
         if config.get("use_double_wide_mlp"):
             # layers that read keys and values of earlier ones have it; sizes are means over layers
             intermediate_size += round(intermediate_size * int(config.get("num_kv_shared_layers") or 0) / num_layers)
+        if interval := int(config.get(traits.image_layers_field) or 0):
+            intermediate_size += round(intermediate_size * (num_layers // interval) / num_layers)
         intermediate_size, idle, routed, experts = expert_sizes(
             config, num_layers, hidden_size, intermediate_size, type_names(config, num_layers)
         )

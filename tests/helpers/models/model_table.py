@@ -53,8 +53,9 @@ end of this page.
 _ON_TEXT = """
 Rows of text are causal in every class, also in PaliGemma, whose prompts may see later tokens: its rows count as answers alone.
 Layers and adapters that read images or proteins alone (Mllama, Evolla) are left out, as plain transformers leaves them out, and
-are frozen like towers. Where plain transformers asks for images in every row (BLIP-2, InstructBLIP, Kosmos-2, Molmo 2), it got
-none here, or some that no token stands for.
+are frozen like towers. Where plain transformers asks for images in every row (BLIP-2, IDEFICS, InstructBLIP, Kosmos-2, Molmo 2),
+it got none here, or some that no token stands for or reads. IDEFICS runs the MLPs of its layers that read images on rows of text,
+too, and keeps everything.
 """
 _MEDIA = """
 Errors of loss and of every gradient of text, projector and tower are below 1e-12 in packs, in slices that cut images, and

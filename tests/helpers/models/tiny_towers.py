@@ -92,6 +92,17 @@ OF_WRAPPER: dict[str, dict[str, Any]] = {
         "qformer_config": {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 1},
     },
     "HYV4VLForConditionalGeneration": {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}}},
+    # a layer to read images before every second layer, with gates of vectors, and tokens in a table of their own
+    "IdeficsForVisionText2Text": {
+        **{"num_hidden_layers": 4, "cross_layer_interval": 2, "use_resampler": True, "qk_layer_norms": True},
+        **{"alpha_type": "vector", "freeze_text_layers": False, "freeze_vision_layers": False},
+        **{"vocab_size": 62, "additional_vocab_size": 2},
+        "vision_config": {
+            **{"embed_dim": 32, "image_size": 28, "patch_size": 14, "intermediate_size": 48, "num_hidden_layers": 1},
+            "num_attention_heads": 4,
+        },
+        "perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8},
+    },
     "InstructBlipForConditionalGeneration": _OPT | {"image_token_index": 64},
     "InstructBlipVideoForConditionalGeneration": _OPT | {"video_token_index": 64, "image_token_index": 65},
     "JanusForConditionalGeneration": {

@@ -30,7 +30,10 @@ REFUSED = [
 MARKS = re.compile(r"(vision|image|im|video|audio|low_res_image|frame)_(start|end|newline)_(token_)?id|user_token_id")
 
 # classes that get images, or proteins, in places that a column names, or beside the tokens: no token tells of them
-IN_COLUMNS = ("EvollaForProteinText2Text", "Kosmos2ForConditionalGeneration", "Kosmos2_5ForConditionalGeneration")
+IN_COLUMNS = (
+    *("EvollaForProteinText2Text", "IdeficsForVisionText2Text", "Kosmos2ForConditionalGeneration"),
+    "Kosmos2_5ForConditionalGeneration",
+)
 KINDS = re.compile(r"(image|video|audio)_(token|patch)_?(id|index)")
 
 
