@@ -110,14 +110,16 @@ class ReplicatedPlacement:
         return None
 
     def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
+        self.prepare(model)
         return None
 
     def join(self, folder: Path) -> None: ...
 
     def load(self, model: Any, folder: str) -> bool:
+        # otherwise placeholders would get the weights, and later the model's own would replace them
+        self.prepare(model)
         if not needs_own_reader(model):
             return False
-        self.prepare(model)
         read_weights(model, folder)
         return True
 

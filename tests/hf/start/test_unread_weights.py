@@ -1,0 +1,55 @@
+"""Whole models on one rank whose weights are still to be read: nothing writes placeholders or resumes into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from helpers.models.mxfp4_checkpoints import save_gpt_oss, unpacked
+from helpers.models.reference import random_rows
+from helpers.trainers.trainer_runs import LossRecorder, training_arguments
+from safetensors.torch import load_file
+
+from hf_longctx import LongContextConfig, LongContextTrainer, load_sharded
+from hf_longctx.hf.checkpoints.deferred import source_of
+
+CONFIG = LongContextConfig(tokens_per_rank=96, report_steps=False, timeline_steps=0, self_test=False)
+
+
+def make_trainer(model: Any, out: Path) -> Any:
+    args = training_arguments(
+        str(out), max_steps=2, save_strategy="steps", save_steps=1, per_device_train_batch_size=4, bf16=False
+    )
+    rows = datasets.Dataset.from_list(random_rows([61, 13, 5, 8, 21, 34, 3, 9]))
+    return LongContextTrainer(model=model, args=args, train_dataset=rows, longctx_config=CONFIG)
+
+
+def unread(folder: str) -> Any:
+    model = load_sharded(folder, CONFIG, dtype=torch.bfloat16)
+    assert source_of(model) is not None
+    return model
+
+
+def losses(trainer: Any, resume: str | None = None) -> list[float]:
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    return recorder.losses
+
+
+def test_a_resumed_training_reads_the_checkpoint_after_the_model(tmp_path: Path) -> None:
+    folder = save_gpt_oss(tmp_path / "model")
+    expected = losses(make_trainer(unread(folder), tmp_path / "once"))
+    assert losses(make_trainer(unread(folder), tmp_path / "again"), str(tmp_path / "once" / "checkpoint-1")) == expected[1:]
+
+
+def test_weights_are_read_before_they_are_saved(tmp_path: Path) -> None:
+    folder = save_gpt_oss(tmp_path / "model")
+    trainer = make_trainer(unread(folder), tmp_path / "out")
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    expected = dict(unpacked(folder, dtype=torch.bfloat16).named_parameters())
+    assert saved.keys() == expected.keys()
+    assert [name for name, weight in expected.items() if not torch.equal(saved[name], weight)] == []
