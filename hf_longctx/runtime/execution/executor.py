@@ -152,6 +152,8 @@ class StepExecutor:
                 rounds.clear()
                 gc.collect()
                 torch.cuda.empty_cache()
+                # memory may have run out before a gradient was added to its sum, whose dtype is that of the other ranks
+                self.parameters.after_backward()
             total = self._sum_of(rounds)
             if reduce:
                 # weights stay gathered for all plans of the step

@@ -47,18 +47,31 @@ class Failing(torch.nn.Module):
         raise torch.OutOfMemoryError("planted")
 
 
-def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, in_backward: bool) -> Any:
-    """Runs three steps on this rank, of which the second fails; returns its error, and the gradients of first and third."""
+def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, place: str) -> Any:
+    """Runs four steps on this rank, of which the third fails; returns its error, and the gradients of the others.
+
+    place: "forward", "backward", or "sum": the one in fp32 that a gradient in bf16 is added to.
+    """
     plan, rank = plan_from_json(plan_json), dist.get_rank()
     model = build_model(ModelCase())
     patch_model(model)
     # in the first layer, whose backward is the last, when sums of the others have started
-    failing = model.model.layers[0].mlp = Failing(model.model.layers[0].mlp, num_tokens, in_backward)
+    failing = model.model.layers[0].mlp = Failing(model.model.layers[0].mlp, num_tokens, place == "backward")
+    absorb, weight = gradients.GradientSum._absorb, model.model.embed_tokens.weight
+    if place == "sum":
+        model.bfloat16()
+
+    def absorbed(self: Any, parameter: Any) -> None:
+        if failing.is_failing and parameter is weight and parameter.grad is not None:
+            failing.is_failing = False
+            failing.fail()
+        absorb(self, parameter)
+
     pool = GroupPool((1, 2), timeout_s=60.0, sums_early=True)
     executor = StepExecutor(whole_model(model, 2), pool, CPU)
     chunks = rank_inputs(plan, ROWS, rank)["chunks"]
     found, error = [], None
-    with mock.patch.object(gradients, "_EARLY_BUCKET_BYTES", 4096):
+    with mock.patch.object(gradients, "_EARLY_BUCKET_BYTES", 4096), mock.patch.object(gradients.GradientSum, "_absorb", absorbed):
         for step in range(4):
             model.zero_grad(set_to_none=True)
             failing.is_failing = step == 2 and rank == failing_rank
@@ -72,12 +85,10 @@ def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, in_bac
     return error, found, has_early
 
 
-@pytest.mark.parametrize(("num_tokens", "in_backward"), [(5, False), (7, True)])
-def test_all_ranks_raise_at_the_end_of_the_plan_and_go_on_with_equal_gradients(
-    ranks: Any, num_tokens: int, in_backward: bool
-) -> None:
+@pytest.mark.parametrize(("num_tokens", "place"), [(5, "forward"), (7, "backward"), (0, "sum")])
+def test_all_ranks_raise_at_the_end_of_the_plan_and_go_on_with_equal_gradients(ranks: Any, num_tokens: int, place: str) -> None:
     # rank 1 runs documents 1 and 3
-    results = ranks(2).run(gradients_on_rank, plan_to_json(ALONE), 1, num_tokens, in_backward, timeout_s=120.0)
+    results = ranks(2).run(gradients_on_rank, plan_to_json(ALONE), 1, num_tokens, place, timeout_s=60.0)
     (error, found, has_early), (own_error, own, _) = results
     assert error == (OutOfMemoryTogether.__name__, "step 0: 1 other rank(s) ran out of device memory")
     assert own_error[0] == OutOfMemoryTogether.__name__ and "The device said: planted" in own_error[1]
