@@ -138,7 +138,7 @@ class Part:
             return
         rows_S = torch.empty_like(self._order_M)
         rows_S[self._order_M] = torch.arange(len(rows_S), device=rows_S.device)
-        rows_Tk = rows_S.view(len(sums_TN), -1)
+        rows_Tk = rows_S.view(-1, self._rows.num_chosen)
         for choice in range(self._rows.num_chosen):
             of_choice_TN = values_MN[rows_Tk[:, choice]]
             if weights_Tk is None:
@@ -461,7 +461,7 @@ class _Products:
     def _weight_EKN(self) -> Tensor:
         weight = self.matrices.weight
         if isinstance(weight, Tensor):
-            return weight
+            return weight[self._experts]
         return weight.unpacked(self._experts.start, self._experts.stop, self.matrices.dtype)
 
     @cached_property

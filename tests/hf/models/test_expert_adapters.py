@@ -245,6 +245,35 @@ def test_experts_without_grouped_products_are_named_once_before_the_first_step(
     assert ranks(2).run(warnings_at_start, dtype, wrong_rank) == [[words + each for each in expected], []]
 
 
+@pytest.mark.parametrize("packed", ["", "nf4"])
+def test_no_tokens_have_gradients_of_zeros(packed: Any) -> None:
+    model, given = adapted("Qwen3MoeExperts"), inputs()
+    if packed:
+        pack_experts(model, packed)
+    expected = results(bound(model), *given)
+    found = results(bound(model), *(each[:0] for each in given))
+    assert {name: len(each) for name, each in found.items()} == {
+        name: 0 if name in ("y", "x", "weights") else len(each) for name, each in expected.items()
+    }
+    assert not any(each.any() for each in found.values())
+
+
+def test_whole_weights_may_be_beside_some_in_four_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, last = (torch.randn(5, *sizes, generator=generator).double() for sizes in ((16, 8), (8, 16)))
+    codes, scales = expert_products.packed(last, "mxfp4")
+    four_bits = expert_products.PackedMatrices(codes, scales, "mxfp4", 2)
+    x = torch.randn(9, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(9, 2, generator=generator, dtype=torch.float64)
+    rows = expert_products.Rows(torch.rand(9, 5, generator=generator).argsort(dim=1)[:, :2], 5, False)
+    found = []
+    for weight in (four_bits, four_bits.unpacked(0, 5, torch.float64)):
+        matrices = (expert_products.ExpertMatrices(each, torch.float64) for each in (first, weight))
+        y = expert_products.run_experts(x, weights, expert_products.ExpertMLP(*matrices, torch.tanh), rows)
+        found.append((y.detach(), *torch.autograd.grad(y, x, torch.cos(x.detach()))))
+    assert max(map(relative_error, *found)) <= 1e-14
+
+
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts"])
 @pytest.mark.parametrize("packed", ["", "nf4"])
 def test_gradients_need_no_output(name: str, packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
