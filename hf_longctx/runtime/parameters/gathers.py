@@ -53,7 +53,8 @@ class DirectGather:
             weight.init_all_gather_outputs([shard.numel()], [weight.param_dtype or shard.dtype], ranks.size(), group.device)
             weight.alloc_all_gather_outputs()
             whole += weight.all_gather_outputs
-        stream = group.comm_ctx.all_gather_stream
+        # FSDP2 makes its streams in the first forward
+        stream = getattr(group.comm_ctx, "all_gather_stream", group.device_handle.current_stream())
         stream.wait_stream(group.device_handle.current_stream())
         with torch.profiler.record_function(group._with_fqn("FSDP::all_gather")), group.device_handle.stream(stream):
             shards = [shard for weight in weights for shard in weight.all_gather_inputs]

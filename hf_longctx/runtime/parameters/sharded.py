@@ -279,8 +279,16 @@ class ShardedParameters:
         self.gradients.reduce(self.copies, tied)
 
     def free(self) -> None:
-        """Frees weights that are still gathered: after an optimizer step, or after forwards without a backward."""
+        """Frees weights that are still gathered: after an optimizer step, or after forwards without a backward.
+
+        Passes outside of plans then gather, free and sum as FSDP2 does by default.
+        """
         free_gathered(self.model)
+        self.model.set_is_last_backward(True)
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_reshard_after_backward(True)
+        for layer in self.layers:
+            layer.set_reshard_after_forward(True, recurse=False)
 
     def forget(self) -> None:
         """Drops sums of a step that raised, and ends its passes.

@@ -288,6 +288,36 @@ def test_a_step_that_raised_leaves_nothing_to_the_next_one(ranks, parameters: Pa
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
 
 
+def losses_of_a_loop(plan_json: str, rows: list[dict[str, list[int]]], first: str) -> list[float]:
+    """Losses of a loop without plans on a sharded model, after nothing, a step of a plan, or a gather of all weights."""
+    plan, pool = plan_from_json(plan_json), group_pool()
+    model = build_model(ModelCase())
+    patch_model(model)
+    shard_model(model, model._no_split_modules, mesh(2))
+    executor = StepExecutor(whole_model(model, 2), pool, torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if first == "plan":
+        executor.run(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"], 40)
+    elif first == "gather":
+        model.unshard()
+    ids_1T, losses = torch.tensor([rows[0]["input_ids"]]), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids_1T, labels=ids_1T).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("parameters", MODES)
+def test_a_loop_of_ones_own_is_the_same_after_a_plan(ranks, parameters: Parameters) -> None:
+    plan, rows = chunks_plan((FFBFBB, FFBFBB), parameters), random_rows(CHUNK_LENGTHS)
+    expected, *others = (ranks(2).run(losses_of_a_loop, plan_to_json(plan), rows, first) for first in ("", "plan", "gather"))
+    assert others == [expected, expected]
+    assert len({*expected[0]}) == 4
+
+
 def refusals() -> list[str]:
     """Error messages of this rank for wrong combinations of plan, model and mesh."""
     pool, found = group_pool(), []
