@@ -145,11 +145,11 @@ def _indexer_forward(indexer: Any, *args: Any, **keywords: Any) -> Tensor:
     if given.get(keyword) is not None:
         raise ValueError(f"{own_class.__name__} got a cache under a plan, which has none; run it through the plan's executor")
     pools = (mask := given.pop("attention_mask")).dim() == 2
-    by_token = [name for name in _BY_TOKEN if given.get(name) is not None]
+    by_token = [name for name in _BY_TOKEN if name in given]
     every = slice(0, given["hidden_states"].shape[1])
 
     def scored(rows: slice, cache: _IndexCache, seen: Tensor) -> Tensor:
-        own = {name: given[name][:, rows] for name in by_token}
+        own = {name: None if given[name] is None else given[name][:, rows] for name in by_token}
         if "position_embeddings" in given:
             own["position_embeddings"] = tuple(x[:, rows] for x in given["position_embeddings"])
         chosen: Tensor = own_class.forward(indexer, **own, attention_mask=seen, **{keyword: cache})

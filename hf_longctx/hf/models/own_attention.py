@@ -473,7 +473,7 @@ def _attention_forward(attention: Any, *args: Any, **keywords: Any) -> Any:
     parameter = cache_parameter(type(attention).forward)
     forward = type(attention).forward
     # some layers pass their arguments by place
-    named = dict(list(inspect.signature(forward).bind(attention, *args).arguments.items())[1:])
+    named = dict(list(inspect.signature(forward).bind_partial(attention, *args).arguments.items())[1:])
     given = named | keywords | {parameter: GroupCache(call)} | ({} if own.keeps_mask else {"attention_mask": None})
     output = forward(attention, **given)
     call.check()

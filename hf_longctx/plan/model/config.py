@@ -439,8 +439,9 @@ def kernel_fields(model_type: str) -> dict[str, Any]:
     family = family_of_type(model_type)
     kernels = family.traits.kernels
     fields = {f"fuses_{name}": name in kernels for name in ("norms", "gated_norms", "gates", "rotary")}
-    for field, function in (("fuses_convolutions", "causal_conv1d_fn"), ("fuses_scans", "torch_chunk_gated_delta_rule")):
-        fields[field] = bool(family.mixers) and all(function in mixer.functions for mixer in family.mixers)
+    functions = [mixer.functions for mixer in family.mixers]
+    fields["fuses_convolutions"] = bool(functions) and all("causal_conv1d_fn" in each for each in functions)
+    fields["fuses_scans"] = any("torch_chunk_gated_delta_rule" in each for each in functions)
     return fields
 
 

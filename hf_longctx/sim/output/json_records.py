@@ -204,8 +204,8 @@ def read_plan_file(text: str) -> PlanFile:
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
     experts = ExpertSpec(**_fields(ExpertSpec, shapes["experts"], "cost_model.model.experts"))
     index = IndexSpec(**_fields(IndexSpec, shapes["index"], "cost_model.model.index"))
-    states = StateSpec(**_fields(StateSpec, shapes["states"], "cost_model.model.states"))
-    states = dataclasses.replace(states, layers=tuple(states.layers), attends=tuple(states.attends))
+    of_states = _fields(StateSpec, shapes["states"], "cost_model.model.states")
+    states = StateSpec(**{name: tuple(value) if isinstance(value, list) else value for name, value in of_states.items()})
     parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
     parts |= {"experts": experts, "index": index, "heads": tuple(HeadSizes(*own) for own in shapes["heads"])}
     model = ModelSpec(**shapes | parts)
