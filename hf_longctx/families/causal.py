@@ -523,7 +523,7 @@ CAUSAL: tuple[Family, ...] = (
         "MllamaForCausalLM",
         types=("mllama", "mllama_text_model"),
         traits=Traits(
-            kernels=("norms", "gates", "rotary"),
+            kernels=("norms", "rotary"),
             layers="without_cross",
             miscounted="its layers that read images, which rows of text skip, are left out",
         ),

@@ -17,7 +17,7 @@ MULTIMODAL: tuple[Family, ...] = (
     ),
     Family(
         "chameleon",
-        traits=Traits(qk_norms=True, kernels=("norms", "gates", "rotary")),
+        traits=Traits(qk_norms=True, kernels=("gates", "rotary")),
         wrapper="ChameleonForConditionalGeneration",
         text="ChameleonModel",
         modules=Modules(idle_on_text=("ChameleonVQVAE",)),
@@ -51,7 +51,7 @@ MULTIMODAL: tuple[Family, ...] = (
     ),
     Family(
         "evolla",
-        traits=Traits(kernels=("norms", "gates", "rotary"), miscounted="its encoder of proteins is left out"),
+        traits=Traits(kernels=("gates",), miscounted="its encoder of proteins is left out"),
         wrapper="EvollaForProteinText2Text",
         text="EvollaModel",
         modules=Modules(idle_on_text=("EvollaProteinEncoder", "EvollaSequenceAlignerCrossAttention")),
@@ -135,7 +135,7 @@ MULTIMODAL: tuple[Family, ...] = (
     Family("hyperclovax_vision_v2", wrapper="HyperCLOVAXVisionV2ForConditionalGeneration", text="HyperCLOVAXModel"),
     Family(
         "idefics",
-        # of its layers to read images, rows of text run gated MLPs
+        # rows of text run the gated MLPs of its layers that read images
         traits=Traits(
             image_layers_field="cross_layer_interval",
             more_tokens_field="additional_vocab_size",
@@ -210,7 +210,7 @@ MULTIMODAL: tuple[Family, ...] = (
     Family(
         "molmo2",
         types=("molmo2", "molmo2_text"),
-        traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
+        traits=Traits(qk_norms=True, kernels=("norms", "gates", "rotary")),
         wrapper="Molmo2ForConditionalGeneration",
         text="Molmo2TextModel",
         given_on_text={"mm_token_type_ids": "zeros"},

@@ -209,7 +209,7 @@ class TextPatch:
                 if vars(module).get("is_causal") is False:
                     vars(module)["is_causal"] = vars(module)[_MARKED] = True
         # by name, so that it works on a copy of the model too
-        vars(around)[_TEXT] = (name, _known_class(wrapper))
+        vars(around).setdefault(_TEXT, (name, _known_class(wrapper)))
         give(around, _forward)
 
     def undo(self, model: nn.Module) -> None:

@@ -21,8 +21,8 @@ _TEXTS = ("text_config", "decoder", "generator", "text_encoder")
 _NESTED = ("attn_config", "ffn_config")
 # name of a field -> its names in other classes
 _NAMES = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
-    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers", "layers"),
+    "hidden_size": ("n_embd", "d_model", "embed_dim"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
     "num_key_value_heads": ("kv_n_heads",),
     "head_dim": ("attention_head_dim", "kv_channels"),
@@ -60,6 +60,8 @@ _COUNTS = (
 _FACTORS = ("block_ffn_dim_multiplier", "qk_dim_factor", "v_dim_factor", "ffn_proj_factor")
 # fields that may be 0, or a list with a number for every layer, or the word "auto"
 _MAY_BE_0 = (
+    "head_dim",
+    "qk_rope_head_dim",
     "kv_lora_rank",
     "q_lora_rank",
     "adapter_rank",

@@ -26,7 +26,7 @@ newest = pytest.mark.skipif(is_older, reason=f"tests what transformers {NEWEST_T
 
 # inputs beside tokens without which plain forwards of some classes fail on rows of text, where they have no effect
 _GIVEN: dict[str, Callable[[Any, Tensor], dict[str, Any]]] = {
-    # as its processor says without images: one of zeros, which no token reads
+    # one image of zeros, which no token reads, as its processor gives it
     "IdeficsForVisionText2Text": lambda _, ids: {
         "pixel_values": torch.zeros(*ids.shape[:1], 1, 3, 28, 28, dtype=torch.float64),
         "image_attention_mask": torch.zeros(*ids.shape, 1, dtype=torch.int64),

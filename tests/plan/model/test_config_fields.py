@@ -38,7 +38,8 @@ def test_the_file_of_every_class_gives_the_spec_of_a_run(tmp_path: Path) -> None
                 wrong[name] = found
         text = config.get_text_config()
         # numbers of transformers itself, by the class's own names and properties
-        stated = (getattr(text, "decoder_layers", text.num_hidden_layers), text.hidden_size, text.vocab_size)
+        num_layers = getattr(text, "decoder_layers", text.num_hidden_layers) - len(getattr(text, "cross_attention_layers", ()))
+        stated = (num_layers, text.hidden_size, text.vocab_size)
         counted = (expected.num_layers, expected.hidden_size, expected.vocab_size)
         attends = any(expected.states.attending) or expected.states.is_empty
         if counted != stated or (attends and expected.max_positions != max_positions(config)):
