@@ -20,6 +20,7 @@ OFF = {
     "hf/self_test/test_self_test.py": "tests the setting itself",
     "hf/self_test/test_added_later.py": "tests what becomes of a user's code with and without a self-test",
     "hf/trainer/stages/test_open_stages.py": "starts trainers for the line that they log about stages",
+    "hf/start/test_unread_weights.py": "looks at weights before and after they are read, not at a training",
     "hf/test_config.py": "tests the setting itself",
 }
 

@@ -205,7 +205,8 @@ def read_plan_file(text: str) -> PlanFile:
     experts = ExpertSpec(**_fields(ExpertSpec, shapes["experts"], "cost_model.model.experts"))
     index = IndexSpec(**_fields(IndexSpec, shapes["index"], "cost_model.model.index"))
     of_states = _fields(StateSpec, shapes["states"], "cost_model.model.states")
-    states = StateSpec(**{name: tuple(value) if isinstance(value, list) else value for name, value in of_states.items()})
+    of_states |= {name: tuple(value) for name, value in of_states.items() if isinstance(value, list)}
+    states = StateSpec(**of_states)
     parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
     parts |= {"experts": experts, "index": index, "heads": tuple(HeadSizes(*own) for own in shapes["heads"])}
     model = ModelSpec(**shapes | parts)

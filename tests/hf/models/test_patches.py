@@ -27,7 +27,7 @@ from hf_longctx.hf.models.patch import PATCHES, patch_model, restore_attention
 from hf_longctx.hf.models.positions import PaddingPatch, RowPositionsPatch
 from hf_longctx.hf.models.quantised import QuantisedPatch
 from hf_longctx.hf.models.states import MixerPatch
-from hf_longctx.hf.models.towers import TextPatch
+from hf_longctx.hf.models.towers import NoImagesPatch, TextPatch
 
 
 class Linear4bit(nn.Linear):
@@ -51,6 +51,7 @@ def with_four_bits() -> Any:
 # patch -> a model that needs it
 MODELS: dict[type, Callable[[], Any]] = {
     TextPatch: lambda: build_any("LlavaForConditionalGeneration"),
+    NoImagesPatch: lambda: build_any("IdeficsForVisionText2Text"),
     MediaPatch: lambda: build_any("LlavaForConditionalGeneration"),
     HeadPatch: lambda: build_model(ModelCase(head=(("num_labels", 3),))),
     OwnAttentionPatch: lambda: build_any("BloomForCausalLM"),
