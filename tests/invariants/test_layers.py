@@ -57,7 +57,7 @@ OUTSIDE = {
     "plan.solver": "numpy (pulp) (highspy)",
     "sim": "numpy (matplotlib) (pyarrow) (yaml)",
     "kernels": "torch triton",
-    "runtime": "torch numpy psutil (causal_conv1d) (flash_attn) (liger_kernel) (torchao)",
+    "runtime": "torch numpy psutil (flash_attn) (liger_kernel) (torchao)",
     "hf": (
         "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
         "packaging (matplotlib) (bitsandbytes) (trl) (PIL) (yaml)"

@@ -15,14 +15,11 @@ Shapes: C channels, T tokens of this rank, K = `width` - 1 tokens that are read,
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from torch import Tensor
 
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.core.kernels import CompiledFunction
+from hf_longctx.runtime.core.packages import PackageFunction
 from hf_longctx.runtime.states.book import CONVOLUTION, check_not_lent, leave_state, slices_by_document, state_before
 from hf_longctx.runtime.states.passing import fetch_tokens, with_backward_of
 
@@ -227,25 +225,19 @@ def convolution_error(
 
 
 @dataclass
-class ConvolutionPackage:
+class ConvolutionPackage(PackageFunction):
     """`causal_conv1d_fn` of the package causal-conv1d, which is used if it is installed and right for a dtype and width.
 
     It adds gradients of weights in any order, so it is left out if deterministic algorithms are asked for.
     """
 
-    device_type: str = "cuda"
+    package: str = "causal-conv1d"
+    module: str = "causal_conv1d"
+    name: str = "causal_conv1d_fn"
+    arguments: tuple[str, ...] = ("bias", "seq_idx", "activation")
     # why it is not used, or "", by everything that a check depends on
     verdicts: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _convolutions: dict[str, RowConvolution] = field(default_factory=dict)
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """Imports the function. Raises ImportError or AttributeError if missing, TypeError if it lacks arguments."""
-        found: Callable[..., Any] = getattr(import_module("causal_conv1d"), "causal_conv1d_fn")  # noqa: B009
-        known = inspect.signature(found).parameters
-        if missing := [name for name in ("bias", "seq_idx", "activation") if name not in known]:
-            raise TypeError(f"it has no argument {' and '.join(missing)}")
-        return found
 
     def convolution(self, x_1CN: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str) -> RowConvolution | None:
         """Returns the package's convolution for such tensors; None if it is not used. The first call for them checks it."""
@@ -257,19 +249,11 @@ class ConvolutionPackage:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         key = (dtype, weight_CW.shape[1], bias_C is None, activation, capability)
         if key not in self.verdicts:
-            self.verdicts[key] = found = self._checked(made, device, dtype, weight_CW.shape[1], bias_C is not None)
+            check = partial(self._checked, made, device, dtype, weight_CW.shape[1], bias_C is not None)
+            self.verdicts[key] = found = self.problem_in(check)
             if found and self.is_installed:
-                logger.warning("causal_conv1d_fn of causal-conv1d is not used in %s: %s", dtype, found)
+                logger.warning("%s of %s is not used in %s: %s", self.name, self.package, dtype, found)
         return None if self.verdicts[key] else made
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the package is found, without importing it."""
-        try:
-            return importlib.util.find_spec("causal_conv1d") is not None
-        except ValueError:
-            # a module that was made by hand
-            return True
 
     def _run(self, activation: str) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]:
         def run(x_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, place_N: Tensor) -> Tensor:
@@ -282,17 +266,10 @@ class ConvolutionPackage:
         return run
 
     def _checked(self, made: RowConvolution, device: torch.device, dtype: torch.dtype, width: int, has_bias: bool) -> str:
-        if not self.is_installed:
-            return "causal-conv1d is not installed"
         # the first call may run inside a layer whose saved tensors travel
-        untouched = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        try:
-            with untouched:
-                drawn = drawn_convolution(16, width, has_bias, dtype, device)
-                error = convolution_error(made, plain_document(made.activation), drawn)
-        # the package is not used, whatever its function raises
-        except Exception as problem:
-            return f"its check failed with {type(problem).__name__}: {problem}"
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            drawn = drawn_convolution(16, width, has_bias, dtype, device)
+            error = convolution_error(made, plain_document(made.activation), drawn)
         # written so that NaN fails too
         if not error <= _TOLERANCES[dtype]:
             return f"it differs from the plain function by {error:.1e} of a norm (limit {_TOLERANCES[dtype]:.1e})"

@@ -19,9 +19,6 @@ size of a key, E size of a value.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import inspect
 import itertools
 import logging
 import math
@@ -29,13 +26,14 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_longctx.runtime.core.packages import PackageFunction
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +75,10 @@ _Key = tuple[torch.dtype, HeadSizes, tuple[int, int], tuple[Any, ...]]
 
 
 @dataclass
-class ScanKernel(ABC):
+class ScanKernel(PackageFunction, ABC):
     """A package's function that scans the documents of a row."""
 
-    # name of the distribution, for messages
-    package: str
-    # module that defines the function
-    module: str
-    name: str
-    # keyword arguments that the function must take
-    arguments: tuple[str, ...]
-    # device type on which it runs, and dtypes that it takes
-    device_type: str = "cuda"
+    # dtypes that it takes
     dtypes: tuple[torch.dtype, ...] = tuple(_TOLERANCES)
     # further keywords with which it is called
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +129,7 @@ class ScanKernel(ABC):
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         key = (dtype, sizes, capability, settings)
         if key not in self.verdicts:
-            self.verdicts[key] = found = self._checked(device, dtype, sizes, settings)
+            self.verdicts[key] = found = self.problem_in(partial(self._checked, device, dtype, sizes, settings))
             if found and self.is_installed:
                 logger.warning(
                     "%s is not used for scans of heads of %d and %d in %s, which run by torch: %s",
@@ -148,29 +138,9 @@ class ScanKernel(ABC):
         return self.verdicts[key]
 
     @property
-    def is_installed(self) -> bool:
-        """Whether the package is found, without importing it."""
-        try:
-            return importlib.util.find_spec(self.module.partition(".")[0]) is not None
-        except ValueError:
-            # a module that was made by hand
-            return True
-
-    @property
-    def label(self) -> str:
-        """Name of the function, and name and version of its package."""
-        versions = [each.version for each in importlib.metadata.distributions(name=self.package)]
-        return f"{self.name} of {self.package} {versions[0] if versions else '(version unknown)'}"
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """Imports the function. Raises ImportError or AttributeError if missing, TypeError if it lacks arguments."""
-        found: Callable[..., Any] = getattr(import_module(self.module), self.name)
-        known = inspect.signature(found).parameters
-        if missing := [name for name in (*self.arguments, *self.fixed) if name not in known]:
-            # further keywords may be taken and ignored
-            raise TypeError(f"it has no argument {' and '.join(missing)}")
-        return found
+    def keywords(self) -> tuple[str, ...]:
+        """Names of all keyword arguments with which it is called."""
+        return (*self.arguments, *self.fixed)
 
     def boundaries(self, row: Row, device: torch.device) -> Tensor:
         """Returns `marks` of a row on the device; those of the last rows are cached, since every layer needs them."""
@@ -190,13 +160,7 @@ class ScanKernel(ABC):
         return torch.tensor(row.boundaries)
 
     def _checked(self, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, settings: tuple[Any, ...]) -> str:
-        if not self.is_installed:
-            return f"{self.package} is not installed"
-        try:
-            worst, error = worst_error(self, device, dtype, sizes, settings)
-        # the package is not used, whatever its function raises
-        except Exception as problem:
-            return f"its check failed with {type(problem).__name__}: {problem}"
+        worst, error = worst_error(self, device, dtype, sizes, settings)
         # written so that NaN fails too
         if not error <= _TOLERANCES[dtype]:
             return f"its {worst} differs from a scan token by token by {error:.1e} (limit {_TOLERANCES[dtype]:.1e})"
