@@ -16,6 +16,7 @@ from helpers.models.dropout_truth import dropping
 from helpers.models.reference import reference_step
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
+from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments, get_scheduler
 
 from hf_longctx import LongContextConfig, LongContextTrainer
@@ -103,6 +104,20 @@ class LossRecorder(TrainerCallback):
             original(plan, result)
 
         trainer.longctx_run.report.step_done = step_done
+
+
+def trained_beside(
+    trainer: LongContextTrainer, frozen: Callable[[Any], dict[str, Tensor]], resume: str | None = None
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Trains; returns losses, what `frozen` finds in the model before and after, and whole trained weights by name."""
+    recorder = LossRecorder()
+    recorder.attach(trainer)
+    trainer._placed_model()
+    before = frozen(trainer.model)
+    trainer.train(resume_from_checkpoint=resume)
+    after = frozen(trainer.model)
+    trained = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return recorder.losses, before, after, trained
 
 
 def training_arguments(folder: str, **changes: Any) -> TrainingArguments:

@@ -15,7 +15,7 @@ from helpers.models.reference import random_rows, relative_error
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import LossRecorder, training_arguments
+from helpers.trainers.trainer_runs import trained_beside, training_arguments
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
@@ -59,14 +59,8 @@ def train(folder: str, out: str, config: dict[str, Any], is_deferred: bool, resu
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     rows = datasets.Dataset.from_list(ROWS)
     trainer = LongContextTrainer(model=with_adapters(model), args=args, train_dataset=rows, longctx_config=settings)
-    recorder = LossRecorder()
-    recorder.attach(trainer)
-    trainer._placed_model()
-    before = packed(trainer.model)
-    trainer.train(resume_from_checkpoint=resume)
-    after = packed(trainer.model)
-    adapters = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return trainer.longctx_run.report.opening, recorder.losses, before, after, adapters
+    found = trained_beside(trainer, packed, resume)
+    return trainer.longctx_run.report.opening, *found
 
 
 def expected_bytes(folder: str) -> dict[str, Tensor]:

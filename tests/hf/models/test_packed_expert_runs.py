@@ -14,7 +14,7 @@ from helpers.models.mxfp4_checkpoints import save_gpt_oss, unpacked
 from helpers.models.reference import random_rows
 from helpers.models.versions import resuming
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import LossRecorder, training_arguments
+from helpers.trainers.trainer_runs import trained_beside, training_arguments
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -68,14 +68,7 @@ def train(folder: str, out: str, config: dict[str, Any], kind: str, resume: str 
     pack_experts(model, kind)
     rows = datasets.Dataset.from_list(ROWS)
     trainer = LongContextTrainer(model=model, args=args, train_dataset=rows, longctx_config=settings)
-    recorder = LossRecorder()
-    recorder.attach(trainer)
-    trainer._placed_model()
-    before = packed(trainer.model)
-    trainer.train(resume_from_checkpoint=resume)
-    after = packed(trainer.model)
-    adapters = {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return recorder.losses, before, after, adapters
+    return trained_beside(trainer, packed, resume)
 
 
 def blocks_in(folder: str) -> dict[str, Tensor]:
