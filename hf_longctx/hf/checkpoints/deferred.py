@@ -41,7 +41,7 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
-from hf_longctx.hf.checkpoints.expert_files import ExpertWeight, Files, find_experts, read_experts
+from hf_longctx.hf.checkpoints.expert_files import IN_FP8, ExpertWeight, Files, find_experts, read_experts
 from hf_longctx.hf.checkpoints.weights import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.packed_experts import expert_modules, packed_parameters
@@ -57,8 +57,8 @@ SOURCE = "longctx_source"
 _ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|parametrizations)(?=\.)|\.original0$")
 # arguments that say where a checkpoint on the hub is
 _PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
-# dtype of a tensor in a file, and what follows a weight's name in that of its scales
-_IN_FP8, _SCALE = "F8_E4M3", "_scale_inv"
+# end of the name of a weight's scales, after that of the weight
+_SCALE = "_scale_inv"
 _WHOLE = "load the whole model with AutoModelForCausalLM.from_pretrained instead"
 
 
@@ -107,9 +107,7 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
     shown = settings
     if block is not None:
         # built without transformers' own modules for fp8, which a CPU does not get
-        plain_config = copy.deepcopy(config)
-        del plain_config.quantization_config
-        shown = {**{name: each for name, each in settings.items() if name != "quantization_config"}, "config": plain_config}
+        shown = {name: each for name, each in settings.items() if name != "quantization_config"} | {"config": unquantised(config)}
         settings = {**settings, "quantization_config": FineGrainedFP8Config(dequantize=True)}
     with nullcontext() if block is None else _without_warnings():
         model, report = loader(name_or_path, device_map="meta", output_loading_info=True, **shown)
@@ -137,8 +135,7 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
     _replace(model, {weight: torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape) for weight in model.parameters()})
     if block is not None and not (asked and asked.dequantize):
         _keep_blocks(model, plain & in_fp8, block)
-    # experts in fp8 have scales
-    experts = find_experts(model, shapes, {name: shape for name, shape in in_files.items() if name not in in_fp8})
+    experts = find_experts(model, shapes, files)
     read = partial(loader, name_or_path, **settings)
     setattr(model, SOURCE, WeightSource(folder, block, shapes, frozenset(plain), experts, tuple(_tied(model, shapes)), read))
     deferred: PreTrainedModel = model
@@ -149,6 +146,13 @@ def config_of(name_or_path: str, settings: dict[str, Any]) -> PretrainedConfig:
     """Config with which `from_pretrained` would load a checkpoint with these settings."""
     config: PretrainedConfig = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **_place(settings))
     return config
+
+
+def unquantised(config: PretrainedConfig) -> PretrainedConfig:
+    """Copy of a config that says nothing of how weights are quantised in files."""
+    plain = copy.deepcopy(config)
+    vars(plain).pop("quantization_config", None)
+    return plain
 
 
 def _place(settings: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +189,7 @@ def defer_experts(model: Any, folder: str, weights: dict[str, Tensor]) -> None:
     # those that were used while the model was loaded are not those of experts
     vars(model).pop("_weight_conversions", None)
     with Files(folder) as files:
-        # those in fp8 have scales
-        found = find_experts(model, shapes, {name: shape for name, shape in files.shapes.items() if name not in files.in_fp8})
+        found = find_experts(model, shapes, files)
     if lost := sorted(shapes.keys() - found.keys()):
         raise ValueError(
             f"{folder} has no weights for {len(lost)} of the experts' weights (the first is {lost[0]}) that can be packed while "
@@ -289,7 +292,7 @@ def read_deferred(model: Any, device: torch.device) -> None:
             for name in sorted(source.plain.intersection(reader.keys())):
                 for target in (each for each in targets[name] if id(each) not in done):
                     scale, found = scales.get(id(target)), reader.get_slice(name)
-                    found_scale = reader.get_slice(name + _SCALE) if found.get_dtype() == _IN_FP8 else None
+                    found_scale = reader.get_slice(name + _SCALE) if found.get_dtype() == IN_FP8 else None
                     if scale is not None and found_scale is not None and scale.shape == torch.Size(found_scale.get_shape()):
                         read_own(target, _Bytes(found))
                         read_own(scale, found_scale)

@@ -31,7 +31,7 @@ from hf_longctx.runtime.parameters.gradients import first_row
 # names in files of the parts of a weight in MXFP4, and elements of a block
 _BLOCKS, _SCALES, _BLOCK = "{}_blocks", "{}_scales", 32
 # dtype of a tensor in a file
-_IN_FP8 = "F8_E4M3"
+IN_FP8 = "F8_E4M3"
 # number of a layer in a name
 _LAYER = re.compile(r"\.\d+\.")
 
@@ -103,7 +103,7 @@ class Files:
                 for name in reader.keys():  # noqa: SIM118 (not a mapping)
                     found = reader.get_slice(name)
                     self._paths[name], self.shapes[name] = path, torch.Size(found.get_shape())
-                    self.in_fp8 |= {name} if found.get_dtype() == _IN_FP8 else set()
+                    self.in_fp8 |= {name} if found.get_dtype() == IN_FP8 else set()
 
     def __enter__(self) -> Files:
         return self
@@ -122,11 +122,13 @@ class Files:
         return found
 
 
-def find_experts(model: Any, shapes: Mapping[str, torch.Size], in_files: Mapping[str, torch.Size]) -> dict[str, ExpertWeight]:
-    """Finds the weights of experts in files, by name in the model; leaves out those that files have in another way.
+def find_experts(model: Any, shapes: Mapping[str, torch.Size], files: Files) -> dict[str, ExpertWeight]:
+    """Finds the weights of experts in files, by name in the model; leaves out those that files have in another way, or in fp8.
 
-    shapes, in_files: shapes of tensors by their names in the model and in files.
+    shapes: of tensors by their names in the model.
     """
+    # those in fp8 have scales
+    in_files = {name: shape for name, shape in files.shapes.items() if name not in files.in_fp8}
     found: dict[str, ExpertWeight] = {}
     known: _Known = {}
     for path, experts in expert_modules(model):

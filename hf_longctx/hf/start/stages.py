@@ -6,7 +6,6 @@ stages are then unknown to the loader, which never reads them. It handles rename
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -18,7 +17,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from hf_longctx.hf.checkpoints.deferred import config_of, defer_experts, defer_weights, take_experts_out
+from hf_longctx.hf.checkpoints.deferred import config_of, defer_experts, defer_weights, take_experts_out, unquantised
 from hf_longctx.hf.checkpoints.weights import checkpoint_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -79,7 +78,7 @@ def load_stage(
             )
         later = {}
         # transformers would unpack MXFP4
-        settings = {**settings, "config": _unquantised(settings.get("config", config))}
+        settings = {**settings, "config": unquantised(settings.get("config", config))}
     model, report = _cutting(model_class, ranges, stage, later).from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
     )
@@ -96,12 +95,6 @@ def load_stage(
         )
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _unquantised(config: PretrainedConfig) -> PretrainedConfig:
-    plain = copy.deepcopy(config)
-    vars(plain).pop("quantization_config", None)
-    return plain
 
 
 def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int, later: dict[str, Tensor] | None) -> Any:

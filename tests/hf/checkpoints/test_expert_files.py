@@ -49,7 +49,7 @@ def test_experts_of_every_family_are_read_as_transformers_reads_them(name: str, 
     if not expected:
         pytest.skip("experts have no weights of three dimensions")
     with Files(str(tmp_path)) as files:
-        found = find_experts(model, {name: each.shape for name, each in expected.items()}, files.shapes)
+        found = find_experts(model, {name: each.shape for name, each in expected.items()}, files)
         assert (found.keys() == expected.keys()) == (name not in OTHERS)
         for each, weight in found.items():
             own = torch.full_like(expected[each], torch.nan)
