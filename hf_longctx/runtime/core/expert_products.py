@@ -96,9 +96,13 @@ class Part:
         self.is_all = places.stop - places.start == len(rows.order_S)
         self._order_M = rows.order_S[places].long()
 
+    @property
+    def _tokens_M(self) -> Tensor:
+        return self._order_M // self._rows.num_chosen
+
     def of_tokens(self, values_TC: Tensor) -> Tensor:
         """Gathers what the rows' tokens have."""
-        return values_TC[self._order_M // self._rows.num_chosen]
+        return values_TC[self._tokens_M]
 
     def of_choices(self, values_Tk: Tensor) -> Tensor:
         """Gathers what the rows' choices have, [M, 1]."""
@@ -128,9 +132,7 @@ class Part:
         """Adds the values of the rows, weighed, to the sums of their tokens, in the dtype of the sums and in a fixed order."""
         wide = sums_TN.dtype
         if not self.is_all:
-            tokens_M, weights_M1 = self._order_M // self._rows.num_chosen, None
-            if weights_Tk is not None:
-                weights_M1 = self.of_choices(weights_Tk).to(wide)
+            tokens_M, weights_M1 = self._tokens_M, None if weights_Tk is None else self.of_choices(weights_Tk).to(wide)
             # an expert has a token once, so that no two rows are added to one sum at a time
             for start, stop in pairwise(self.bounds):
                 values = values_MN[start:stop].to(wide)
@@ -352,10 +354,9 @@ class _Gradients:
         needs_x, needs_weights, first, second, _, first_of_last, second_of_last, *_ = needs_gradients
         self.of_first = _AdapterGradients(mlp.entering) if first or second else None
         self.of_last = _AdapterGradients(mlp.leaving) if first_of_last or second_of_last else None
-        sums = (
-            gradient_TC.new_zeros(len(gradient_TC), mlp.entering.num_inputs, dtype=_wide(mlp.entering.dtype)) if needs_x else None
-        )
-        self.dx_TC = sums
+        self.dx_TC: Tensor | None = None
+        if needs_x:
+            self.dx_TC = gradient_TC.new_zeros(len(gradient_TC), mlp.entering.num_inputs, dtype=_wide(mlp.entering.dtype))
         self.dweights_Tk = torch.empty_like(weights_Tk) if needs_weights else None
 
     def add(

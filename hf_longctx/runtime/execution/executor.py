@@ -146,7 +146,7 @@ class StepExecutor:
                 # ranks of its groups would wait for this one in their passes
                 if not tells_failures or any(group.degree > 1 for group, _ in plan.rounds):
                     raise
-                failure = str(error)
+                failure = str(error) or type(error).__name__
             if failure:
                 # the error is gone, and with it the tensors of its frames
                 rounds.clear()
