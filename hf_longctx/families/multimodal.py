@@ -151,7 +151,6 @@ MULTIMODAL: tuple[Family, ...] = (
             idle_on_text=("IdeficsVisionTransformer", "IdeficsPerceiverResampler"),
             run_on_text=("IdeficsAttention",),
         ),
-        dropout_fields=("dropout",),
     ),
     Family("idefics2", wrapper="Idefics2ForConditionalGeneration", text="MistralModel"),
     Family("idefics3", wrapper="Idefics3ForConditionalGeneration", text="LlamaModel", media=("image",)),

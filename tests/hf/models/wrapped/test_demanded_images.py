@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.versions import newest
+from helpers.trainers.trainer_runs import problems_at_start
 
 from hf_longctx.hf.models.heads import num_tokens
 from hf_longctx.hf.models.patch import patch_model, restore_attention
@@ -46,6 +47,11 @@ def test_images_under_a_plan_are_refused() -> None:
     patch_model(model)
     with pytest.raises(ValueError, match="IdeficsModel got pixel_values, image_attention_mask under a plan"):
         model(input_ids=IDS, **images(True), longctx=object())
+
+
+def test_dropout_that_is_in_no_module_is_refused() -> None:
+    problems = problems_at_start(build_any(NAME, is_random=False, dropout=0.2))
+    assert problems == ["dropout is 0.2; set it to 0.0, dropout is not supported yet"]
 
 
 def test_mlps_and_tokens_beside_the_usual_ones_are_counted() -> None:
