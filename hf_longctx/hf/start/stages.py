@@ -43,7 +43,7 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
     if not can_load(quantised) and not is_mxfp4(config):
         raise ValueError(
             f"the checkpoint in {folder} is quantised by {quantised.get('quant_method')}; only four bits by bitsandbytes, "
-            f"experts in MXFP4, and fp8 with scales of blocks, are tested: use such a checkpoint, or one in bfloat16 or float32"
+            f"experts in MXFP4 and fp8 with scales of blocks are tested; use such a checkpoint, or one in bfloat16 or float32"
         )
     return config
 
