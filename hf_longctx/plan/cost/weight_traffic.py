@@ -14,13 +14,15 @@ are those of exchanges. Norms and biases, which have few elements, are not count
 While a layer computes, the next one is gathered, and the gradients of the one before are summed. If every pass gathers, the last
 layer of a pass hides the first gather of the next pass; otherwise nothing hides the first gather of a micro-batch. The last sum
 of a backward, with that of embedding and head, runs beside the first layer of the next pass, before the gather of that pass's
-second layer, and lengthens the step by what this layer cannot hide (`NEXT_SHARE`). Two more terms count: copies of gradients into
+second layer, and lengthens the step by what this layer cannot hide (`NEXT_SHARE`). Only the first gather and the last sums of a
+step hide nowhere (`ends_s`). Two more terms count: copies of gradients into
 buffers of sums, which run on the stream that computes (weights are gathered straight into place, and need none); and a share of
 the hidden seconds, in which kernels have fewer processors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -120,16 +122,24 @@ class Collectives:
         """Seconds of the sums with which the pass ends."""
         return self.sum_s + self.outside_s
 
-    def counted_s(self, compute_s: ArrayLike | None = None) -> FloatArray:
-        """Returns seconds that a pass counts beside `compute_s` of its layers, elementwise; None: the least, beside any."""
-        num_gathers, others = self.num_layers - (not self.is_ahead), max(0, self.num_layers - 1)
-        hidden_s: FloatArray = np.asarray(max(0, num_gathers) * self.gather_s + others * self.sum_s + self.last_s)
-        if compute_s is not None:
-            layer_s = np.asarray(compute_s, dtype=np.float64) / max(1, self.num_layers)
-            hidden_s = others * np.minimum(self.gather_s + self.sum_s, layer_s)
-            hidden_s += self.is_ahead * np.minimum(self.gather_s, layer_s)
-            hidden_s += np.minimum(self.last_s, np.maximum(0, NEXT_SHARE * layer_s - self.gather_s))
+    def counted_s(self, compute_s: ArrayLike = math.inf) -> FloatArray:
+        """Returns seconds that a pass counts beside `compute_s` of its layers, elementwise; the least without an argument."""
+        layer_s = np.asarray(compute_s, dtype=np.float64) / max(1, self.num_layers)
+        hidden_s = self.inner_hidden_s(layer_s) + self.first_hidden_s(layer_s) + self.last_hidden_s(layer_s)
         return self.links_s + self.copies_s - (1 - SLOWED_SHARE) * hidden_s
+
+    def inner_hidden_s(self, layer_s: FloatArray) -> FloatArray:
+        """Returns seconds of gathers and sums that the pass itself hides, if a layer computes for `layer_s`."""
+        return max(0, self.num_layers - 1) * np.minimum(self.gather_s + self.sum_s, layer_s)
+
+    def first_hidden_s(self, layer_s: FloatArray) -> FloatArray:
+        """Returns seconds of the first gather that the pass before hides, if a layer computes for `layer_s`."""
+        return self.is_ahead * np.minimum(self.gather_s, layer_s)
+
+    def last_hidden_s(self, layer_s: FloatArray) -> FloatArray:
+        """Returns seconds of the last sums that the pass after hides, if a layer computes for `layer_s`."""
+        found: FloatArray = np.minimum(self.last_s, np.maximum(0, NEXT_SHARE * layer_s - self.gather_s))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +193,6 @@ class StageGathers:
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
         return cls(passes, of_outside)
 
-    @property
-    def once_s(self) -> float:
-        """Seconds of `once`, and of a step's first gather and last sums, which nothing hides."""
-        if not self.passes:
-            return 0.0
-        first, *_, last = self.passes
-        return self.once.links_s + (1 - SLOWED_SHARE) * (first.is_ahead * first.gather_s + last.last_s)
-
     def of_pass(self, is_backward: bool, is_end: bool) -> Collectives:
         """Returns the collectives of a forward or backward. is_end: the first forward or last backward of a micro-batch."""
         return self.passes[2 * is_backward + is_end] if self.passes else Collectives()
@@ -235,6 +237,22 @@ def counted_passes_s(gathers: Sequence[Sequence[StageGathers]], compute_s: Float
                 found[place, stage, :, is_backward] = each.of_pass(bool(is_backward), False).counted_s(beside_s)
                 found[place, stage, end, is_backward] = each.of_pass(bool(is_backward), True).counted_s(beside_s[end])
     return found
+
+
+def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float = math.inf) -> tuple[float, float]:
+    """Returns seconds that a step counts on a stage beside its passes, before the first one and after the last one.
+
+    No pass hides the first gather and the last sums, so what those passes count as hidden counts here, and gathers once per step
+    do, of which a first forward hides all layers but one. own: collectives of the stage's layer ranges. first_s, last_s: seconds
+    that the first forward and the last backward compute; without them the least together with the passes.
+    """
+    if not own or not own[0].passes:
+        return 0.0, 0.0
+    _, first, _, last = own[0].passes
+    layer_s = [np.asarray(seconds / max(1, first.num_layers)) for seconds in (first_s, last_s)]
+    hidden_s = sum(float(each.once.inner_hidden_s(layer_s[0])) for each in own) - float(first.first_hidden_s(layer_s[0]))
+    before_s = sum(each.once.links_s for each in own) - (1 - SLOWED_SHARE) * hidden_s
+    return before_s, (1 - SLOWED_SHARE) * float(last.last_hidden_s(layer_s[1]))
 
 
 def whole_gathers(costs: CostModel) -> StageGathers:

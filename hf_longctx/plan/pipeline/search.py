@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_longctx.plan.core.orders import in_turns
 from hf_longctx.plan.core.types import FloatArray, MicroBatch, StepPlan, frees_every_round
+from hf_longctx.plan.cost.weight_traffic import ends_s
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, dealt_groups, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
@@ -108,7 +109,7 @@ class PipelineSearch:
         if self.config.lend_stages or not len(staged.lengths):
             return staged.lower_bound_s()
         stages_s = staged.stages_s(range(len(staged.lengths)))
-        once_s = [sum(each.once_s for each in own) for own in staged.gathers]
+        once_s = [sum(ends_s(own)) for own in staged.gathers]
         # the stage with the most states has no more room than the budget says
         takes_turns = self._room is not None and min(staged.room.waiting) >= max(1, self._room.budget.device_bytes)
         return float(np.sum(stages_s) if takes_turns else np.max(stages_s + once_s)) + self.costs.coefficients.step_s

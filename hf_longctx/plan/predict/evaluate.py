@@ -19,7 +19,7 @@ from hf_longctx.plan.core.types import (
     meets_in_every_pass,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageGathers
+from hf_longctx.plan.cost.weight_traffic import StageGathers, ends_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.predict.lending import run_lent_pipeline
@@ -77,7 +77,8 @@ class Evaluation:
     # every F and B of every rank, and the communication inside each
     events: tuple[TimelineEvent, ...]
     exchange_s: tuple[float, ...]
-    # seconds that plans of one stage count for gathers of weights and reduce-scatters of gradients, beside `step_s`
+    # seconds that count for gathers of weights and reduce-scatters of gradients beside `step_s`: with several stages, only those
+    # before a stage's first pass and after its last one
     gathers_s: float
     # for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range
     # where it waits
@@ -127,7 +128,12 @@ class _Run:
         whole = known.gathers(plan, costs, costs.model.num_layers, True, True) if plan.num_stages == 1 else StageGathers()
         # passes of every block in the present micro-batch (see `StageGathers.counted_s`), the slowest group's in each place
         self.gathers, self.passes = whole, [list[tuple[bool, float]]() for _ in range(plan.num_ranks // self.block_ranks)]
-        self.counted_s = [whole.once_s] * len(self.passes)
+        self.counted_s = [0.0] * len(self.passes)
+        # seconds that the first and the last pass of every block compute
+        self.ends: dict[int, tuple[float, float]] = {}
+        # seconds that every stage counts before its first pass, since it gathers when its message is there, and those that every
+        # rank counts after its last pass
+        self.before_s, self.after_s = [0.0] * plan.num_stages, dict[int, float]()
 
     def enter_all(self, micro_batch: MicroBatch) -> None:
         """Runs all groups of a micro-batch; those that share weights run in step.
@@ -181,10 +187,14 @@ class _Run:
         """Adds the run of one stage of a group to its ranks."""
         self._add(ranks, run.times, run.exchange_s)
         self._note_passes(ranks, run)
+        if ranks[0] not in self.after_s:
+            stage = ranks[0] // self.plan.ranks_per_stage
+            self.before_s[stage] = max(self.before_s[stage], run.ends_s[0])
         for rank in ranks:
             self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
             self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
             self.host_bytes[rank] = max(self.host_bytes[rank], run.host_bytes)
+            self.after_s[rank] = run.ends_s[1]
         for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
             self._record(group, ranks, action, time, inside_s)
 
@@ -251,6 +261,9 @@ class _Run:
         block = self.block_ranks
         for place, passes in enumerate(self.passes):
             self.counted_s[place] += self.gathers.counted_s(passes)
+            if passes:
+                (_, first_s), *_, (_, last_s) = passes
+                self.ends[place] = self.ends.get(place, (first_s, 0.0))[0], last_s
             self.passes[place] = []
         if block > 1:
             for first in range(0, len(self.clocks), block):
@@ -258,6 +271,8 @@ class _Run:
 
     def result(self) -> Evaluation:
         chunks_s = max(self.clocks)
+        counted_s = [self.counted_s[place] + sum(ends_s([self.gathers], *own)) for place, own in self.ends.items()]
+        last_s = max((self.clocks[rank] + after_s for rank, after_s in self.after_s.items()), default=0.0)
         once_s = self.costs.coefficients.step_s
         ranks = tuple(
             # rounding must not make a wait negative
@@ -272,7 +287,7 @@ class _Run:
             host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),
-            gathers_s=max(self.counted_s),
+            gathers_s=sum(self.before_s) + max(0.0, last_s - chunks_s) + max(counted_s, default=0.0),
             in_flight=tuple(self.in_flight),
         )
 

@@ -24,7 +24,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, ends_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import layer_shard_bytes, message_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
@@ -48,6 +48,8 @@ class StageRun:
     host_bytes: int
     # most tokens that wait for their backward on the fullest rank
     peak_tokens: int
+    # seconds that a step of several stages counts before and after this run for gathers and sums, if it begins or ends with it
+    ends_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def passes(self) -> list[tuple[bool, float]]:
@@ -231,6 +233,7 @@ def _stage_run(
         state_bytes + found.peak + messages,
         found.host,
         most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.layer_ranges)),
+        seconds.ends[stage.stage],
     )
 
 
@@ -352,20 +355,44 @@ class StageSeconds:
     @cached_property
     def gathers(self) -> FloatArray:
         """Seconds that every pass counts for gathers of weights and sums of gradients, in the shape of `table`."""
-        own_s = self._by_layer(0)
+        if not self._collectives:
+            return np.zeros_like(self._compute_s)
+        return counted_passes_s(self._collectives, self._compute_s, self._last_chunks)
+
+    @cached_property
+    def ends(self) -> list[tuple[float, float]]:
+        """Seconds that a step counts on every stage before the group's first pass and after its last one; see `ends_s`."""
+        if not self._collectives:
+            return [(0.0, 0.0)] * len(self.group.stages)
+        first_s = self._compute_s[0, :, 0, 0].tolist()
+        last_s = [float(self._compute_s[0, stage, chunk, 1]) for stage, chunk in enumerate(self._last_chunks)]
+        return [ends_s(own, *beside_s) for own, *beside_s in zip(self._collectives, first_s, last_s, strict=True)]
+
+    @cached_property
+    def _collectives(self) -> list[list[StageGathers]]:
+        """Collectives of every layer range of every stage; empty if passes do not count them."""
         if self.known is None or not self.known.counts_gathers or self.plan.num_stages == 1:
-            return np.zeros_like(own_s)
+            return []
         stages, known = self.group.stages, partial(self.known.gathers, self.plan, self.costs)
         last = len(stages) - 1, len(stages[0].layer_ranges) - 1
-        gathers = [
+        return [
             [
                 known(each.num_layers, stage == place == 0, (stage, place) == last)
                 for place, each in enumerate(of_stage.layer_ranges)
             ]
             for stage, of_stage in enumerate(stages)
         ]
-        last_chunks = [next(each.chunk for each in reversed(stage.actions) if each.kind == "B") for stage in stages]
-        return counted_passes_s(gathers, own_s - self._by_layer(2), last_chunks)
+
+    @cached_property
+    def _compute_s(self) -> FloatArray:
+        """Seconds that every pass computes layers, in the shape of `table`."""
+        found: FloatArray = self._by_layer(0) - self._by_layer(2)
+        return found
+
+    @cached_property
+    def _last_chunks(self) -> list[int]:
+        """Chunk of every stage's last backward."""
+        return [next(each.chunk for each in reversed(stage.actions) if each.kind == "B") for stage in self.group.stages]
 
     def exchanges(self) -> FloatArray:
         """Seconds of communication in every pass, as `exchange_s` returns them, in the shape of `table`."""

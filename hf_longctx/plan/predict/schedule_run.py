@@ -86,7 +86,8 @@ def run_schedule(
             peak_bytes, host_bytes, peak_tokens, in_flight = _most(plan, [each for _, each in own], stage, order, costs, known)
             for _, member in own:
                 actions, _, exchange_s, _, _ = zip(*member.passes[stage], strict=True)
-                run = StageRun(actions, tuple(member.times[stage]), exchange_s, peak_bytes, host_bytes, peak_tokens)
+                held = peak_bytes, host_bytes, peak_tokens
+                run = StageRun(actions, tuple(member.times[stage]), exchange_s, *held, member.seconds.ends[stage])
                 yield LaneRun(member.group, ranks, run, in_flight)
 
 
