@@ -37,7 +37,7 @@ from hf_longctx.plan.pipeline.search import NotFaster
 from hf_longctx.plan.pipeline.stages import balanced_ranges
 from hf_longctx.plan.planner import plan_step, step_bound_s
 from hf_longctx.plan.policies.fit import longest_alone
-from hf_longctx.plan.predict.planning import weight_seconds
+from hf_longctx.plan.predict.planning import counted_step_s
 from hf_longctx.plan.stage_count import StageOption, StageOptions, StageSetup, stage_counts, stage_options
 
 Place = Literal["device", "host", "auto"]
@@ -627,7 +627,7 @@ class _Choices:
                 continue
             except ValueError:
                 continue
-            counted_s = plan.estimate.counted_s + weight_seconds(plan, setup.costs).left_s
+            counted_s = counted_step_s(plan, setup.costs)
             if best is None or counted_s < best[0]:
                 best = counted_s, setup, plan
         if best is None and slower is not None:

@@ -12,6 +12,7 @@ from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.pipeline.search import NotFaster
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.predict.planning import counted_step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class StageOption:
 
     @property
     def counted_s(self) -> float:
-        """Seconds with the gathers of weights that count."""
-        return self.plan.estimate.counted_s
+        """Seconds with what counts of gathers, sums and updates of weights."""
+        return counted_step_s(self.plan, self.setup.costs)
 
 
 @dataclass(frozen=True, slots=True)

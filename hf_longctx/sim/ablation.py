@@ -217,7 +217,7 @@ def _chosen(
         best = stage_options(lengths, counts, setup_of, _GIVEN_UP, _INTERLEAVE, num_nodes).fitting[0]
     except ValueError as error:
         return AblationRow(name, 0.0, str(error))
-    return AblationRow(name, best.counted_s, describe(best.plan))
+    return AblationRow(name, best.plan.estimate.counted_s, describe(best.plan))
 
 
 def _flexsp(lengths: Sequence[int], machine: Machine) -> AblationRow:

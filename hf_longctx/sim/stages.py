@@ -22,7 +22,7 @@ class StageRow:
     ranks_per_stage: int
     parameters: Parameters = "replicated"
     shard_ranks: int = 1
-    # predicted seconds, and those with the gathers that count, by which numbers of stages are compared
+    # predicted seconds, and those with what counts of gathers, sums and updates, by which numbers of stages are compared
     step_s: float = 0.0
     counted_s: float = 0.0
     # gathers, sums of gradients and the optimizer beside `step_s`, none hidden

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 from hf_longctx.plan.chunks import elastic_chunks
 from hf_longctx.plan.core.serialize import plan_digest
-from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_GPU, ActivationBudget, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import GroupShape, Parameters
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.search import NotFaster
 from hf_longctx.plan.pipeline.staged_step import pipeline_s
 from hf_longctx.plan.planner import plan_step, step_bound_s
+from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
 
 DEGREES = (1, 2, 4, 8)
@@ -208,6 +210,18 @@ def test_interleaving_does_not_count_where_sequences_would_have_to_be_shorter_fo
 
     assert {option.num_ranges for option in stage_options([4000], [2], short, interleave=2).fitting} == {1}
     assert {option.num_ranges for option in stage_options([2500], [2], short, interleave=2).fitting} == {1, 2}
+
+
+def test_sums_of_gradients_over_a_slow_network_count() -> None:
+    model, hardware = named_model("llama-3.2-1b"), replace(GENERIC_GPU, network_bytes_per_s=2e8)
+    cluster = ClusterSpec(4, 2, hardware)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster), parameters="replicated", shard_ranks=1)
+    one, two = (stage_options([3000] * 6, [count], lambda *way: setup(*way[:2], costs, PLENTY)).fitting[0] for count in (1, 2))
+    # stages of one node each sum inside it
+    assert weight_seconds(one.plan, costs).left_s > 10 * weight_seconds(two.plan, costs).left_s
+    assert one.plan.estimate.counted_s < two.plan.estimate.counted_s and one.counted_s > two.counted_s
+    found = stage_options([3000] * 6, [1, 2], lambda *way: setup(*way[:2], costs, PLENTY)).fitting
+    assert [option.num_stages for option in found] == [2, 1]
 
 
 def deeper(costs: CostModel) -> CostModel:

@@ -93,6 +93,11 @@ def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s, copies_s, drains)
 
 
+def counted_step_s(plan: StepPlan, costs: CostModel) -> float:
+    """Seconds by which numbers of stages and ways to share weights are compared: gathers, sums and updates count."""
+    return plan.estimate.counted_s + weight_seconds(plan, costs).left_s
+
+
 def hidden_sums_s(layer_sums_s: float, backward_s: float, num_layers: int) -> float:
     """Seconds of early sums that run beside the last backward.
 
