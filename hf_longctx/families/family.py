@@ -118,6 +118,10 @@ class OwnAttention:
     keeps_mask: bool = False
 
 
+# functions of scans that packages have kernels for
+SCANS_WITH_KERNELS = frozenset({"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"})
+
+
 @dataclass(frozen=True, slots=True)
 class Mixer:
     """Facts by which plans run a mixer with a state along the sequence: the functions of its forward that they replace."""

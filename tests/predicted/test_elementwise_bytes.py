@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNormGated,
     causal_conv1d_fn,
@@ -25,7 +27,7 @@ from hf_longctx.hf.models.layers import layer_modules
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import ActivationPolicy, Chunk, LayerPolicy, SequenceGroup, Span, TensorShare
-from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.catalog import named_config, named_model
 from hf_longctx.plan.cost.cost_model import (
     _CONVOLUTION,
     CostModel,
@@ -36,7 +38,15 @@ from hf_longctx.plan.cost.cost_model import (
     scan_bytes,
 )
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.model.mixers import delta_kernel_moves, delta_moves
+from hf_longctx.plan.model.config import kernels_of_config
+from hf_longctx.plan.model.mixers import (
+    delta_kernel_moves,
+    delta_moves,
+    kimi_kernel_moves,
+    kimi_moves,
+    mamba2,
+    mamba_moves,
+)
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.setup import lora_adapters
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -232,22 +242,59 @@ def test_a_convolution_as_a_kernel_moves_its_input_and_output_alone(
     assert counted == list(runs)
 
 
-@pytest.mark.parametrize("key,value", [(64, 64), (128, 128), (64, 128)], ids=str)
-def test_the_torch_code_of_a_gated_delta_rule_moves_what_is_counted(key: int, value: int) -> None:
-    rule, heads, moved = inspect.unwrap(torch_chunk_gated_delta_rule), 2, []
-    for num_tokens in (TOKENS, 2 * TOKENS):
-        q, k, v = (torch.randn(1, num_tokens, heads, size).bfloat16().requires_grad_() for size in (key, key, value))
-        decay = (-torch.rand(1, num_tokens, heads)).requires_grad_()
-        strength = torch.rand(1, num_tokens, heads).bfloat16().requires_grad_()
+def moved_by_tiles(make: Any, tokens: int, heads: int) -> tuple[float, float]:
+    """Bytes of a token and head in forward and backward of a scan, without what grows with the number of tokens in backward."""
+    once, twice = (moved_by(*make(n), n * heads) for n in (tokens, 2 * tokens))
+    return twice[0], 2 * once[1] - twice[1]
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gated", "kimi"])
+@pytest.mark.parametrize("key,value", [(32, 32), (64, 64), (128, 128), (64, 128)], ids=str)
+def test_the_torch_code_of_a_delta_rule_moves_what_is_counted(key: int, value: int, by_channel: bool) -> None:
+    rule, heads = inspect.unwrap(chunk_kimi_delta_attention if by_channel else torch_chunk_gated_delta_rule), 2
+
+    def make(num_tokens: int) -> tuple[Any, list[torch.Tensor]]:
+        q, k, v = (torch.randn(1, num_tokens, heads, size).bfloat16() for size in (key, key, value))
+        decay = -torch.rand(1, num_tokens, heads, *((key,) if by_channel else ()))
+        strength = torch.rand(1, num_tokens, heads).bfloat16()
 
         def run(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
             return rule(q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
-        moved.append(moved_by(run, [q, k, v, decay, strength], num_tokens * heads))
-    forward, backward = delta_moves(key, value)
-    assert moved[1][0] == pytest.approx(forward, rel=0.02)
-    # without what grows with the number of tokens
-    assert 2 * moved[0][1] - moved[1][1] == pytest.approx(backward, rel=0.02)
+        return run, [x.requires_grad_() for x in (q, k, v, decay, strength)]
+
+    expected = kimi_moves(key, value) if by_channel else delta_moves(key, value)
+    assert moved_by_tiles(make, TOKENS, heads) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("head,state,tile,readers", [(64, 128, 64, 4), (32, 64, 128, 2), (128, 16, 64, 8)], ids=str)
+def test_the_torch_code_of_a_mamba2_scan_moves_what_is_counted(head: int, state: int, tile: int, readers: int) -> None:
+    scan, heads = inspect.unwrap(mamba2_chunk_scan), 2 * readers
+
+    def make(num_tokens: int) -> tuple[Any, list[torch.Tensor]]:
+        x, step = torch.randn(1, num_tokens, heads, head).bfloat16(), torch.rand(1, num_tokens, heads).bfloat16()
+        into, out = (torch.randn(1, num_tokens, 2, state).bfloat16() for _ in range(2))
+        decay, past, bias = -torch.rand(heads), torch.rand(heads), torch.rand(heads)
+
+        def run(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, bias: Any) -> Any:
+            return scan(x, dt, A, B, C, tile, D=D, dt_bias=bias, dt_softplus=True, return_final_states=True)
+
+        return run, [each.requires_grad_() for each in (x, step, decay, into, out, past, bias)]
+
+    found = moved_by_tiles(make, 2 * tile, heads)
+    assert found == pytest.approx(mamba_moves(head, state, tile, readers), rel=0.02)
+
+
+def test_kernels_of_kimi_and_mamba2_take_about_what_was_published() -> None:
+    # flash-linear-attention's forward on an H200, by cuLA's benchmark: 64 heads of 128, 16,384 tokens
+    forward, backward = kimi_kernel_moves(128, 128)
+    assert 64 * 16384 * forward / 2.6e12 == pytest.approx(3.60e-3, rel=0.15)
+    # a Blackwell takes three times as long for backward
+    assert backward == pytest.approx(2 * forward, rel=0.02)
+    # mamba-ssm's forward on an H100, by vLLM: nanoseconds of a token with products, at 0.7 of the rates of memory
+    states = mamba2({"hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_state": 128, "mamba_n_groups": 1})
+    moved_s, products_s = 128 * states.kernel_moves[0] / (0.7 * 2.6e12), 2 * states.scan_products / 0.7e15
+    assert moved_s + products_s == pytest.approx(93e-9, rel=0.15)
 
 
 def test_kernels_of_scans_take_what_was_published() -> None:
@@ -255,6 +302,21 @@ def test_kernels_of_scans_take_what_was_published() -> None:
     forward, backward = (32 * 32768 * each / 2.6e12 for each in delta_kernel_moves(128, 128, 2))
     assert forward + backward == pytest.approx(1.89e-3 + 5.70e-3, rel=0.02)
     assert forward == pytest.approx(1.89e-3, rel=0.25) and backward == pytest.approx(5.70e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-nano-9b-v2"])
+def test_kernels_of_all_scans_are_priced(name: str) -> None:
+    hardware = read_profile("h200").spec
+    model = replace(named_model(name), **kernels_of_config(named_config(name) or {}))
+    assert model.fuses_scans and all(model.states.kernel_moves) and all(model.states.torch_moves)
+    torch_s, kernel_s = (
+        default_coefficients(replace(model, fuses_scans=is_kernel), ClusterSpec(1, 1, hardware)) for is_kernel in (False, True)
+    )
+    for place, each in enumerate(("forward", "backward")):
+        saved = getattr(torch_s, each).token_s - getattr(kernel_s, each).token_s
+        spared = model.states.heads * (model.states.torch_moves[place] - model.states.kernel_moves[place])
+        assert saved == pytest.approx(sum(model.states.layers) * spared / hardware.elementwise_bytes_per_s)
+        assert saved > 0
 
 
 def test_seconds_of_hybrids_count_what_their_mixers_move() -> None:

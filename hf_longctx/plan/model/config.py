@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hf_longctx.families.family import SCANS_WITH_KERNELS
 from hf_longctx.families.registry import family_of_type, traits_of
 
 # positions of a model that needs none, or of one without attention, whose documents may have any length
@@ -436,14 +437,14 @@ _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 def kernel_fields(model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that say which functions of all layers of a decoder of this type have kernels.
 
-    Those of scans are packages', as if they were installed; their seconds are known for gated delta rules alone.
+    Those of scans are packages', as if they were installed.
     """
     family = family_of_type(model_type)
     kernels = family.traits.kernels
     fields = {f"fuses_{name}": name in kernels for name in ("norms", "gated_norms", "gates", "rotary")}
     functions = [mixer.functions for mixer in family.mixers]
     fields["fuses_convolutions"] = bool(functions) and all("causal_conv1d_fn" in each for each in functions)
-    fields["fuses_scans"] = any("torch_chunk_gated_delta_rule" in each for each in functions)
+    fields["fuses_scans"] = any(SCANS_WITH_KERNELS & {*each} for each in functions)
     return fields
 
 

@@ -220,6 +220,34 @@ def kimi_scan(key_size: int, value_size: int) -> ScanSize:
     return ScanSize(3 * t * k + 12 * k + 3 * v + t * t // 3 + 2 * t + k * v // t + 5, t)
 
 
+def kimi_moves(key_size: int, value_size: int) -> tuple[int, int]:
+    """Returns bytes that transformers' torch code of Kimi delta attention moves for a token and head, forward and backward.
+
+    Counted by `test_elementwise_bytes.py` like `delta_moves`, with keys of k elements and tiles of t tokens. Decays between
+    every two tokens of a tile by channel, t k fp32 numbers for a token, are read and written about ten times in forward; a loop
+    over the rows of a tile copies half of its t x t matrix each time, and backward copies that matrix's gradient.
+    """
+    k, v, t = key_size, value_size, _DELTA_TILE
+    forward = 63 * t * k + 25 * k + 80 * v + 41 * k * v // (2 * t) + 477 * t
+    return forward, 144 * t * k + 40 * k + 74 * v + 36 * k * v // t + 3426 * t
+
+
+def kimi_kernel_moves(key_size: int, value_size: int) -> tuple[int, int]:
+    """Returns bytes that `chunk_kda` of flash-linear-attention moves in 16 bits for a token and head, forward and backward.
+
+    Counted from its kernels like `delta_kernel_moves`; most of them read fp32 decays of every channel. Forward: norms of queries
+    and keys; sums of decays; blocks on the diagonal; the solved system and scores; keys and values by this system; states of
+    tiles and new values; outputs. Backward makes keys, values and states again, and gradients of scores and values within tiles,
+    of states, of all inputs through states, then within tiles, their sums, and those of norms. For 64 heads of 128 and 16,384
+    tokens forward is 4.0 ms at the rate of the profile `h200`; cuLA's benchmark on an H200 (`BENCHMARK_H200.md`) says 3.6 for
+    it. Its backward has twice the bytes, and takes three times as long on a Blackwell (cuLA#54).
+    """
+    k, v, t = key_size, value_size, _DELTA_TILE
+    state = k * v // t
+    forward = 26 * k + 6 * v + 2 * state + 25 * t // 4
+    return 2 * forward, 2 * (50 * k + 15 * v + 4 * state + 11 * t)
+
+
 def mamba_scan(head_size: int, state_size: int, tile_tokens: int) -> ScanSize:
     """Elements that the scan of Mamba 2 saves, with heads of p and states of p x n elements and tiles of t tokens.
 
@@ -228,6 +256,31 @@ def mamba_scan(head_size: int, state_size: int, tile_tokens: int) -> ScanSize:
     """
     p, n, t = head_size, state_size, tile_tokens
     return ScanSize(5 * p + 5 * n + 3 * t + 2 * p * n // t + 7, t)
+
+
+def mamba_moves(head_size: int, state_size: int, tile_tokens: int, readers: int) -> tuple[int, int]:
+    """Returns bytes that transformers' torch code of Mamba 2 moves for a token and head, forward and backward.
+
+    Counted by `test_elementwise_bytes.py` like `delta_moves`. readers: heads that share what takes tokens into the state and out.
+    """
+    p, n, t = head_size, state_size, tile_tokens
+    forward = 94 * p + 71 * n + 44 * t + 20 * p * n // t + 13 * n // readers + 135
+    return forward, 142 * p + 88 * n + 80 * t + 50 * p * n // t + 20 * n // readers + 243
+
+
+def mamba_kernel_moves(head_size: int, state_size: int, tile_tokens: int, readers: int) -> tuple[int, int]:
+    """Returns bytes that `mamba_chunk_scan_combined` of mamba-ssm moves in 16 bits for a token and head, forward and backward.
+
+    Counted from its kernels like `delta_kernel_moves`; readers: as in `mamba_moves`. Forward: sums of decays; states of tiles in
+    fp32, and their sums over tiles; scores of groups in fp32; outputs. Backward makes all but outputs again, and gradients of
+    states and their sums, of tokens, of what takes them into states and out, of scores, and of decays, for which tokens are read
+    once more. For 128 heads of 64 with states of 128 forward is 40 ns a token at the rate of the profile `h200`, beside 24 for
+    products; vLLM measured 93 in all on an H100 (vllm#27299), which reads 0.7 times as fast.
+    """
+    p, n, t = head_size, state_size, tile_tokens
+    state = p * n // t
+    forward = 3 * p + 6 * state + (4 * n + 4 * t) // readers + 13
+    return 2 * forward, 2 * (11 * p + 17 * state + (27 * n + 16 * t) // readers + 66)
 
 
 def gated_delta_net(config: Mapping[str, Any]) -> StateSpec:
@@ -311,6 +364,8 @@ def kimi_delta(config: Mapping[str, Any]) -> StateSpec:
         convolution_elements=3 * all_heads,
         norm_values=all_heads,
         channels=3 * all_heads,
+        torch_moves=kimi_moves(size, size),
+        kernel_moves=kimi_kernel_moves(size, size),
         work_wide=heads * (3 * tile * size + 12 * size),
         scan_elements=kimi_scan(size, size).token_elements,
         tile_tokens=tile,
@@ -430,6 +485,8 @@ def mamba2(config: Mapping[str, Any]) -> StateSpec:
         convolution_elements=(values + channels + heads) * has_norm,
         norm_values=values * has_norm,
         channels=channels,
+        torch_moves=mamba_moves(head, size, tile, heads // groups),
+        kernel_moves=mamba_kernel_moves(head, size, tile, heads // groups),
         # in a model of fp32 the scan's inputs are saved with the tensor that they are parts of, and casts make no copy
         copied_wide=channels - (3 if has_norm else 1) * values,
         work_wide=heads * (3 * head + 4 * size + 4 * tile),
