@@ -1118,6 +1118,8 @@ def lora_adapters(model: ModelSpec, rank: int, on_experts: bool = False) -> Adap
     heads, mlp = 4 * d + model.query_size + made_kv + model.output_size, num_mlp * (d + f)
     saved, width = _HALF if e < _WIDE else e, max(_WIDE, e)
     in_mlp = saved * num_mlp * rank
+    # beside modules in four bits, adapters are added to their outputs; else inside their products
+    made = rank if model.packed.is_empty or model.packed.fp8_parameters or model.packed.has_experts else max(d, f)
     # packed experts run apart from adapters, too
     is_split = model.experts.num_layers > 0 and (on_experts or model.packed.has_experts)
     beside = _expert_adapters(model, rank * on_experts, width) if is_split else AdapterSpec()
@@ -1127,7 +1129,7 @@ def lora_adapters(model: ModelSpec, rank: int, on_experts: bool = False) -> Adap
         attention_saved_bytes=saved * 4 * rank,
         mlp_saved_bytes=in_mlp + beside.mlp_saved_bytes,
         cut_bytes=4 * rank * 3 * width,
-        tile_bytes=in_mlp + (2 * width * max(d, f) if num_mlp else 0),
+        tile_bytes=in_mlp + (saved * made if num_mlp else 0),
         reads_first_norm=True,
         reads_attention=True,
         reads_second_norm=num_mlp > 0 or beside.reads_second_norm,

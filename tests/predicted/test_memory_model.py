@@ -24,6 +24,7 @@ from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.kernels import FusedLayers
 from hf_longctx.hf.models.layers import final_norm, layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
+from hf_longctx.hf.models.low_rank import bind_adapters
 from hf_longctx.hf.models.packed_experts import pack_experts
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
@@ -77,6 +78,8 @@ class Shape:
     layers: int = 4
     family: str = "llama"
     lora: tuple[str, ...] = ()
+    # adapters have the model's dtype and run as under plans; else they are in fp64 and run by PEFT's own code
+    is_bound: bool = False
 
     def spec(self, dtype: torch.dtype) -> ModelSpec:
         sizes = (self.layers, self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.vocabulary)
@@ -99,15 +102,18 @@ class Shape:
         )
         model = model_class(config).to(dtype)
         if self.lora:
-            # wider than the model, as PEFT makes them, so that their inputs are cast
             found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(self.lora), task_type="CAUSAL_LM"))
+            # wider than the model, as PEFT makes them, so that their inputs are cast
             for name, parameter in found.named_parameters():
-                parameter.data = parameter.data.double() if "lora_" in name else parameter.data
+                wide = parameter.data if self.is_bound else parameter.data.double()
+                parameter.data = wide if "lora_" in name else parameter.data
             # the first layer saves as much as others, as if there were layers below it
             found.enable_input_require_grads()
             model = found
         model.train()
         patch_model(model)
+        if self.is_bound:
+            bind_adapters(model)
         # gradients are states, not workspace
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -292,6 +298,10 @@ ADAPTED = {
     "plain-hidden": (replace(WIDE_HIDDEN, lora=(*HEADS, *MLP)), PLAIN, 0, WHOLE),
     "plain-hidden-two": (replace(WIDE_HIDDEN, lora=("q_proj", "v_proj")), PLAIN, 0, WHOLE),
     "plain-packed-two": (Shape(lora=("q_proj", "v_proj")), PLAIN, 0, PACKED),
+    "bound-mlp": (replace(WIDE_MLP, lora=MLP, is_bound=True), offloading(), 256, WHOLE),
+    "bound-mlp-kept": (replace(WIDE_MLP, lora=MLP, is_bound=True), offloading(mlp=0.5), 256, WHOLE),
+    "bound-plain": (Shape(lora=(*HEADS, *MLP), is_bound=True), PLAIN, 0, WHOLE),
+    "bound-plain-mlp": (replace(WIDE_MLP, lora=MLP, is_bound=True), PLAIN, 0, WHOLE),
 }
 # policies that others have too, of a model that others have too
 FURTHER = ("recomputed-qwen3", "reruns-hidden", "reruns-host", "reruns-mlp", "qkv-kept-qwen3", "pieces-2", "pieces-hidden")
@@ -331,8 +341,8 @@ def test_adapters_in_pieces_and_tiles_take_no_more_than_predicted(name: str, mon
     found, before = predicted(shape, torch.float32, documents, policy)
     device = found.device - before
     assert device == pytest.approx(held, rel=0.01)
-    # in a tile, outputs of adapters are counted beside all that they save
-    most = 1.25 if name == "mlp" else 1.1
+    # in a tile, outputs of adapters in PEFT's own code are counted beside all that they save
+    most = 1.25 if name == "mlp" else 1.05 if shape.is_bound else 1.1
     # outputs of adapters outside MLPs, twice as wide as the model here, are not counted in the forward of layers that keep them
     least = (0.94 if policy is None else 0.97), 0.97
     for share, workspace, peak in zip(least, (found.forward_workspace, found.backward_workspace), peaks, strict=True):

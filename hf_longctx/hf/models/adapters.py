@@ -29,6 +29,7 @@ from hf_longctx.runtime.activations.adapted_projection import (
     Projection,
     changed_problem,
     dropout_problem,
+    only_multiplies,
     plain_projection,
 )
 from hf_longctx.runtime.core.torch_versions import trains_several_dtypes
@@ -298,11 +299,34 @@ def _active(layer: Any) -> list[str]:
 
 
 def tile_bytes(layers: Sequence[Any], hidden: torch.dtype, is_autocast: bool) -> int:
-    """Bytes that adapters in MLPs take for every token of a tile: what they save, and two outputs before they are added."""
-    widest = max(
-        (each.out_features * each.lora_B[name].weight.element_size() for each in layers for name in _active(each)), default=0
-    )
-    return sum(saved_bytes(each, hidden, is_autocast) for each in layers) + 2 * int(widest)
+    """Bytes that adapters in MLPs take for every token of a tile: what they save, and the most that one makes besides."""
+    made = (_made_bytes(each, hidden, is_autocast) for each in layers)
+    return sum(saved_bytes(each, hidden, is_autocast) for each in layers) + max(made, default=0)
+
+
+def _made_bytes(layer: Any, hidden: torch.dtype, is_autocast: bool) -> int:
+    """Bytes per token that the adapters of a projection make besides its output and what they save, while they run.
+
+    In one node with the projection: the gradient of the product with the first matrix. Beside other modules: the sum, a new
+    output. In PEFT's own code: an adapter's output, and that times a number.
+    """
+    made = 0
+    for name in _active(layer):
+        element: int = layer.lora_B[name].weight.element_size()
+        element = min(2, element) if is_autocast else element
+        if plain_adapter(layer) is None or _copies_input(layer, name, hidden, is_autocast):
+            made = max(made, 2 * layer.out_features * element)
+        else:
+            made = max(made, element * (len(layer.lora_A[name].weight) if is_in_node(layer) else layer.out_features))
+    return made
+
+
+def is_in_node(layer: Any) -> bool:
+    """Whether PEFT's code for a projection can be replaced by one node that adds a plain adapter inside the product."""
+    base = layer.base_layer
+    is_plain = type(layer) is Linear and only_multiplies(base) and getattr(base, "block", None) is None
+    drops = any(type(layer.lora_dropout[name]) is not nn.Identity for name in _active(layer))
+    return is_plain and not drops and not any(each.requires_grad for each in base.parameters())
 
 
 def cut_bytes(modules: Iterable[nn.Module]) -> int:

@@ -24,14 +24,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.hf.models.adapters import lora_layers, plain_adapter
+from hf_longctx.hf.models.adapters import is_in_node, lora_layers, plain_adapter
 from hf_longctx.hf.models.forwards import without_renames
 from hf_longctx.hf.models.kernel_places import is_hooked, runs_as_written
-from hf_longctx.runtime.activations.adapted_projection import Adapter, hook_problem, only_multiplies
+from hf_longctx.runtime.activations.adapted_projection import Adapter, hook_problem
 from hf_longctx.runtime.core.binding import global_hooks, is_ours, is_written_by, own_forward, replace_forward
 from hf_longctx.runtime.core.products import AdaptedProduct, FP8Linear, adapted_products, add_low_rank, maker_of
 
@@ -142,16 +141,14 @@ def _has_one_dtype(layer: Any, adapter: Adapter, x: Tensor) -> bool:
 
 def _product(layer: Any, adapter: Adapter, x: Tensor) -> AdaptedProduct | None:
     """The product of a layer, for a node with its adapter; None if it must be a node of its own."""
+    if not is_in_node(layer):
+        return None
     base = layer.base_layer
-    if type(layer) is not Linear or type(adapter.dropout) is not nn.Identity or not only_multiplies(base):
-        return None
     is_rounded = isinstance(base, FP8Linear)
-    if is_rounded and base.block is not None:
-        return None
     frozen = [each for each in (base.weight, base.bias, base.scale if is_rounded else None) if each is not None]
     # other types of tensors may be packed or in shards
     is_plain = {type(each) for each in (*frozen, adapter.first.weight, adapter.second.weight)} <= {nn.Parameter, Tensor}
-    if not is_plain or any(each.requires_grad for each in frozen) or (make := maker_of(base)) is None:
+    if not is_plain or (make := maker_of(base)) is None:
         return None
     first, second = adapter.first.weight.to(x.dtype), adapter.second.weight.to(x.dtype)
     bias = None if base.bias is None else base.bias.to(x.dtype)
