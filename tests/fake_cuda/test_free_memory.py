@@ -90,14 +90,31 @@ def test_a_plan_that_runs_out_of_memory_is_planned_again(
     check_equal(found, wanted)
 
 
+@pytest.mark.parametrize("compares", [False, True], ids=["", "comparing"])
 def test_a_plan_that_needs_more_than_was_predicted_lowers_the_limit(
-    tmp_path: Path, device: FakeDevice, computing: Computing, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    compares: bool, tmp_path: Path, device: FakeDevice, computing: Computing, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     # the device is as small as this training needs, and peaks are far above the prediction
     active = free_memory.active_bytes
     limit = int(0.0065 * 2**30)
     monkeypatch.setattr(free_memory, "active_bytes", lambda device: (0, int(3 * active(device)[1])))
     monkeypatch.setattr(free_memory.FreeMemory, "_shares", lambda free: (int(limit / 0.92), 0))
+    saw, run = free_memory.FreeMemory.saw, StepExecutor._run
+    judged = []
+
+    def comparing(executor: StepExecutor, *arguments: Any, **keywords: Any) -> Any:
+        # a verdict on documents that were compared during the plan, whose memory no plan needs
+        verdicts = executor.pool.stacks.verdicts
+        verdicts[len(verdicts)] = False
+        return run(executor, *arguments, **keywords)
+
+    def watched(free: free_memory.FreeMemory, plan: Any) -> None:
+        saw(free, plan)
+        judged.append(free.is_short)
+
+    if compares:
+        monkeypatch.setattr(StepExecutor, "_run", comparing)
+    monkeypatch.setattr(free_memory.FreeMemory, "saw", watched)
     _, trainer = trained(tmp_path, slow_hardware(tmp_path))
-    assert "memory: less is free" in capsys.readouterr().out
-    assert trainer._steps.free.limit_bytes < limit
+    assert ("memory: less is free" in capsys.readouterr().out) != compares
+    assert (trainer._steps.free.limit_bytes < limit) != compares and judged and any(judged) != compares

@@ -67,7 +67,7 @@ class FreeMemory:
 
     def failed(self, plan: StepPlan) -> None:
         """Takes a plan that ran out of memory."""
-        self._fitting_bytes = min(self._fitting_bytes, int(_AFTER_FAILURE * min(self.limit_bytes, plan.estimate.peak_bytes)))
+        self._fitting_bytes = min(self._fitting_bytes, failed_bytes(plan, self.limit_bytes))
 
     def agree(self, num_short: float) -> str:
         """Lowers the limit of later plans to the least of all ranks; returns a line that says so. Collective if any is short.
@@ -95,6 +95,11 @@ class FreeMemory:
         """Returns the bytes of the device, and those of them that are not torch's."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total, max(0, total - free - torch.cuda.memory_reserved(self.device))
+
+
+def failed_bytes(plan: StepPlan, limit_bytes: int) -> int:
+    """Returns the most predicted bytes of later plans after one that ran out of memory."""
+    return int(_AFTER_FAILURE * min(limit_bytes, plan.estimate.peak_bytes))
 
 
 def fitting_bytes(device_bytes: int, others_bytes: int, peak_bytes: int, predicted_bytes: int, has_collected: bool) -> int:

@@ -27,7 +27,7 @@ from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasse
 from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.stopping import OrderlyStop
-from hf_longctx.hf.run.free_memory import FreeMemory
+from hf_longctx.hf.run.free_memory import FreeMemory, failed_bytes
 from hf_longctx.hf.run.nonfinite import MODEL_FOLDER, PlanWithInputs, RefusedStep
 from hf_longctx.hf.run.run import Run, reference_run
 from hf_longctx.hf.run.saver import Saver
@@ -235,10 +235,12 @@ class StepRunner:
             except torch.OutOfMemoryError as error:
                 # otherwise the other ranks wait inside the plan
                 is_known = batch["step"].plan.num_ranks == 1 or isinstance(error, OutOfMemoryTogether)
-                again = self._for_less(batch, early_updates) if is_known else None
-                if again is None:
-                    raise
-                batch = again
+                found = self._for_less(batch, early_updates) if is_known else ""
+                if isinstance(found, str):
+                    why = f". The step cannot run again: {found}" if found else ""
+                    most = failed_bytes(batch["step"].plan, self.free.limit_bytes) / 2**30
+                    raise type(error)(f"{error}{why}; train on from the last checkpoint with device_gib={most:.3g}") from error
+                batch = found
             # the error is gone, and with it the tensors of its frames
             self._run_again(executor, total_weight)
         result = result if loss is None else replace(result, loss=loss)
@@ -249,22 +251,28 @@ class StepRunner:
         # zero for a step that is left out, since a sum would stay NaN
         return torch.zeros_like(result.loss) if self.was_skipped else torch.nan_to_num(result.loss, posinf=0.0, neginf=0.0)
 
-    def _for_less(self, batch: Mapping[str, Any], early_updates: HostSteps | None) -> dict[str, Any] | None:
-        """Returns the batch of a plan that ran out of memory, planned for less; None if it cannot run again. Collective.
-
-        Gradients that have left for the host, or were there before the step, cannot be taken back. In a step of several plans,
-        experts were balanced over all of them before the first one ran.
-        """
+    def _for_less(self, batch: Mapping[str, Any], early_updates: HostSteps | None) -> dict[str, Any] | str:
+        """Returns the batch of a plan that ran out of memory, planned for less, or why it cannot run again. Collective."""
         plan, free = batch["step"].plan, self.free
-        is_routed = self._executor is not None and self._executor.routers is not None
-        can_repeat = free.is_watched and self.read is not None and not self._has_gradients and early_updates is None
-        if not all(gather_objects(can_repeat and not (is_routed and self._num_batches > 1), self.run.control)):
-            return None
+        if obstacles := [each for each in gather_objects(self._obstacle(early_updates), self.run.control) if each]:
+            return obstacles[0]
         free.failed(plan)
         self.run.report.say(free.agree(self.run.pool.num_ranks))
         batches = [dict(batch)]
         self._plan_again(batches, plan.step)
-        return batches[0] if batches[0]["step"].plan is not plan else None
+        return batches[0] if batches[0]["step"].plan is not plan else "no plan of it needs less memory"
+
+    def _obstacle(self, early_updates: HostSteps | None) -> str:
+        """Describes why no plan of the present step can run again; empty if they can."""
+        if not self.free.is_watched:
+            return "its plan may not depend on what was measured, or keeps all activations"
+        if self.read is None:
+            return "its rows come from a stream or from a loader of the trainer's own, and cannot be read again"
+        if self._has_gradients or early_updates is not None:
+            return "gradients that were there before, or have left for updates on the host, cannot be taken back"
+        if self._num_batches > 1 and self._executor is not None and self._executor.routers is not None:
+            return "experts were balanced over all of its plans before the first one ran"
+        return ""
 
     def _run_again(self, executor: StepExecutor, total_weight: float) -> None:
         """Frees what a failed plan has left, and repeats the plans of the step before it."""

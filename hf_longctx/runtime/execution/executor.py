@@ -137,15 +137,19 @@ class StepExecutor:
         with self.parameters.computing():
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            memory, failure, tells_failures = StepMemory(), "", self._tells_failures(plan)
+            others_wait = self._others_wait(plan)
+            memory, failure, tells_failures = StepMemory(), "", not others_wait and self.pool.num_ranks > 1
             try:
                 # plans that lend ranks sum over all stages, in another group
                 with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
                     memory = run_rounds(host, plan, rounds, f"step {plan.step}", predicted_bytes)
             except torch.OutOfMemoryError as error:
-                # ranks of its groups would wait for this one in their passes
-                if not tells_failures or any(group.degree > 1 for group, _ in plan.rounds):
+                if self.pool.num_ranks == 1:
                     raise
+                if not others_wait and any(group.degree > 1 for group, _ in plan.rounds):
+                    others_wait = "ranks that share its sequences wait for this one"
+                if others_wait:
+                    raise torch.OutOfMemoryError(f"{error}. The step cannot run again for less memory: {others_wait}") from error
                 failure = str(error) or type(error).__name__
             if failure:
                 # the error is gone, and with it the tensors of its frames
@@ -181,14 +185,19 @@ class StepExecutor:
             self.routers.forget()
         return StepResult(total, host.clock, memory, aux_loss, router_load, num_bad, tuple(tallied))
 
-    def _tells_failures(self, plan: RankPlan) -> bool:
-        """Whether the sums at the end of a plan tell if memory ran out on a rank; equal on all ranks.
+    def _others_wait(self, plan: RankPlan) -> str:
+        """Describes why a rank that runs out of memory cannot take part in the sums at the end of a plan; equal on all ranks.
 
-        They do if passes have no collectives but those of their groups: whole weights, one stage, no balance of experts. Weights
-        that were updated on the host during the passes could not be taken back.
+        Empty if passes have no collectives but those of their groups. Then these sums tell all ranks of it.
         """
-        is_free = plan.parameters == "replicated" and self.routers is None and self.early_updates is None
-        return is_free and self.pool.num_ranks > 1 and self.stage.num_stages == 1
+        if self.stage.num_stages > 1:
+            return "other stages wait for this rank inside the passes"
+        if plan.parameters != "replicated":
+            return f"weights are {plan.parameters.replace('_', ' ')}, so other ranks wait for this one's share in every layer"
+        if self.routers is not None:
+            return "experts are balanced with other ranks, which wait for this one"
+        # weights that were updated on the host during the passes could not be taken back
+        return "" if self.early_updates is None else "gradients have left for updates on the host"
 
     def evaluate(
         self,

@@ -23,14 +23,15 @@ ARGUMENTS = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train
 CONFIG = {"tokens_per_rank": 1024, "degrees": [1], "host_gib": 0.05, "device_gib": 0.1}
 
 
-def train_on_rank(failing_call: int, is_watched: bool = True) -> Any:
+def train_on_rank(failing_call: int, is_watched: bool = True, parameters: str = "replicated") -> Any:
     """Trains on this rank; returns final weights, the limit of memory before and after, peaks of plans, and the error."""
     run, calls, error = executor.run_rounds, [0], ""
 
     def failing(*arguments: Any, **keywords: Any) -> Any:
         memory = run(*arguments, **keywords)
         calls[0] += 1
-        if calls[0] == failing_call and dist.get_rank() == 1:
+        # a rank for which another waits would leave it to a limit of time
+        if calls[0] == failing_call and (parameters != "replicated" or dist.get_rank() == 1):
             raise torch.OutOfMemoryError("planted")
         return memory
 
@@ -42,7 +43,7 @@ def train_on_rank(failing_call: int, is_watched: bool = True) -> Any:
         mock.patch.object(FreeMemory, "is_watched", property(lambda free: is_watched, lambda free, value: None), create=True),
         mock.patch.object(FreeMemory, "saw", lambda free, plan: peaks.append(plan.estimate.peak_bytes)),
     ):
-        trainer = make_trainer(CASE, ROWS, folder, CONFIG, ARGUMENTS)
+        trainer = make_trainer(CASE, ROWS, folder, {**CONFIG, "parameters": parameters}, ARGUMENTS)
         before = trainer.longctx_run.setup.memory.usable_bytes
         try:
             trainer.train()
@@ -67,3 +68,10 @@ def test_both_ranks_plan_the_step_again_and_reach_the_same_weights(ranks: Any, f
 def test_a_step_that_cannot_run_again_ends_on_both_ranks(ranks: Any) -> None:
     (*_, other), (*_, own) = ranks(2).run(train_on_rank, 3, False, timeout_s=280.0)
     assert "1 other rank(s) ran out of device memory" in other and "planted" in own
+    for error in (other, own):
+        assert "cannot run again: its plan may not depend on what was measured" in error and "device_gib=0.0" in error
+
+
+def test_a_rank_for_which_others_wait_says_why_the_step_ends(ranks: Any) -> None:
+    (*_, own), _ = ranks(2).run(train_on_rank, 1, True, "sharded", timeout_s=280.0)
+    assert "planted" in own and "weights are sharded" in own and "device_gib=0.0" in own
