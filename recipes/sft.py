@@ -454,7 +454,7 @@ def load_model(recipe: RecipeArguments, longctx_config: LongContextConfig) -> Pr
     if path is None:
         return AutoModelForCausalLM.from_config(config, **settings)
     packs = bool(recipe.pack_experts)
-    if longctx_config.asked_stages not in (1, "auto") and Path(path).is_dir() and not recipe.config_overrides:
+    if longctx_config.asked_stages not in (1, "auto") and not recipe.config_overrides:
         return load_pipeline_stage(path, longctx_config, packs_experts=packs, config=config, **settings)
     if not longctx_config.may_have_stages and not recipe.load_in_4bit:
         return load_sharded(path, longctx_config, packs_experts=packs, config=config, **settings)

@@ -27,6 +27,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from hf_longctx.hf.models.packed_experts import expert_modules, packed_parameter
 from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
 from hf_longctx.hf.models.quantised import block_size_of, fp8_layers, is_mxfp4, put_in_place
 from hf_longctx.runtime.core import fp8
+from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.core.products import FP8Linear
 from hf_longctx.runtime.parameters.gradients import first_row
 
@@ -119,7 +121,7 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
             f"{name_or_path} lacks {len(missing)} weights of {type(model).__name__} (the first is {missing[0]}), which would be "
             f"random; give a complete checkpoint, or {_WHOLE}"
         )
-    config_file: Any = cached_file(name_or_path, CONFIG_NAME, **_place(settings))
+    config_file: Any = cached_file(name_or_path, CONFIG_NAME, **of_place(settings)[0])
     folder = str(Path(config_file).parent)
     with Files(folder) as files:
         in_files, in_fp8 = files.shapes, files.in_fp8
@@ -137,14 +139,14 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
         _keep_blocks(model, plain & in_fp8, block)
     experts = find_experts(model, shapes, files)
     read = partial(loader, name_or_path, **settings)
-    setattr(model, SOURCE, WeightSource(folder, block, shapes, frozenset(plain), experts, tuple(_tied(model, shapes)), read))
+    _mark(model, WeightSource(folder, block, shapes, frozenset(plain), experts, tuple(_tied(model, shapes)), read))
     deferred: PreTrainedModel = model
     return deferred
 
 
 def config_of(name_or_path: str, settings: dict[str, Any]) -> PretrainedConfig:
     """Config with which `from_pretrained` would load a checkpoint with these settings."""
-    config: PretrainedConfig = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **_place(settings))
+    config: PretrainedConfig = settings.get("config") or AutoConfig.from_pretrained(name_or_path, **of_place(settings)[0])
     return config
 
 
@@ -155,8 +157,10 @@ def unquantised(config: PretrainedConfig) -> PretrainedConfig:
     return plain
 
 
-def _place(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: settings[name] for name in _PLACE if name in settings}
+def of_place(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of `settings` that say where a checkpoint on the hub is, and all others."""
+    place = {name: settings[name] for name in _PLACE if name in settings}
+    return place, {name: each for name, each in settings.items() if name not in place}
 
 
 def take_experts_out(model: nn.Module) -> dict[str, Tensor]:
@@ -195,7 +199,23 @@ def defer_experts(model: Any, folder: str, weights: dict[str, Tensor]) -> None:
             f"{folder} has no weights for {len(lost)} of the experts' weights (the first is {lost[0]}) that can be packed while "
             f"they are read; give a complete checkpoint, or leave packs_experts out"
         )
-    setattr(model, SOURCE, WeightSource(folder, None, shapes, frozenset(), found))
+    _mark(model, WeightSource(folder, None, shapes, frozenset(), found))
+
+
+def _mark(model: nn.Module, source: WeightSource) -> None:
+    """Marks `model` as one whose weights are still to be read, which writes no files until then."""
+    setattr(model, SOURCE, source)
+    # models with weights in fp8 refuse for good
+    vars(model).setdefault("save_pretrained", MethodType(_save_pretrained, model))
+
+
+def _save_pretrained(model: Any, *args: Any, **keywords: Any) -> Any:
+    if source_of(model) is None:
+        return type(model).save_pretrained(model, *args, **keywords)
+    raise RuntimeError(
+        f"save_pretrained of {class_name(model)} would write NaN for weights that are still to be read, as a LongContextTrainer "
+        f"does when it starts; call save_model of the trainer, or load the model with AutoModelForCausalLM.from_pretrained"
+    )
 
 
 def source_of(model: Any) -> WeightSource | None:
@@ -206,7 +226,10 @@ def source_of(model: Any) -> WeightSource | None:
 
 def forget_source(model: Any) -> None:
     """Marks `model` as one that has its weights."""
-    delattr(base_of(model), SOURCE)
+    base = base_of(model)
+    delattr(base, SOURCE)
+    if getattr(vars(base).get("save_pretrained"), "__func__", None) is _save_pretrained:
+        del vars(base)["save_pretrained"]
 
 
 def is_unread(weight: Tensor) -> bool:

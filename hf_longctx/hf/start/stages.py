@@ -6,6 +6,7 @@ stages are then unknown to the loader, which never reads them. It handles rename
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -14,10 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_longctx.hf.checkpoints.deferred import config_of, defer_experts, defer_weights, take_experts_out, unquantised
+from hf_longctx.hf.checkpoints.deferred import (
+    config_of,
+    defer_experts,
+    defer_weights,
+    of_place,
+    take_experts_out,
+    unquantised,
+)
 from hf_longctx.hf.checkpoints.weights import checkpoint_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -36,7 +46,7 @@ from hf_longctx.plan.pipeline.stages import balanced_ranges
 def checkpoint_config(folder: str) -> PretrainedConfig:
     """Config of a checkpoint in a local folder; raises ValueError if its weights are missing or not in safetensors."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder} is not a folder; download the checkpoint first: stages are read from local files")
+        raise ValueError(f"{folder} is not a folder; stages are read from local files")
     checkpoint_files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     quantised = getattr(config, "quantization_config", None) or {}
@@ -46,6 +56,29 @@ def checkpoint_config(folder: str) -> PretrainedConfig:
             f"experts in MXFP4 and fp8 with scales of blocks are tested; use such a checkpoint, or one in bfloat16 or float32"
         )
     return config
+
+
+def local_folder(name_or_path: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The local folder of a checkpoint, for one on the hub after its safetensors files were downloaded; and other `settings`.
+
+    Ranks of a machine share the files, which the hub's cache locks. Raises ValueError if it is neither on this machine nor there.
+    """
+    place, others = of_place(settings)
+    if Path(name_or_path).is_dir():
+        return name_or_path, others
+    inner = place.pop("subfolder", "")
+    within = f"{inner}/" if inner else ""
+    try:
+        folder = Path(snapshot_download(name_or_path, allow_patterns=[f"{within}*.json", f"{within}*.py"], **place), inner)
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
+        names = {SAFE_WEIGHTS_NAME} if not index.is_file() else set(json.loads(index.read_text())["weight_map"].values())
+        snapshot_download(name_or_path, allow_patterns=[f"{within}{name}" for name in sorted(names)], **place)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name_or_path} is not a folder, nor a checkpoint on the hub that could be downloaded ({type(error).__name__}: "
+            f"{error}); give the folder of a checkpoint, or a name on the hub that this machine reaches"
+        ) from error
+    return str(folder), others
 
 
 def load_stage(
@@ -143,27 +176,29 @@ def sampled_lengths(dataset: Any, max_length: int, control: dist.ProcessGroup | 
 
 
 def load_pipeline_stage(
-    folder: str,
+    name_or_path: str,
     config: LongContextConfig,
     /,
     dtype: torch.dtype | str = "auto",
     packs_experts: bool = False,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Loads this rank's stage of the checkpoint in a local `folder`, for a trainer with `config`; with stages=1, the whole model.
+    """Loads this rank's stage of a checkpoint for a trainer with `config`; with stages=1, the whole model.
 
-    No rank reads or holds the weights of another stage, except an embedding that is tied to the head. Layers are split by
-    operation counts for sequences of `max_length`, into `interleave` ranges per stage. Experts in MXFP4 are NaN until a trainer
-    starts, which reads them, and with packs_experts, which says that `pack_experts` will be called, others are too. `settings`
-    go to `from_pretrained`. Not collective, but every rank must call this. Raises ValueError for stages="auto", since a trainer
-    chooses that number by its data, and where `load_stage` does.
+    name_or_path: a local folder, or a name on the hub, whose files are downloaded once on each machine. No rank reads or holds
+    weights of another stage, except an embedding that is tied to the head. Layers are split by operation counts for sequences
+    of `max_length`, into `interleave` ranges per stage. Experts in MXFP4 are NaN until a trainer starts, which reads them, and
+    with packs_experts, which says that `pack_experts` will be called, others are too. `settings` go to `from_pretrained`. Not
+    collective, but every rank must call this. Raises ValueError for stages="auto", since a trainer chooses that number by its
+    data, for a name that cannot be downloaded, and where `load_stage` does.
 
     Example:
 
         config = LongContextConfig(stages=4)
-        model = load_pipeline_stage("checkpoints/llama-70b", config, dtype=torch.bfloat16)
+        model = load_pipeline_stage("meta-llama/Llama-3.1-70B", config, dtype=torch.bfloat16)
         trainer = LongContextTrainer(model=model, args=args, train_dataset=dataset, longctx_config=config)
     """
+    folder, settings = local_folder(name_or_path, settings)
     if not config.may_have_stages:
         settings = {**settings, "local_files_only": True}
         if packs_experts or is_mxfp4(config_of(folder, settings)):

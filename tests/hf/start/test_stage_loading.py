@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
 
 from hf_longctx.hf.models.cutting import cut_model, stage_model
-from hf_longctx.hf.start.stages import load_stage
+from hf_longctx.hf.start.stages import load_stage, local_folder
 
 
 def saved(model: Any, folder: Path, shard_size: str = "20KB") -> str:
@@ -138,9 +138,27 @@ def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
     assert peak_bytes < 2.2 * stage_bytes < 0.5 * whole_bytes
 
 
+def test_a_name_on_the_hub_gives_the_folder_of_its_files(tmp_path: Path) -> None:
+    # the hub's cache, as downloads leave it
+    cache = tmp_path / "models--someone--model"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    saved(family_model("llama"), snapshot)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(snapshot.name)
+    place = {"cache_dir": str(tmp_path), "local_files_only": True}
+    folder, others = local_folder("someone/model", {**place, "attn_implementation": "eager"})
+    assert Path(folder) == snapshot and others == {"attn_implementation": "eager"}
+    ranges = even_ranges(2)
+    for stage in range(2):
+        found, expected = (load_stage(each, ranges, stage).state_dict() for each in (folder, str(snapshot)))
+        assert found.keys() == expected.keys() and set(found) == load_names(stage)
+    with pytest.raises(ValueError, match="someone/other is not a folder, nor a checkpoint on the hub"):
+        local_folder("someone/other", place)
+
+
 def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path: Path) -> None:
     ranges = even_ranges(2)
-    with pytest.raises(ValueError, match="is not a folder; download"):
+    with pytest.raises(ValueError, match="is not a folder; stages"):
         load_stage("someone/model", ranges, 0)
     with pytest.raises(ValueError, match=r"has no model.safetensors"):
         load_stage(str(tmp_path), ranges, 0)

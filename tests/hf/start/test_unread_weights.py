@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pytest
 import torch
 from helpers.models.mxfp4_checkpoints import save_gpt_oss, unpacked
 from helpers.models.reference import random_rows
@@ -43,6 +45,21 @@ def test_a_resumed_training_reads_the_checkpoint_after_the_model(tmp_path: Path)
     folder = save_gpt_oss(tmp_path / "model")
     expected = losses(make_trainer(unread(folder), tmp_path / "once"))
     assert losses(make_trainer(unread(folder), tmp_path / "again"), str(tmp_path / "once" / "checkpoint-1")) == expected[1:]
+
+
+def test_a_model_without_its_weights_writes_no_file(tmp_path: Path) -> None:
+    folder = save_gpt_oss(tmp_path / "model")
+    model = unread(folder)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="would write NaN for weights that are still to be read"):
+            each.save_pretrained(tmp_path / "early")
+    assert not (tmp_path / "early").exists()
+    trainer = make_trainer(model, tmp_path / "out")
+    losses(trainer)
+    assert "save_pretrained" not in vars(model)
+    model.save_pretrained(tmp_path / "late")
+    saved = load_file(tmp_path / "late" / "model.safetensors")
+    assert saved and all(torch.equal(saved[name], weight) for name, weight in model.named_parameters())
 
 
 def test_weights_are_read_before_they_are_saved(tmp_path: Path) -> None:
