@@ -119,9 +119,9 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Adapt the weights of routed experts too. (On some classes, all Linear modules contain them already.)"},
     )
-    pack_experts: Literal["", "mxfp4", "nf4"] = field(
+    pack_experts: Literal["", "mxfp4", "nf4", "fp8"] = field(
         default="",
-        metadata={"help": "Keep the frozen weights of experts in four bits: mxfp4, which is exact for GPT-OSS, or nf4."},
+        metadata={"help": "Keep the frozen weights of experts packed: as mxfp4, which is exact for GPT-OSS, as nf4, or as fp8."},
     )
     load_in_4bit: bool = field(
         default=False,

@@ -182,8 +182,8 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
         "--quantize",
         default="",
         metavar="nf4",
-        help="freeze the weights below adapters in four bits (QLoRA); of a mixture, its experts alone, also as mxfp4, as by "
-        "default for GPT-OSS (none: in the dtype)",
+        help="freeze the weights below adapters in four bits (QLoRA); of a mixture, its experts alone, also as fp8 or mxfp4, as "
+        "by default for GPT-OSS (none: in the dtype)",
     )
     how.add_argument(
         "--frozen-weights",

@@ -98,7 +98,7 @@ class Request:
     lora_rank: int = 0
     # weights of experts have adapters, too
     lora_experts: bool = False
-    # "nf4" freezes the weights below the adapters in four bits, of a mixture those of its experts alone, as "mxfp4" does; empty:
+    # "nf4" freezes the weights below the adapters in four bits, of a mixture its experts alone, as "mxfp4" and "fp8" do; empty:
     # experts are as in the checkpoint, which for GPT-OSS is MXFP4; "none": in the dtype
     quantize: str = ""
     # "fp8" rounds them to fp8
@@ -512,9 +512,9 @@ def _shares_calls(model: ModelSpec, hardware: str) -> bool:
 
 
 def _kind_of_bits(request: Request, model: ModelSpec) -> str:
-    """Returns "mxfp4" or "nf4" if frozen weights are in four bits, else an empty string."""
-    if request.quantize not in ("", "none", "nf4", "mxfp4"):
-        raise ValueError(f"--quantize is {request.quantize!r}; give nf4, for experts also mxfp4 or none, or leave it out")
+    """Returns how `--quantize` packs frozen weights, or those of experts; empty if it does not."""
+    if request.quantize not in ("", "none", "nf4", "mxfp4", "fp8"):
+        raise ValueError(f"--quantize is {request.quantize!r}; give nf4, for experts also mxfp4, fp8 or none, or leave it out")
     if request.quantize or not request.lora_rank or not model.experts.num_layers:
         return request.quantize.replace("none", "")
     is_spread = bool(request.expert_ranks) or request.layer_weights != "device"
@@ -531,9 +531,9 @@ def _quantised(request: Request, model: ModelSpec) -> ModelSpec:
     if not request.lora_rank:
         raise ValueError("--quantize freezes all weights, so nothing would be trained; give --lora-rank too, or leave it out")
     if model.experts.num_layers:
-        return replace(model, packed=PackedSpec.of_experts(model))
+        return replace(model, packed=PackedSpec.of_experts(model, kind))
     if kind != "nf4":
-        raise ValueError(f"--quantize mxfp4 packs experts, and {request.model} has none; give nf4, or leave it out")
+        raise ValueError(f"--quantize {kind} packs experts, and {request.model} has none; give nf4, or leave it out")
     return replace(model, packed=PackedSpec.nf4(model), can_keep_qkv=False, cuts_heads=False)
 
 

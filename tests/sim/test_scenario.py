@@ -416,6 +416,10 @@ def test_weights_below_adapters_may_be_of_four_bits(tmp_path: Path) -> None:
     spared = 48 * (2 * experts - experts * 17 // 32) - unpacked
     assert plain.memory.state_bytes("replicated", 1) - fewer.memory.state_bytes("replicated", 1) == spared
     assert fewer.costs.model.runs_mlps_whole and fewer.packed_experts == "nf4"
+    rounded = build_scenario(Request("qwen3-30b-a3b", "h200", 1, lora_rank=16, quantize="fp8"), must_fit=False)
+    spared = 48 * (2 * experts - experts * 33 // 32) - unpacked
+    assert plain.memory.state_bytes("replicated", 1) - rounded.memory.state_bytes("replicated", 1) == spared
+    assert rounded.packed_experts == "fp8"
     assert not packed.costs.model.can_keep_qkv and packed.tokens_per_rank > whole.tokens_per_rank == 0
 
 

@@ -13,8 +13,8 @@ If a weight has the same name and shape in the checkpoint as in the model, every
 that files have in MXFP4 or one by one (`expert_files`). All other weights that transformers fuses or renames are read by
 transformers on rank 0, which sends them one at a time.
 
-Experts in four bits are packed while they are read: each rank packs its own, a few at a time, and keeps blocks of MXFP4 as they
-are.
+Packed experts are packed while they are read: each rank packs its own, a few at a time, and keeps blocks of MXFP4 and of fp8 as
+they are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
-from hf_longctx.hf.checkpoints.expert_files import IN_FP8, ExpertWeight, Files, find_experts, read_experts
+from hf_longctx.hf.checkpoints.expert_files import IN_FP8, SCALE, ExpertWeight, Files, find_experts, read_experts
 from hf_longctx.hf.checkpoints.weights import checkpoint_files, read_own, send_from_first
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.packed_experts import expert_modules, packed_parameters
@@ -59,8 +59,6 @@ SOURCE = "longctx_source"
 _ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|parametrizations)(?=\.)|\.original0$")
 # arguments that say where a checkpoint on the hub is
 _PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
-# end of the name of a weight's scales, after that of the weight
-_SCALE = "_scale_inv"
 _WHOLE = "load the whole model with AutoModelForCausalLM.from_pretrained instead"
 
 
@@ -130,14 +128,14 @@ def defer_weights(name_or_path: str, **settings: Any) -> PreTrainedModel:
     plain = {name for name, value in state.items() if saved.get(name) is value and in_files.get(name) == value.shape}
     shapes = {name: value.shape for name, value in state.items()}
     if lost := sorted(
-        name for name in plain & in_fp8 if block is None or in_files.get(name + _SCALE) != _scales(shapes[name], block)
+        name for name in plain & in_fp8 if block is None or in_files.get(name + SCALE) != _scales(shapes[name], block)
     ):
-        raise ValueError(f"{lost[0]} of {name_or_path} is in fp8 without scales of its blocks ({lost[0]}{_SCALE}); {_WHOLE}")
+        raise ValueError(f"{lost[0]} of {name_or_path} is in fp8 without scales of its blocks ({lost[0]}{SCALE}); {_WHOLE}")
     _make_buffers(model)
     _replace(model, {weight: torch.full((), math.nan, dtype=weight.dtype).expand(weight.shape) for weight in model.parameters()})
     if block is not None and not (asked and asked.dequantize):
         _keep_blocks(model, plain & in_fp8, block)
-    experts = find_experts(model, shapes, files)
+    experts = find_experts(model, shapes, files, block)
     read = partial(loader, name_or_path, **settings)
     _mark(model, WeightSource(folder, block, shapes, frozenset(plain), experts, tuple(_tied(model, shapes)), read))
     deferred: PreTrainedModel = model
@@ -315,7 +313,7 @@ def read_deferred(model: Any, device: torch.device) -> None:
             for name in sorted(source.plain.intersection(reader.keys())):
                 for target in (each for each in targets[name] if id(each) not in done):
                     scale, found = scales.get(id(target)), reader.get_slice(name)
-                    found_scale = reader.get_slice(name + _SCALE) if found.get_dtype() == IN_FP8 else None
+                    found_scale = reader.get_slice(name + SCALE) if found.get_dtype() == IN_FP8 else None
                     if scale is not None and found_scale is not None and scale.shape == torch.Size(found_scale.get_shape()):
                         read_own(target, _Bytes(found))
                         read_own(scale, found_scale)

@@ -2,8 +2,8 @@
 
 A model has one weight for all experts of a layer. Files have it as it is, perhaps by another name, in blocks of MXFP4 (GPT-OSS),
 or as tensors of single experts, which are strided views of the matrix of an expert (gate and up one after the other, turned or
-not). So experts in four bits are read without a whole weight in bf16: blocks are copied as they are, and others are packed a few
-experts at a time.
+not), perhaps in fp8 with a scale for each block (DeepSeek). So packed experts are read without a whole weight in bf16: blocks of
+MXFP4 and fp8 are copied as they are, and others are packed a few experts at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_longctx.hf.checkpoints.weights import checkpoint_files
-from hf_longctx.hf.models.packed_experts import FourBitWeight, expert_modules
+from hf_longctx.hf.models.packed_experts import PackedWeight, expert_modules
 from hf_longctx.plan.core.sharding import UNPACKED_AT_ONCE
+from hf_longctx.runtime.core import fp8
 from hf_longctx.runtime.core.expert_products import PackedMatrices
 from hf_longctx.runtime.parameters.gradients import first_row
 
 # names in files of the parts of a weight in MXFP4, and elements of a block
 _BLOCKS, _SCALES, _BLOCK = "{}_blocks", "{}_scales", 32
-# dtype of a tensor in a file
-IN_FP8 = "F8_E4M3"
+# dtype of a tensor in a file, and end of the name of its scales, after that of the tensor
+IN_FP8, SCALE = "F8_E4M3", "_scale_inv"
 # number of a layer in a name
 _LAYER = re.compile(r"\.\d+\.")
 
@@ -57,15 +58,21 @@ class ExpertWeight:
     is_transposed: bool
     is_mxfp4: bool = False
     pieces: tuple[Piece, ...] = ()
+    # rows and columns of a block of pieces in fp8; None: they are not
+    block: tuple[int, int] | None = None
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields names and shapes of all tensors of files that make up the weight."""
         num_experts, inputs, outputs = self.shape if self.is_transposed else (self.shape[0], self.shape[2], self.shape[1])
         if self.is_mxfp4:
-            scales = num_experts, outputs, inputs // _BLOCK
-            yield from ((_BLOCKS.format(self.name), (*scales, _BLOCK // 2)), (_SCALES.format(self.name), scales))
+            own = num_experts, outputs, inputs // _BLOCK
+            yield from ((_BLOCKS.format(self.name), (*own, _BLOCK // 2)), (_SCALES.format(self.name), own))
         elif self.pieces:
-            yield from ((piece.name.format(expert), piece.shape) for piece in self.pieces for expert in range(num_experts))
+            for piece, expert in ((piece, expert) for piece in self.pieces for expert in range(num_experts)):
+                yield piece.name.format(expert), piece.shape
+                if self.block is not None:
+                    scales = tuple(-(-size // own) for size, own in zip(piece.shape, self.block, strict=True))
+                    yield piece.name.format(expert) + SCALE, scales
         else:
             yield self.name, self.shape
 
@@ -79,9 +86,34 @@ class ExpertWeight:
         weight = torch.empty(stop - start, *self.shape[1:], dtype=dtype)
         for expert in range(start, stop):
             for piece in self.pieces:
-                first = weight.stride(0) * (expert - start) + piece.offset
-                weight.as_strided(piece.shape, piece.strides, first).copy_(files.read(piece.name.format(expert)))
+                first, name = weight.stride(0) * (expert - start) + piece.offset, piece.name.format(expert)
+                found = files.read(name)
+                if self.block is not None:
+                    found = fp8.unpacked(found.view(torch.uint8), files.read(name + SCALE).float(), self.block, dtype)
+                weight.as_strided(piece.shape, piece.strides, first).copy_(found)
         return weight
+
+    def keeps_fp8(self, num_scales: int) -> bool:
+        """Whether its scales of blocks can be those of a matrix that has so many for each row."""
+        num_inputs = self.shape[2]
+        is_in_rows = not self.is_transposed and all(piece.strides == (num_inputs, 1) for piece in self.pieces)
+        return self.block is not None and is_in_rows and self.block[1] % (num_inputs // num_scales) == 0
+
+    def rows_in_fp8(self, files: Files, start: int, stop: int, num_scales: int) -> tuple[Tensor, Tensor]:
+        """Reads bytes [experts, N, K] and scales, as bytes [experts, N, 4 scales], of some experts with `keeps_fp8`."""
+        assert self.block is not None
+        _, outputs, inputs = self.shape
+        codes = torch.empty(stop - start, outputs, inputs, dtype=torch.uint8)
+        scales = torch.empty(stop - start, outputs, num_scales)
+        columns = torch.arange(num_scales) * (inputs // num_scales) // self.block[1]
+        for expert in range(start, stop):
+            for piece in self.pieces:
+                row, name = piece.offset // inputs, piece.name.format(expert)
+                rows = slice(row, row + piece.shape[0])
+                codes[expert - start, rows] = files.read(name).view(torch.uint8)
+                of_rows = files.read(name + SCALE).float().repeat_interleave(self.block[0], 0)[: piece.shape[0]]
+                scales[expert - start, rows] = of_rows[:, columns]
+        return codes, scales.view(torch.uint8)
 
     def blocks(self, files: Files, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Reads the codes [experts, N, K / 2] and scales [experts, N, K / 32] of some experts in MXFP4."""
@@ -122,20 +154,26 @@ class Files:
         return found
 
 
-def find_experts(model: Any, shapes: Mapping[str, torch.Size], files: Files) -> dict[str, ExpertWeight]:
-    """Finds the weights of experts in files, by name in the model; leaves out those that files have in another way, or in fp8.
+def find_experts(
+    model: Any, shapes: Mapping[str, torch.Size], files: Files, block: tuple[int, int] | None = None
+) -> dict[str, ExpertWeight]:
+    """Finds the weights of experts in files, by name in the model; leaves out those that files have in another way.
 
-    shapes: of tensors by their names in the model.
+    shapes: of tensors by their names in the model. block: rows and columns of the blocks of weights in fp8.
     """
-    # those in fp8 have scales
-    in_files = {name: shape for name, shape in files.shapes.items() if name not in files.in_fp8}
     found: dict[str, ExpertWeight] = {}
     known: _Known = {}
     for path, experts in expert_modules(model):
         for name in (name for name, shape in shapes.items() if name.rpartition(".")[0] == path and len(shape) == 3):
             plain = ExpertWeight(name, shapes[name], bool(experts.is_transposed))
-            for weight in (plain, replace(plain, is_mxfp4=True), _converted(model, plain, known)):
-                if all(in_files.get(tensor) == shape for tensor, shape in weight.tensors()):
+            other = _converted(model, plain, known)
+            in_blocks = [replace(other, block=block)] if block is not None and other.pieces else []
+            for weight in (plain, replace(plain, is_mxfp4=True), other, *in_blocks):
+                tensors = {tensor: torch.Size(shape) for tensor, shape in weight.tensors()}
+                # those in fp8 have scales
+                in_fp8 = {tensor for tensor in tensors if tensor in files.in_fp8}
+                is_known = in_fp8 == ({each for each in tensors if not each.endswith(SCALE)} if weight.block else set())
+                if is_known and all(files.shapes.get(tensor) == shape for tensor, shape in tensors.items()):
                     found[name] = weight
                     break
     return found
@@ -194,7 +232,7 @@ def _numbered(zero: str, one: str) -> str:
 
 
 @torch.no_grad()
-def read_experts(files: Files, weight: ExpertWeight, target: Tensor | tuple[FourBitWeight, Tensor, Tensor]) -> None:
+def read_experts(files: Files, weight: ExpertWeight, target: Tensor | tuple[PackedWeight, Tensor, Tensor]) -> None:
     """Fills a weight, or codes and scales of a packed one, with the experts of this rank, a few at a time."""
     parts = (target,) if isinstance(target, Tensor) else target[1:]
     own = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
@@ -206,6 +244,8 @@ def read_experts(files: Files, weight: ExpertWeight, target: Tensor | tuple[Four
             values: tuple[Tensor, ...] = (weight.values(*chosen, target.dtype),)
         elif weight.is_mxfp4 and target[0].kind == "mxfp4":
             values = weight.blocks(*chosen)
+        elif target[0].kind == "fp8" and weight.keeps_fp8(own[1].shape[2] // 4):
+            values = weight.rows_in_fp8(*chosen, own[1].shape[2] // 4)
         else:
             values = target[0].right_inverse(weight.values(*chosen, target[0].like.dtype).to(own[0].device))
         for part, value in zip(own, values, strict=True):

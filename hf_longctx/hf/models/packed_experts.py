@@ -1,4 +1,4 @@
-"""Keeps the frozen weights of experts in four bits: MXFP4 as in GPT-OSS's checkpoints, or NF4.
+"""Keeps the frozen weights of experts packed: in MXFP4 as in GPT-OSS's checkpoints, in NF4, or in fp8 as in DeepSeek's.
 
 A packed weight is a parametrization of torch: the module still has `gate_up_proj` and `down_proj`, which are unpacked whole at
 every access, so the class's own forward and copies work as before; PEFT's forward, which would add adapters to them, raises an
@@ -19,18 +19,18 @@ from torch.nn.utils import parametrize
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.models.packed_refusals import refuse_merges_and_files
 from hf_longctx.runtime.core.binding import class_name
-from hf_longctx.runtime.core.expert_products import FourBits, PackedMatrices, check_inputs, packed
+from hf_longctx.runtime.core.expert_products import PackedKind, PackedMatrices, check_inputs, elements_of_codes, packed
 
 # byte of codes and scales that are still to be read: a scale of such bytes is NaN
 _UNREAD = 0xFF
 
 
-class FourBitWeight(nn.Module):
+class PackedWeight(nn.Module):
     """Unpacks the weights of experts from codes and scales, whole, in the dtype to which the module was cast last."""
 
     like: Tensor
 
-    def __init__(self, kind: FourBits, dtype: torch.dtype, is_transposed: bool) -> None:
+    def __init__(self, kind: PackedKind, dtype: torch.dtype, is_transposed: bool) -> None:
         super().__init__()
         self.kind, self.is_transposed = kind, is_transposed
         # casts of the model reach it
@@ -39,8 +39,9 @@ class FourBitWeight(nn.Module):
     def forward(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Returns the weight [E, K, N] of a transposed class, else [E, N, K]; NaN if it is still to be read."""
         if _is_unread(scales):
-            num_experts, outputs, half = codes.shape
-            weight_EKN = torch.full((), math.nan, dtype=self.like.dtype).expand(num_experts, 2 * half, outputs)
+            num_experts, outputs, num_bytes = codes.shape
+            sizes = num_experts, elements_of_codes(num_bytes, self.kind), outputs
+            weight_EKN = torch.full((), math.nan, dtype=self.like.dtype).expand(sizes)
         else:
             weight_EKN = PackedMatrices(codes, scales, self.kind).unpacked(0, len(codes), self.like.dtype)
         return weight_EKN if self.is_transposed else weight_EKN.transpose(1, 2)
@@ -61,24 +62,25 @@ class FourBitWeight(nn.Module):
 
 def _is_unread(scales: Tensor) -> bool:
     """Whether scales, which otherwise are not NaN, stand for ones that are still to be read."""
-    return bool((scales.flatten()[:2] == _UNREAD).all())
+    return bool((scales.flatten()[:4] == _UNREAD).all())
 
 
-def pack_experts(model: nn.Module, kind: FourBits) -> int:
+def pack_experts(model: nn.Module, kind: PackedKind) -> int:
     """Packs the weights of all experts of `model`, in place, and freezes them; returns the bytes that they take.
 
-    kind: "mxfp4", which is exact for weights that were unpacked from it, or "nf4". Call it after `get_peft_model`, which finds no
-    packed weights. Weights that `load_sharded` or `load_pipeline_stage` have not read yet are packed while they are read, a few
-    experts at a time; a checkpoint's own MXFP4 is then kept as it is. Raises ValueError for another kind, for a model without
-    experts of a class that adapters may be on, and for experts with an odd number of inputs, before any weight is packed.
+    kind: "mxfp4", which is exact for weights that were unpacked from it, "nf4", or "fp8", with a scale for 128 inputs of a row.
+    Call it after `get_peft_model`, which finds no packed weights. Weights that `load_sharded` or `load_pipeline_stage` have not
+    read yet are packed while they are read, a few experts at a time; a checkpoint's own MXFP4, or fp8 with scales of blocks, is
+    then kept as it is. Raises ValueError for another kind, for a model without experts of a class that adapters may be on, and,
+    in four bits, for experts with an odd number of inputs, before any weight is packed.
 
     Example:
         model = load_sharded("openai/gpt-oss-20b", config, dtype=torch.bfloat16)
         model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
         pack_experts(model, "mxfp4")
     """
-    if kind not in get_args(FourBits):
-        raise ValueError(f"experts cannot be packed as {kind!r}; give one of {', '.join(get_args(FourBits))}")
+    if kind not in get_args(PackedKind):
+        raise ValueError(f"experts cannot be packed as {kind!r}; give one of {', '.join(get_args(PackedKind))}")
     found = [module for _, module in expert_modules(model)]
     if not found:
         raise ValueError(
@@ -88,16 +90,16 @@ def pack_experts(model: nn.Module, kind: FourBits) -> int:
     for experts in found:
         for weight in experts.parameters(recurse=False):
             if weight.dim() == 3:
-                check_inputs(weight.shape[1 if experts.is_transposed else 2])
+                check_inputs(weight.shape[1 if experts.is_transposed else 2], kind)
     num_bytes = 0
     for experts in found:
         for name, weight in list(experts.named_parameters(recurse=False)):
             weight.requires_grad_(False)
             if weight.dim() == 3:
-                unpack = FourBitWeight(kind, weight.dtype, bool(experts.is_transposed))
+                unpack = PackedWeight(kind, weight.dtype, bool(experts.is_transposed))
                 parametrize.register_parametrization(experts, name, unpack, unsafe=True)
         num_bytes += sum(weight.nbytes for weight in experts.parameters())
-    refuse_merges_and_files(model, found, "in four bits")
+    refuse_merges_and_files(model, found, "in fp8" if kind == "fp8" else "in four bits")
     return num_bytes
 
 
@@ -139,7 +141,7 @@ def pack_copies(model: nn.Module) -> None:
     for module in model.modules():
         for name in [name.removeprefix(_CODES) for name in module._buffers if name.startswith(_CODES)]:
             weight: Tensor = getattr(module, name)
-            unpack = FourBitWeight(vars(module)[_KIND], weight.dtype, bool(module.is_transposed))
+            unpack = PackedWeight(vars(module)[_KIND], weight.dtype, bool(module.is_transposed))
             codes, scales = unpack.right_inverse(weight)
             weight.data = unpack(codes, scales)
             module._buffers[_CODES + name], module._buffers[_SCALES + name] = codes, scales
@@ -155,16 +157,16 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[Any, str, PackedMatrices]
 
 
 def packed_weight(module: Any, name: str) -> PackedMatrices | None:
-    """The weight `name` in four bits; None if it is not packed, nor a copy that keeps its codes (`unpacked_copy`)."""
+    """The packed weight `name`; None if it is not packed, nor a copy that keeps its codes (`unpacked_copy`)."""
     if (codes := module._buffers.get(_CODES + name)) is not None:
         return PackedMatrices(codes, module._buffers[_SCALES + name], vars(module)[_KIND])
     parts = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()
-    if not parts or not isinstance(unpack := parts[0], FourBitWeight):
+    if not parts or not isinstance(unpack := parts[0], PackedWeight):
         return None
     return PackedMatrices(parts.original0, parts.original1, unpack.kind)
 
 
-def packed_parameters(model: nn.Module) -> dict[int, tuple[FourBitWeight, nn.Parameter, nn.Parameter]]:
+def packed_parameters(model: nn.Module) -> dict[int, tuple[PackedWeight, nn.Parameter, nn.Parameter]]:
     """The parametrization, codes and scales of every packed weight by the id of the codes."""
     found = {}
     for module, name, _ in packed_weights(model):
@@ -178,5 +180,5 @@ def packed_elements(model: nn.Module) -> dict[int, int]:
     """Elements of packed weights by the ids of their parameters: scales have none."""
     counts: dict[int, int] = {}
     for _, _, found in packed_weights(model):
-        counts |= {id(found.codes_ENH): 2 * found.codes_ENH.numel(), id(found.scales_ENG): 0}
+        counts |= {id(found.codes_ENH): elements_of_codes(found.codes_ENH.numel(), found.kind), id(found.scales_ENG): 0}
     return counts

@@ -42,7 +42,7 @@ def _activate_lora(wrapper: Any, active_adapters: list[str]) -> Any:
     experts, is_active = wrapper.get_base_layer(), any(each in wrapper.lora_A for each in active_adapters)
     if is_active and parametrize.is_parametrized(experts, wrapper.parameter_name):
         raise RuntimeError(
-            f"PEFT's forward cannot add adapters to the weights of {class_name(experts)} in four bits, which only plans do; "
+            f"PEFT's forward cannot add adapters to the packed weights of {class_name(experts)}, which only plans do; "
             f"train and evaluate with the trainer, turn the adapters off (disable_adapter), or load the model without "
             f"pack_experts to generate"
         )

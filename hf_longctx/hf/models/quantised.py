@@ -256,7 +256,7 @@ def rounding_problems(model: Any, device: torch.device, is_autocast: bool) -> li
         return [f"frozen_weights='fp8' would round weights that are in four bits already; load them in bfloat16, {_WITHOUT}"]
     if any(packed_weights(model)):
         return [
-            "frozen_weights='fp8' is not tested over experts in four bits (pack_experts); leave one of them out: frozen_weights, "
+            "frozen_weights='fp8' is not tested over packed experts (pack_experts); leave one of them out: frozen_weights, "
             "or pack_experts"
         ]
     named = _named_for_rounding(model)

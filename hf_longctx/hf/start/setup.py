@@ -360,7 +360,15 @@ def settings_for(config: LongContextConfig, setup: Setup, num_tokens: int) -> st
 
 
 def _describe_states(spec: ModelSpec) -> str:
-    packed = "" if spec.packed.is_empty else " in fp8" if spec.packed.fp8_parameters else " in four bits"
+    packed = (
+        ""
+        if spec.packed.is_empty
+        else " in fp8"
+        if spec.packed.fp8_parameters
+        else " with packed experts"
+        if spec.packed.has_experts
+        else " in four bits"
+    )
     total = f"of {spec.num_parameters / 1e9:.2f} billion parameters{packed}"
     if spec.adapters.is_empty:
         return f"weights, gradients and Adam states {total}"

@@ -326,7 +326,7 @@ PART_ELEMENTS = 2**28
 ADAPTER_ELEMENTS = 2**24
 # bytes to a multiple of which the features of an adapter on experts are filled up, as CUDA's grouped products need
 RANK_BYTES = 16
-# experts in four bits that a product unpacks at a time, bytes that it holds for each of their elements, and bytes of an element
+# packed experts that a product unpacks at a time, bytes that it holds for each of their elements, and bytes of an element
 # that unpacking reads and writes
 UNPACKED_AT_ONCE, UNPACKED_BYTES, UNPACKING_BYTES = 4, 12, 14.5
 

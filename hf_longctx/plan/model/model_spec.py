@@ -147,7 +147,7 @@ class PackedSpec:
     unpacked_bytes: int = 0
     # matrix parameters of a layer whose products run in fp8
     fp8_parameters: int = 0
-    # experts alone are packed, in four bits
+    # experts alone are packed
     has_experts: bool = False
 
     @classmethod
@@ -167,13 +167,18 @@ class PackedSpec:
         return cls(own + count + 4 * sum(rows for rows, columns in matrices if columns), 0, largest + FP8_WORKSPACE_BYTES, count)
 
     @classmethod
-    def of_experts(cls, model: ModelSpec) -> PackedSpec:
-        """Sizes of experts in MXFP4 or NF4, whose scales take a byte per 32 elements; all other weights are whole."""
+    def of_experts(cls, model: ModelSpec, kind: str) -> PackedSpec:
+        """Sizes of experts in MXFP4 or NF4, whose scales take a byte per 32 elements, or in fp8; all other weights are whole."""
         experts = model.experts
         whole = (model.layer_weights - experts.parameters) * model.bytes_per_element
         matrix = experts.row_size * experts.inner_size * (2 if model.gated_mlp else 1)
         at_once = min(UNPACKED_AT_ONCE, experts.num_experts)
-        return cls(whole + experts.parameters * 17 // 32, 0, at_once * matrix * UNPACKED_BYTES, has_experts=True)
+        return cls(
+            whole + experts.parameters * (33 if kind == "fp8" else 17) // 32,
+            0,
+            at_once * matrix * UNPACKED_BYTES,
+            has_experts=True,
+        )
 
     @property
     def is_empty(self) -> bool:

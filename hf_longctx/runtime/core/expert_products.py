@@ -5,7 +5,7 @@ Rows are the copies of a token that its experts read, sorted by expert. For the 
     y = x W_e + b_e + scaling * (x A_e') B_e'
 
 so no sum W + scaling * B A is made. Rows are gathered and multiplied by the first matrices, the class's activation follows, then
-the last matrices, and the k outputs of a token are weighed and added up. Matrices in four bits are unpacked for some experts at a
+the last matrices, and the k outputs of a token are weighed and added up. Packed matrices are unpacked for some experts at a
 time, and the rows of these run from gathering to adding before the next experts are unpacked. So gathered rows, inner tensors
 and outputs of all experts never exist at once. Whole matrices run all rows at once, since token tiles bound their number.
 
@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES, expert_rows
+from hf_longctx.runtime.core import fp8
 from hf_longctx.runtime.core.products import Maker, computed
 
 
@@ -160,19 +161,19 @@ FOUR_BIT_VALUES = {
     ),
 }
 # elements of a block that share a scale
-FOUR_BIT_BLOCKS = {"mxfp4": 32, "nf4": 64}
-FourBits = Literal["mxfp4", "nf4"]
+PACKED_BLOCKS = {"mxfp4": 32, "nf4": 64, "fp8": 128}
+PackedKind = Literal["mxfp4", "nf4", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
-    """Matrices of experts in four bits, which are unpacked some at a time, in forward and again in backward."""
+    """Matrices of experts in four or eight bits, which are unpacked some at a time, in forward and again in backward."""
 
-    # two codes to a byte along the inputs, the first in the lower half; H = K / 2
+    # bytes of fp8 along the inputs, or two codes to a byte, the first in the lower half; H = K or K / 2
     codes_ENH: Tensor
-    # scales of equal blocks of inputs as bytes: powers of two with a bias of 127 for MXFP4, bf16 for NF4
+    # scales of equal blocks of inputs as bytes: powers of two with a bias of 127 for MXFP4, bf16 for NF4, fp32 for fp8
     scales_ENG: Tensor
-    kind: FourBits
+    kind: PackedKind
     # experts to unpack at a time
     at_once: int = UNPACKED_AT_ONCE
 
@@ -180,14 +181,23 @@ class PackedMatrices:
         return len(self.codes_ENH)
 
     @property
+    def num_inputs(self) -> int:
+        return elements_of_codes(self.codes_ENH.shape[2], self.kind)
+
+    @property
     def unpacked_bytes(self) -> int:
         """Most bytes that a product holds of them: unpacked ones in two bytes, as made, scaled and indexed."""
-        _, outputs, half = self.codes_ENH.shape
-        return min(self.at_once, len(self)) * outputs * 2 * half * UNPACKED_BYTES
+        return min(self.at_once, len(self)) * self.codes_ENH.shape[1] * self.num_inputs * UNPACKED_BYTES
 
     def unpacked(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Returns the matrices [stop - start, K, N] of some experts."""
         codes_ENH, scales_ENG = self.codes_ENH[start:stop], self.scales_ENG[start:stop]
+        if self.kind == "fp8":
+            scales_ENG = scales_ENG.view(torch.float32)
+            wide_ENGB = (
+                codes_ENH.view(fp8.DTYPE).to(torch.promote_types(dtype, torch.float32)).unflatten(-1, (scales_ENG.shape[2], -1))
+            )
+            return wide_ENGB.mul_(scales_ENG.unsqueeze(-1)).to(dtype).flatten(-2).transpose(1, 2)
         if self.kind == "nf4":
             scales_ENG = scales_ENG.view(torch.bfloat16)
         values = torch.tensor(FOUR_BIT_VALUES[self.kind], dtype=dtype, device=codes_ENH.device)
@@ -200,22 +210,30 @@ class PackedMatrices:
         return weight.flatten(-2).transpose(1, 2)
 
 
-def check_inputs(num_inputs: int) -> None:
+def elements_of_codes(num_bytes: int, kind: PackedKind) -> int:
+    """Returns how many elements are in so many bytes of codes."""
+    return num_bytes if kind == "fp8" else 2 * num_bytes
+
+
+def check_inputs(num_inputs: int, kind: PackedKind) -> None:
     """Raises ValueError if matrices with this number of inputs cannot be packed."""
-    if num_inputs % 2:
+    if num_inputs % 2 and kind != "fp8":
         raise ValueError(f"two codes of four bits share a byte, but experts have {num_inputs} inputs; keep them in bfloat16")
 
 
-def packed(weight_EKN: Tensor, kind: FourBits) -> tuple[Tensor, Tensor]:
+def packed(weight_EKN: Tensor, kind: PackedKind) -> tuple[Tensor, Tensor]:
     """Returns codes and scales (`PackedMatrices`) of the nearest values; exact for weights that were unpacked from MXFP4.
 
-    Blocks are smaller if the inputs are no multiple of them. Raises ValueError for an odd number of inputs.
+    Blocks are smaller if the inputs are no multiple of them. Raises ValueError for an odd number of inputs in four bits.
     """
     num_inputs = weight_EKN.shape[1]
-    check_inputs(num_inputs)
-    block = math.gcd(FOUR_BIT_BLOCKS[kind], num_inputs)
+    check_inputs(num_inputs, kind)
+    block = math.gcd(PACKED_BLOCKS[kind], num_inputs)
     blocks = weight_EKN.transpose(1, 2).float().unflatten(-1, (-1, block))
     largest = blocks.abs().amax(-1)
+    if kind == "fp8":
+        scales = (largest / torch.finfo(fp8.DTYPE).max).clamp(min=torch.finfo(torch.float32).tiny)
+        return (blocks / scales.unsqueeze(-1)).to(fp8.DTYPE).flatten(-2).view(torch.uint8), scales
     values = torch.tensor(FOUR_BIT_VALUES[kind], device=blocks.device)
     if kind == "mxfp4":
         exponents = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
@@ -233,7 +251,7 @@ def packed(weight_EKN: Tensor, kind: FourBits) -> tuple[Tensor, Tensor]:
 class ExpertMatrices:
     """One frozen matrix of every expert, and perhaps a bias and an adapter."""
 
-    # whole, with any strides, or in four bits
+    # whole, with any strides, or packed
     weight: Tensor | PackedMatrices
     # dtype of the products
     dtype: torch.dtype
@@ -253,7 +271,7 @@ class ExpertMatrices:
 
     @property
     def num_inputs(self) -> int:
-        return self.weight.shape[1] if isinstance(self.weight, Tensor) else 2 * self.weight.codes_ENH.shape[2]
+        return self.weight.shape[1] if isinstance(self.weight, Tensor) else self.weight.num_inputs
 
     @property
     def num_outputs(self) -> int:

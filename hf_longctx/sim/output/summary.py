@@ -247,7 +247,7 @@ def _next(forecast: Forecast) -> Iterator[tuple[str, str]]:
     yield "next", f"{more}; --details for all tables; to train so: {settings}"
     if kind := forecast.scenario.packed_experts:
         load = "load_pipeline_stage" if forecast.scenario.placement.is_pipeline else "load_sharded"
-        source = "keeps the checkpoint's own blocks" if kind == "mxfp4" else "packs experts while they are read"
+        source = "packs experts while they are read" if kind == "nf4" else "keeps a checkpoint's own blocks"
         yield "load", f'{load}(..., packs_experts=True), then get_peft_model and pack_experts(model, "{kind}"), {source}'
 
 

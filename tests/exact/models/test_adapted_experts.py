@@ -173,7 +173,7 @@ ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"
 @pytest.mark.daily("gpt_oss-mxfp4-on attention-recomputed")
 @pytest.mark.parametrize("plan", STEPS)
 @pytest.mark.parametrize("lora", [EXPERTS, ATTENTION], ids=["on experts", "on attention"])
-@pytest.mark.parametrize("family,packed", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize("family,packed", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
 def test_experts_in_four_bits(family: str, packed: str, lora: Any, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # the tiny models have four experts
     monkeypatch.setattr(expert_adapters, "packed_weight", lambda *which: unpacked_in_turn(packed_weight(*which)))

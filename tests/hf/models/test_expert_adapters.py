@@ -342,7 +342,7 @@ def test_packed_experts_have_the_gradients_of_unpacked_ones(
         outer.base_layer = unpacked_copy(owner)
         names = [name for name, _ in model.named_modules()]
         for tried in (model, copy.deepcopy(model)):
-            with pytest.raises(RuntimeError, match=f"PEFT's forward cannot add adapters to the weights of {name} in four bits"):
+            with pytest.raises(RuntimeError, match=f"PEFT's forward cannot add adapters to the packed weights of {name}"):
                 tried(*given)
         # and changes nothing
         assert [name for name, _ in model.named_modules()] == names
@@ -371,7 +371,7 @@ def test_packed_experts_refuse_merges_and_whole_files(settings: dict[str, Any], 
     assert not (tmp_path / "base").exists()
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_some_experts_at_a_time_have_the_bits_of_whole_weights(kind: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -411,11 +411,29 @@ def test_blocks_of_gpt_oss_are_kept_as_they_are() -> None:
     assert torch.equal(again.unpacked(0, 2, torch.bfloat16), plain)
 
 
+def test_eight_bits_have_a_scale_for_some_inputs_of_a_row() -> None:
+    weight = torch.randn(2, 192, 16, generator=torch.Generator().manual_seed(0))
+    # one row has larger values in one block
+    weight[1, 128:, 3] *= 1000
+    codes, scales = expert_products.packed(weight, "fp8")
+    assert codes.shape == (2, 16, 192) and scales.shape == (2, 16, 3) and scales.dtype == torch.float32
+    found = expert_products.PackedMatrices(codes, scales.view(torch.uint8), "fp8")
+    unpacked = found.unpacked(0, 2, torch.float32)
+    assert found.num_inputs == 192 and (unpacked - weight).abs().max() <= 1000 * 6 / 16
+    blocks = ((unpacked - weight).unflatten(1, (3, 64)).norm(dim=2), weight.unflatten(1, (3, 64)).norm(dim=2))
+    assert float((blocks[0] / blocks[1]).max()) <= 0.04
+    # by hand: bytes times scales
+    by_hand = codes[1, 3].view(torch.float8_e4m3fn).float() * scales[1, 3].repeat_interleave(64)
+    assert torch.equal(unpacked[1, :, 3], by_hand)
+    # an odd number of inputs has a scale for each of them
+    assert expert_products.packed(torch.randn(2, 7, 16), "fp8")[0].shape == (2, 16, 7)
+
+
 def test_four_bits_round_to_the_nearest_value() -> None:
     weight = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
     for kind, most in (("mxfp4", 0.13), ("nf4", 0.1)):
         codes, scales = expert_products.packed(weight, kind)
-        assert codes.shape == (2, 16, 32) and scales.shape == (2, 16, 64 // expert_products.FOUR_BIT_BLOCKS[kind])
+        assert codes.shape == (2, 16, 32) and scales.shape == (2, 16, 64 // expert_products.PACKED_BLOCKS[kind])
         found = expert_products.PackedMatrices(codes, scales.view(torch.uint8), kind).unpacked(0, 2, torch.float32)
         assert float((found - weight).norm() / weight.norm()) <= most
     with pytest.raises(ValueError, match="have 7 inputs"):

@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "experts in four bits": (
         lambda: build(lambda model: pack_experts(model, "nf4"), family="qwen3_moe"),
-        "frozen_weights='fp8' is not tested over experts in four bits (pack_experts); leave",
+        "frozen_weights='fp8' is not tested over packed experts (pack_experts); leave",
     ),
     "fp32": (
         lambda: build(dtype=torch.float32),

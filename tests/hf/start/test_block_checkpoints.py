@@ -22,9 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import FineGrainedFP8Config
 
-from hf_longctx import LongContextConfig, LongContextTrainer, load_sharded
-from hf_longctx.hf.checkpoints.deferred import defer_weights
+from hf_longctx import LongContextConfig, LongContextTrainer, load_sharded, pack_experts
+from hf_longctx.hf.checkpoints.deferred import defer_weights, source_of
+from hf_longctx.hf.models.packed_experts import expert_modules, packed_weight
 from hf_longctx.hf.models.quantised import fp8_layers, rounding_problems
+from hf_longctx.hf.run.placement import ReplicatedPlacement
 from hf_longctx.hf.start.stages import load_stage
 from hf_longctx.runtime.core import fp8
 
@@ -58,6 +60,44 @@ def by_hand(folder: str, block: tuple[int, int] = BLOCK) -> dict[str, Tensor]:
         rows, columns = (torch.arange(size) // own for size, own in zip(found[name].shape, block, strict=True))
         found[name] = (found[name].float() * scale[rows][:, columns]).bfloat16()
     return found
+
+
+@pytest.mark.parametrize("kind", ["", "fp8"])
+def test_experts_in_fp8_are_unpacked_or_keep_their_bytes(kind: Any, tmp_path: Path) -> None:
+    # a scale of a block is that of all inputs of its rows
+    block = (12, 64)
+    folder = saved(tmp_path, "qwen3_moe", block)
+    model: Any = load_sharded(folder, LongContextConfig(), dtype=torch.bfloat16, packs_experts=True)
+    names = [name for name, _ in expert_modules(model)]
+    source = source_of(model)
+    # every rank reads its own
+    assert names and source is not None and len(source.experts) == 2 * len(names)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    if kind:
+        pack_experts(model, kind)
+    ReplicatedPlacement(None).prepare(model)
+    base, expected, in_file = model.get_base_model(), by_hand(folder, block), load_file(Path(folder) / "model.safetensors")
+    for name in names:
+        experts = base.get_submodule(name)
+        for own, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            for expert, weight in enumerate(getattr(experts, own)):
+                assert torch.equal(weight, torch.cat([expected[f"{name}.{expert}.{part}_proj.weight"] for part in parts]))
+                if kind:
+                    found, files = packed_weight(experts, own), [in_file[f"{name}.{expert}.{part}_proj.weight"] for part in parts]
+                    assert found is not None and torch.equal(found.codes_ENH[expert], torch.cat(files).view(torch.uint8))
+
+
+def test_experts_in_fp8_whose_blocks_are_narrower_are_rounded_again(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3_moe", (12, 20))
+    model: Any = load_sharded(folder, LongContextConfig(), dtype=torch.bfloat16, packs_experts=True)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    pack_experts(model, "fp8")
+    ReplicatedPlacement(None).prepare(model)
+    expected = by_hand(folder, (12, 20))
+    for name, experts in expert_modules(model.get_base_model()):
+        for expert, weight in enumerate(experts.down_proj):
+            true = expected[f"{name}.{expert}.down_proj.weight"]
+            assert 0 < (weight - true).float().norm() <= 0.04 * true.float().norm()
 
 
 def train(folder: str, out: str, unpacks: bool, frozen: str = "unchanged") -> Any:
