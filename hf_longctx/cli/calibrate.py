@@ -122,7 +122,11 @@ def _run_ranks(options: argparse.Namespace, num_ranks: int) -> int:
     finally:
         late = [process for process in processes if process.poll() is None]
         if late and time.time() > deadline_s:
-            print(f"hf-longctx calibrate: {len(late)} rank(s) did not end in time and were stopped", file=sys.stderr)
+            print(
+                f"hf-longctx calibrate: {len(late)} rank(s) had not ended {deadline_s - options.stop_at:.0f} s after the time "
+                f"that --seconds gives, and were stopped; raise --seconds, or run where the machine does nothing else",
+                file=sys.stderr,
+            )
         for process in late:
             process.kill()
         for process in processes:
