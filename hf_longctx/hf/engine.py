@@ -8,8 +8,8 @@ mixin before TRL's trainers (`log_probs/two_passes.py`, `train_loss`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,30 @@ from hf_longctx.hf.checkpoints.optimizer_states import load_whole_optimizer
 from hf_longctx.hf.checkpoints.weight_source import WeightSource, weight_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.log_probs.documents import LocalDocuments
+from hf_longctx.hf.log_probs.rewards import RewardPasses
 from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.ranks.agreement import failing_together
 from hf_longctx.hf.rules.trl import dropped_weight_problems
 from hf_longctx.hf.run.optimizers import fit_optimizer
 from hf_longctx.hf.run.placement import read_weights
 from hf_longctx.hf.run.run import RunRequest, start_run
 from hf_longctx.hf.run.steps import train_loss
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TemperedCrossEntropy
+from hf_longctx.runtime.core.loss import (
+    IGNORE_INDEX,
+    LossOfLogProbs,
+    OwnLogit,
+    Scoring,
+    TemperedCrossEntropy,
+    TokenLoss,
+    ValueLoss,
+)
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.master_weights import drop_master_weights, host_steps_of
+
+# tokens with which a loss by tokens is tried before each pass
+_PROBED = 8
 
 
 @dataclass(frozen=True)
@@ -48,18 +61,20 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class RowValues:
-    """Values [n] of the tokens of each row, 0 for the first token and for those that are not scored.
+    """Values [n] of the tokens of each row, 0 for those that are not scored."""
 
-    log_probs: of each token, given those before it. entropies: of the distribution from which it was drawn; without a gradient.
-    """
-
-    log_probs: list[Tensor]
-    entropies: list[Tensor]
+    # log-probability of each token, given those before it; 0 for the first
+    log_probs: list[Tensor] = field(default_factory=list)
+    # entropy of the distribution from which it was drawn; without a gradient
+    entropies: list[Tensor] = field(default_factory=list)
+    # output of a value model's head, also at the first token; such a model has no other values
+    values: list[Tensor] = field(default_factory=list)
 
 
 class LongContextEngine:
     """A model, its plans and its optimizer. All methods are collective: every rank calls them, in the same order.
 
+    model: a causal language model, or a value model: `...ForTokenClassification` with one label. It computes in its own dtype.
     optimizer: makes the optimizer of trained weights, once they lie where they are trained; None for a model that is only scored.
     temperature: of the distribution that is trained, unless a call has another. output_dir: for records of the run. Raises
     ValueError on every rank, listing all problems, for what plans cannot run.
@@ -95,17 +110,28 @@ class LongContextEngine:
         facts = ModelFacts.of(model)
         if config.frozen_weights == "fp8":
             problems.append("frozen_weights='fp8' packs weights that a server would need unpacked; leave it out")
+        if facts.head_kind == "document" or (facts.head_kind == "token" and facts.num_outputs != 1):
+            problems.append(
+                f"{facts.name} has a head of {facts.num_outputs} output(s) per {facts.head_kind}; an engine runs ...ForCausalLM, "
+                f"or ...ForTokenClassification with num_labels=1"
+            )
         problems += weight_problems(model) + dropped_weight_problems(facts)
-        self.run = start_run(RunRequest(config, facts, args, None, problems))
+        self._has_values = facts.head_kind == "token"
+        token_loss = OwnLogit() if self._has_values else None
+        self.run = start_run(RunRequest(config, facts, args, None, problems, token_loss=token_loss))
         self.model, self.temperature, self.device = model, temperature, args.device
-        passes = TwoPasses(self.run.source, self.run.sets.longest_sequence, self.run.setup.placeholders, temperature)
-        self._passes, self._scored = passes, ScoredModel(self._executor, self.run.activations.engine, Remembered())
+        most, placeholders = self.run.sets.longest_sequence, self.run.setup.placeholders
+        self._passes: TwoPasses = TwoPasses(self.run.source, most, placeholders, temperature)
+        if self._has_values:
+            self._passes = RewardPasses(self.run.source, most, self.run.task)
+        self._scored = ScoredModel(self._executor, self.run.activations.engine, Remembered())
         self._kept: StepExecutor | None = None
         # calls of `forward_backward` so far, each of which drops other values
         self._num_trained = 0
         # whether gradients of a whole step are there
         self._is_reduced = False
-        self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        # storages on the host, with their contents: of "weights", with gradients, and of optimizer "states"
+        self._on_host: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self.run.placement.prepare(model)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
@@ -113,7 +139,10 @@ class LongContextEngine:
             fit_optimizer(self.run, model, self.optimizer)
 
     def log_probs(self, rows: Sequence[TokenRow], temperature: float | None = None) -> RowValues:
-        """Scores this rank's rows, perhaps none. Rows that were scored with the present weights are not scored again."""
+        """Scores this rank's rows, perhaps none. Rows that were scored with the present weights are not scored again.
+
+        A value model returns its values.
+        """
         with torch.no_grad():
             return self._values(rows, temperature, is_trained=False)[0]
 
@@ -126,53 +155,74 @@ class LongContextEngine:
     ) -> tuple[Tensor, Any]:
         """Adds the gradients of the mean over ranks of `loss_fn`; returns this rank's own loss, and what else `loss_fn` returns.
 
-        loss_fn: any function of the log-probabilities of this rank's rows, with a loss of its own for no rows. is_last: false if
-        more calls follow before `optimizer_step`, whose gradients are added. Raises ValueError on every rank if the loss depends
-        on the model in other ways, and FloatingPointError if gradients are not finite.
+        loss_fn: any function of the values of this rank's rows, with a loss of its own for no rows. is_last: false if more calls
+        follow before `optimizer_step`, whose gradients are added. An error of `loss_fn` on one rank ends the call on all. Raises
+        ValueError on every rank if the loss depends on the model in other ways, and FloatingPointError if gradients are not
+        finite.
         """
-        if self._is_reduced:
-            raise ValueError(
-                "the gradients of this step were summed over ranks already (is_last=True); call optimizer_step() or zero_grad(), "
-                "or pass is_last=False in all calls of a step but its last"
-            )
-        executor, others = self._executor(), []
+        executor, others = self._begin(), []
         wanted = self._wanted(temperature)
-        self._passes.forget()
+        token_loss = OwnLogit() if self._has_values else None if wanted == 1 else TemperedCrossEntropy(wanted)
 
         def compute() -> Tensor:
             with torch.enable_grad():
                 values, leaf = self._values(rows, temperature, is_trained=True)
-                loss, other = loss_fn(values)
-                others.append(other)
-                # a loss of no rows may be a constant
-                (loss + 0.0 * leaf.sum()).backward()
+                with failing_together(self.run.pool.control, self.run.config.collective_timeout_s, "the loss has failed"):
+                    loss, other = loss_fn(values)
+                    others.append(other)
+                    # a loss of no rows may be a constant
+                    (loss + 0.0 * leaf.sum()).backward()
             return loss.detach()
 
         def train(batch: dict[str, Any], is_end: bool, part: Tensor) -> None:
-            plan = batch["step"].plan
-            rank_plan = plan.for_rank(self.run.pool.rank)
-            self.run.make_room(plan)
-            engine = self.run.activations.engine(executor.model, rank_plan)
-            executor.token_loss = None if wanted == 1 else TemperedCrossEntropy(wanted)
-            reduces = is_end and is_last
-            result = executor.run(rank_plan, batch["chunks"], 1.0, reduces, plan.estimate.peak_bytes, engine)
-            if reduces and not (result.is_finite and math.isfinite(float(part))):
-                self.zero_grad()
-                raise FloatingPointError(
-                    f"the loss ({float(part):g}) or the gradients of this step are not finite, so they were dropped; look at the "
-                    f"loss function and its rows"
-                )
+            self._train(batch, token_loss, 1.0, is_end and is_last, part)
 
         loss = train_loss(self.run, self._passes, executor, compute, train)
         self._is_reduced, self._num_trained = is_last, self._num_trained + 1
         return loss, others[0]
+
+    def forward_backward_by_token(
+        self,
+        rows: Sequence[TokenRow],
+        token_loss: Callable[[Tensor, dict[str, Tensor]], Tensor],
+        columns: Mapping[str, Sequence[Sequence[float] | Tensor]],
+        temperature: float | None = None,
+        is_last: bool = True,
+    ) -> Tensor:
+        """Adds the gradients of the mean over ranks of a sum over tokens, in one forward and backward; returns that mean.
+
+        token_loss: from log-probabilities [T] of any scored tokens and their columns [T], by name, to losses [T], each of its own
+        token alone, so that it fits losses against the sampler's log-probabilities or those of an earlier epoch. columns: numbers
+        [n] of the tokens of each row; the same names on all ranks. is_last: as in `forward_backward`. Raises ValueError on every
+        rank if the loss of a token changes with other tokens, and FloatingPointError if gradients are not finite.
+        """
+        executor, names = self._begin(), tuple(sorted(columns))
+        if self._has_values:
+            raise ValueError("a value model has no log-probabilities; use forward_backward")
+        self._begin_dropout()
+        loss = LossOfLogProbs(token_loss, names, self._wanted(temperature))
+
+        def read() -> tuple[LocalDocuments, Tensor]:
+            documents = self._passes.checked(_documents(rows, self.device))
+            values_TK = _columns(rows, [columns[name] for name in names], self.device)
+            _check_apart(loss, values_TK[documents.rows_T2[:, 1] != IGNORE_INDEX][:_PROBED])
+            return documents, values_TK
+
+        batch = self._passes.single_pass(read, names, loss.temperature)
+        if executor.routers is not None:
+            # without the balance of experts, as in two passes
+            executor.routers.forget()
+            executor.balance(executor.routers.summed(self.run.pool.everyone), torch.zeros((), device=self.device))
+        mean = self._train(batch, loss, self.run.pool.num_ranks, is_last)
+        self._is_reduced, self._num_trained = is_last, self._num_trained + 1
+        return mean
 
     def optimizer_step(self, max_norm: float = math.inf) -> float:
         """Clips gradients to `max_norm`, updates the weights and drops the gradients; returns their norm before that."""
         if self.optimizer is None or not self._is_reduced:
             what = "no optimizer" if self.optimizer is None else "no gradients of a whole step"
             raise ValueError(f"the engine has {what}; pass optimizer=..., and call forward_backward(..., is_last=True) before")
-        self._place()
+        self._place("weights", "states")
 
         def clip() -> Tensor:
             norm = self.run.placement.clip(max_norm)
@@ -191,15 +241,14 @@ class LongContextEngine:
 
     def weights(self) -> WeightSource:
         """Whole weights as a checkpoint has them, with adapters added; all ranks walk through them, one tensor at a time."""
-        self._place()
-        return WeightSource(self.model)
+        return WeightSource(self.model, self._place)
 
     def save(self, folder: str) -> None:
         """Writes a checkpoint of transformers or PEFT to `folder`, which all ranks see, and the states of the optimizer.
 
         Give each checkpoint a folder of its own: files are written in place, so one that is overwritten is lost if a rank ends.
         """
-        self._place()
+        self._place("weights", "states")
         model: Any = self.model
         placement, is_writer = self.run.placement, self.run.args.should_save
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -212,7 +261,7 @@ class LongContextEngine:
 
     def load(self, folder: str) -> None:
         """Reads what `save` wrote, at any number of ranks. Raises ValueError for a folder without it."""
-        self._place()
+        self._place("weights", "states")
         placement, optimizer = self.run.placement, self.optimizer
         if not placement.load(self.model, folder):
             read_weights(self.model, folder)
@@ -224,26 +273,27 @@ class LongContextEngine:
             load_whole_optimizer(optimizer, str(Path(folder) / OPTIMIZER_FILE))
         drop_master_weights(optimizer)
 
-    def to_host(self) -> None:
-        """Moves weights, gradients and optimizer states to host memory, for a server on the same device, until `to_device`."""
-        if self._on_host:
-            return
-        self.run.release_model()
-        self.run.placement.prepare(self.model)
-        for storage in _storages(self._tensors()):
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-            self._on_host.append((storage, copy))
-            storage.resize_(0)
+    def to_host(self, weights: bool = True, states: bool = True) -> None:
+        """Moves weights with gradients, and optimizer states, to host memory, for a server on this device, until needed."""
+        if weights and "weights" not in self._on_host:
+            self.run.release_model()
+            self.run.placement.prepare(self.model)
+        for kind in [kind for kind, moves in (("weights", weights), ("states", states)) if moves and kind not in self._on_host]:
+            self._on_host[kind] = []
+            for storage in _storages(self._tensors(kind)):
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+                self._on_host[kind].append((storage, copy))
+                storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def to_device(self) -> None:
-        """Moves back what `to_host` moved; all methods that need it do so themselves."""
-        for storage, copy in self._on_host:
-            storage.resize_(len(copy))
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
-        self._on_host = []
+    def to_device(self, weights: bool = True, states: bool = True) -> None:
+        """Moves back what `to_host` moved; all methods that need it do so themselves, `weights()` before each tensor."""
+        for kind in [kind for kind, moves in (("weights", weights), ("states", states)) if moves]:
+            for storage, copy in self._on_host.pop(kind, []):
+                storage.resize_(len(copy))
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
 
     def close(self) -> None:
         """Ends the run, and gives the model its own layers back. Idempotent."""
@@ -251,9 +301,43 @@ class LongContextEngine:
         self._kept = None
         self.run.close()
 
-    def _place(self) -> None:
-        """Puts weights, gradients and states where they are trained."""
-        self.to_device()
+    def _begin(self) -> StepExecutor:
+        """Returns the executor for a call that adds gradients. Raises ValueError if those of the step are summed already."""
+        if self._is_reduced:
+            raise ValueError(
+                "the gradients of this step were summed over ranks already (is_last=True); call optimizer_step() or zero_grad(), "
+                "or pass is_last=False in all calls of a step but its last"
+            )
+        self._passes.forget()
+        return self._executor()
+
+    def _train(
+        self,
+        batch: dict[str, Any],
+        token_loss: TokenLoss | ValueLoss | None,
+        weight: float,
+        reduces: bool,
+        part: Tensor | None = None,
+    ) -> Tensor:
+        """Runs a batch forward and backward; returns its loss. part: the loss if it is another. Drops gradients not finite."""
+        executor, plan = self._executor(), batch["step"].plan
+        rank_plan = plan.for_rank(self.run.pool.rank)
+        self.run.make_room(plan)
+        engine = self.run.activations.engine(executor.model, rank_plan)
+        executor.token_loss = token_loss
+        result = executor.run(rank_plan, batch["chunks"], weight, reduces, plan.estimate.peak_bytes, engine)
+        loss = result.loss if part is None else part
+        if reduces and not (result.is_finite and math.isfinite(float(loss))):
+            self.zero_grad()
+            raise FloatingPointError(
+                f"the loss ({float(loss):g}) or the gradients of this step are not finite, so they were dropped; look at the "
+                f"loss function and its rows"
+            )
+        return loss
+
+    def _place(self, *kinds: str) -> None:
+        """Puts weights where they are trained, and what else is named."""
+        self.to_device(states="states" in kinds)
         self.run.placement.prepare(self.model)
 
     def _wanted(self, temperature: float | None) -> float:
@@ -265,6 +349,11 @@ class LongContextEngine:
 
     def _executor(self) -> StepExecutor:
         """Returns the executor of the placed model, which owns buffers of gradients."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise ValueError(
+                "an engine was called inside torch.autocast, but it computes in the model's own dtype; call it outside, and load "
+                "the model in bfloat16"
+            )
         self._place()
         if self._kept is None:
             self._kept = self.run.executor(self.model, self.run.config.fp32_gradients)
@@ -276,13 +365,17 @@ class LongContextEngine:
         """Returns the values of rows, and the leaf that collects the slopes of all their log-probabilities."""
         passes = self._passes
         passes.scoring = Scoring(self._wanted(temperature), with_extras=True)
-        check_rates(self.model)
-        if (dropout := self.run.dropout) is not None:
-            dropout.begin_step(self._num_trained, {})
-            # so that forwards of a loop's own, between these, drop as torch does
-            dropout.rest()
+        self._begin_dropout()
         lengths = [len(row.ids) for row in rows]
-        values = passes.values(self._scored, lambda: passes.checked(_documents(rows, self.device)), is_trained)
+
+        def read() -> LocalDocuments:
+            return passes.checked(_documents(rows, self.device, is_shifted=not self._has_values))
+
+        if isinstance(passes, RewardPasses):
+            leaf = passes.numbers(self._scored, read, is_trained)
+            marks_T = _marks(rows, self.device)
+            return RowValues(values=list(leaf.new_zeros(len(marks_T)).masked_scatter(marks_T, leaf).split(lengths))), leaf
+        values = passes.values(self._scored, read, is_trained)
 
         def by_row(column_BS: Tensor) -> list[Tensor]:
             # the value at a token is that of the next one
@@ -291,16 +384,28 @@ class LongContextEngine:
 
         return RowValues(by_row(values.log_probs), by_row(values.entropy.detach())), values.log_probs
 
-    def _tensors(self) -> Iterable[Tensor]:
-        states = [] if self.optimizer is None else [value for each in self.optimizer.state.values() for value in each.values()]
+    def _begin_dropout(self) -> None:
+        """Chooses the masks of the next forward and backward. Raises ValueError for rates that were changed."""
+        check_rates(self.model)
+        if (dropout := self.run.dropout) is not None:
+            dropout.begin_step(self._num_trained, {})
+            # so that forwards of a loop's own, between these, drop as torch does
+            dropout.rest()
+
+    def _tensors(self, kind: str) -> Iterable[Tensor]:
         weights = list(self.model.parameters())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        tensors = [each for each in (*weights, *self.model.buffers(), *gradients, *states) if isinstance(each, Tensor)]
-        return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in tensors]
+        found: list[Any] = [*weights, *self.model.buffers(), *gradients]
+        if kind == "states":
+            found = [] if self.optimizer is None else [value for each in self.optimizer.state.values() for value in each.values()]
+        return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in found if isinstance(each, Tensor)]
 
 
-def _documents(rows: Sequence[TokenRow], device: torch.device) -> LocalDocuments:
-    """Returns rows as documents, one after the other, each token with the next one as its label if that is scored."""
+def _documents(rows: Sequence[TokenRow], device: torch.device, is_shifted: bool = True) -> LocalDocuments:
+    """Returns rows as documents, one after the other, each token with the next one as its label if that is scored.
+
+    is_shifted: false if a scored token has a label of its own, 0.
+    """
     parts = []
     for number, row in enumerate(rows):
         ids_n = torch.as_tensor(row.ids, dtype=torch.int64, device=device)
@@ -310,12 +415,51 @@ def _documents(rows: Sequence[TokenRow], device: torch.device) -> LocalDocuments
                 f"row {number} has token ids of shape {tuple(ids_n.shape)} and is_scored of shape {tuple(scored_n.shape)}; give "
                 f"one token id at least, and as many marks"
             )
-        labels_n = ids_n.where(scored_n.bool(), IGNORE_INDEX)
-        parts.append(torch.stack([ids_n, nn.functional.pad(labels_n[1:], (0, 1), value=IGNORE_INDEX)], dim=1))
+        labels_n = (ids_n if is_shifted else 0 * ids_n).where(scored_n.bool(), IGNORE_INDEX)
+        if is_shifted:
+            labels_n = nn.functional.pad(labels_n[1:], (0, 1), value=IGNORE_INDEX)
+        parts.append(torch.stack([ids_n, labels_n], dim=1))
     rows_T2 = torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64, device=device)
     # without a row there is one column of padding
     kept_BS = torch.ones(1, len(rows_T2), dtype=torch.bool, device=device) if parts else torch.zeros(1, 1, dtype=torch.bool)
     return LocalDocuments(rows_T2, [len(part) for part in parts], kept_BS.to(device))
+
+
+def _marks(rows: Sequence[TokenRow], device: torch.device) -> Tensor:
+    """Returns which tokens [T] of all rows are scored."""
+    marks = [torch.ones(len(row.ids)) if row.is_scored is None else torch.as_tensor(row.is_scored) for row in rows]
+    return torch.cat([torch.zeros(0, dtype=torch.bool), *(each.bool().cpu() for each in marks)]).to(device)
+
+
+def _columns(rows: Sequence[TokenRow], columns: Sequence[Sequence[Any]], device: torch.device) -> Tensor:
+    """Returns the columns [T, K] of all rows' tokens, in fp64, each row beside the token before, which has it as its label."""
+    lengths, parts = [len(row.ids) for row in rows], []
+    for column in columns:
+        found = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in column]
+        if [tuple(part.shape) for part in found] != [(length,) for length in lengths]:
+            raise ValueError(
+                f"the rows have {lengths} tokens, and a column has {[tuple(part.shape) for part in found]} numbers; give one per "
+                f"token"
+            )
+        parts.append(
+            torch.cat([part.roll(-1) for part in found]) if found else torch.zeros(0, dtype=torch.float64, device=device)
+        )
+    return torch.stack(parts, dim=1) if parts else torch.zeros(sum(lengths), 0, dtype=torch.float64, device=device)
+
+
+def _check_apart(loss: LossOfLogProbs, values_TK: Tensor) -> None:
+    """Raises ValueError if the loss of one of these tokens changes if it is alone."""
+    log_probs_T = -torch.linspace(0.1, 3.0, len(values_TK), dtype=torch.float64, device=values_TK.device)
+    given = {name: values_TK[:, place] for place, name in enumerate(loss.columns)}
+    together = loss.loss(log_probs_T, given)
+    alone = [loss.loss(log_probs_T[i : i + 1], {name: x[i : i + 1] for name, x in given.items()}) for i in range(len(values_TK))]
+    # vector code of some functions rounds otherwise
+    if together.shape != log_probs_T.shape or not torch.allclose(together, torch.cat([together[:0], *alone]), equal_nan=True):
+        raise ValueError(
+            f"the loss of a token differs if it is computed alone, but plans compute it beside any others (it returned shape "
+            f"{tuple(together.shape)} for {len(log_probs_T)} tokens); return one loss per token, without sums over tokens, "
+            f"or use forward_backward"
+        )
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -17,6 +17,8 @@ from helpers.trainers.stock_runs import quiet_config
 from torch import Tensor
 
 from hf_longctx import LongContextEngine, RowValues, TokenRow
+from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.plan.memory.byte_model import ByteModel
 
 LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj", "down_proj"]))
 # lengths of the rows of each rank, for two steps; the second rank has none in the second step
@@ -138,6 +140,8 @@ def misuse(kind: str, folder: str) -> None:
     rows = rows_of([9, 6], dist.get_rank())
 
     def total(values: RowValues) -> tuple[Tensor, None]:
+        if kind == "raises" and dist.get_rank():
+            raise KeyError("no advantage")
         return torch.cat(values.log_probs).sum() * (math.nan if kind == "nan" and dist.get_rank() else 1), None
 
     try:
@@ -149,6 +153,8 @@ def misuse(kind: str, folder: str) -> None:
             engine.log_probs([TokenRow([])] if dist.get_rank() else rows)
         if kind == "no gradients":
             engine.optimizer_step()
+        if kind == "temperatures":
+            engine.log_probs(rows, 1.0 + dist.get_rank())
         engine.forward_backward(rows, total)
         engine.forward_backward(rows, total)
     finally:
@@ -161,6 +167,8 @@ MISUSES = {
     "empty row": "rank 1: row 0 has token ids of shape",
     "no gradients": "the engine has no gradients of a whole step",
     "twice": "were summed over ranks already",
+    "raises": "KeyError: 'no advantage'",
+    "temperatures": "temperature 1.0 (rank 0); temperature 2.0 (rank 1)",
     "nan": "the gradients of this step are not finite",
 }
 
@@ -249,6 +257,164 @@ def test_masks_of_dropout_differ_from_step_to_step_and_are_those_of_the_gradient
     first, second = stepped(0), stepped(1)
     assert torch.equal(*first) and torch.equal(*second)
     assert not torch.allclose(first[0], second[0])
+
+
+def clipped(log_probs: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """GRPO's loss of a token against the sampler's log-probabilities."""
+    ratios = torch.exp(log_probs - columns["old"])
+    gains = torch.minimum(ratios * columns["advantages"], ratios.clamp(0.8, 1.2) * columns["advantages"])
+    return -gains * columns["weights"]
+
+
+def columns_of(rows: list[TokenRow], seed: int) -> dict[str, list[Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    scales = {"old": (0.2, -4.0), "advantages": (1.0, 0.1), "weights": (0.1, 0.3)}
+    drawn = {name: [torch.randn(len(row.ids), generator=draw, dtype=torch.float64) for row in rows] for name in scales}
+    return {name: [a * part + b for part in drawn[name]] for name, (a, b) in scales.items()}
+
+
+def two_ways(
+    case: ModelCase, config: dict[str, Any], temperature: float, folder: str
+) -> list[tuple[float, dict[str, Tensor], int]]:
+    """Loss, gradients and number of scoring forwards, by one pass and by two, each over two calls of a step."""
+    if "tile_tokens" in config:
+        # so little memory that plans do not keep everything
+        room = ByteModel(model_spec(build_model(case)))
+        config = {**config, "device_gib": (room.states("replicated", 1) + room.kept_bytes(20)) / 2**30}
+    engine = LongContextEngine(build_model(case), quiet_config(**config), adam, output_dir=folder)
+    rank, executor, found = (dist.get_rank() if dist.is_initialized() else 0), engine._executor(), []
+    scores, num_scored = executor.score, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        num_scored[0] += 1
+        return scores(*args, **kwargs)
+
+    def noted(batch: Any, *args: Any) -> Tensor:
+        groups = [group for micro_batch in batch["step"].plan.micro_batches for group in micro_batch.groups]
+        policies = [policy for group in groups for policy in group.stages[0].activations]
+        assert "tile_tokens" not in config or any(policy.loss_tile_tokens for policy in policies)
+        return trains(batch, *args)
+
+    executor.score, trains = counted, engine._train  # type: ignore[method-assign]
+    engine._train = noted  # type: ignore[method-assign]
+    for is_one_pass in (True, False):
+        losses, num_scored[0] = [], 0
+        for step, of_ranks in enumerate(STEPS):
+            rows = rows_of(of_ranks[rank], 10 * step + rank)
+            columns, is_last = columns_of(rows, 7 * step + rank), step == 1
+
+            def summed(values: RowValues, rows: Any = rows, columns: Any = columns) -> tuple[Tensor, None]:
+                marks = [row.is_scored & (torch.arange(len(row.ids)) > 0) for row in rows]
+                parts = [
+                    clipped(values.log_probs[i][mark], {name: column[i][mark] for name, column in columns.items()}).sum()
+                    for i, mark in enumerate(marks)
+                ]
+                return torch.stack([*parts, torch.zeros((), dtype=torch.float64)]).sum(), None
+
+            if is_one_pass:
+                loss = engine.forward_backward_by_token(rows, clipped, columns, temperature, is_last)
+            else:
+                loss = engine.forward_backward(rows, summed, temperature, is_last)[0].clone()
+                if dist.is_initialized():
+                    dist.all_reduce(loss)
+                    loss /= dist.get_world_size()
+            losses.append(float(loss))
+        gradients = {
+            name: whole(weight.grad).clone() for name, weight in engine.model.named_parameters() if weight.grad is not None
+        }
+        found.append((losses, gradients, num_scored[0]))
+        engine.zero_grad()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "num_ranks,case,config,temperature",
+    [
+        (1, ModelCase(), REPLICATED, 0.7),
+        (2, ModelCase(), {**REPLICATED, "parameters": "replicated", "tile_tokens": 8, "degrees": (1, 2)}, 1.0),
+        (2, ModelCase(lora=LORA), {**SHARDED, "degrees": (2,)}, 1.3),
+        (2, ModelCase("mixtral", balance=0.1), {**REPLICATED, "parameters": "replicated"}, 1.0),
+    ],
+    ids=["one rank", "tiles", "adapters", "experts"],
+)
+def test_one_pass_has_the_gradients_of_two(
+    ranks, tmp_path: Path, num_ranks: int, case: ModelCase, config: dict[str, Any], temperature: float
+) -> None:
+    for one, two in ranks(num_ranks).run(two_ways, case, config, temperature, str(tmp_path)):
+        assert one[0] == pytest.approx(two[0], rel=1e-12)
+        assert one[1] and one[1].keys() == two[1].keys()
+        assert max(relative_error(one[1][name], two[1][name]) for name in two[1]) < 1e-12
+        assert (one[2], two[2]) == (0, 2)
+
+
+def test_a_loss_of_a_token_that_depends_on_others_is_refused(tmp_path: Path) -> None:
+    engine = LongContextEngine(build_model(ModelCase()), quiet_config(**REPLICATED), adam, output_dir=str(tmp_path))
+    rows = rows_of([9, 6], 0)
+    columns = columns_of(rows, 0)
+    for wrong in (lambda log_probs, _: log_probs - log_probs.mean(), lambda log_probs, _: log_probs.sum()):
+        with pytest.raises(ValueError, match="differs if it is computed alone"):
+            engine.forward_backward_by_token(rows, wrong, columns)
+    with pytest.raises(ValueError, match=r"the rows have \[9, 6\] tokens, and a column has \[\(9,\)\] numbers"):
+        engine.forward_backward_by_token(rows, clipped, {"old": columns["old"][:1]})
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"inside torch\.autocast"):
+        engine.log_probs(rows)
+    engine.close()
+
+
+def value_steps(config: dict[str, Any], folder: str) -> tuple[list[Tensor], float, dict[str, Tensor]]:
+    """Values of this rank's rows, the norm of a step of their loss, and the weights after it."""
+    case = ModelCase(head=(("num_labels", 1), ("classifier_dropout", 0.0)))
+    engine = LongContextEngine(build_model(case), quiet_config(**config), adam, output_dir=folder)
+    rank = dist.get_rank()
+    rows = rows_of(STEPS[0][rank], rank)
+    seen = engine.log_probs(rows).values
+    loss, _ = engine.forward_backward(rows, lambda found: (mixed_loss(found.values), None))
+    torch.testing.assert_close(loss, mixed_loss(seen))
+    norm = engine.optimizer_step()
+    weights = {name: whole(weight.detach()).clone() for name, weight in engine.model.named_parameters()}
+    engine.close()
+    return seen, norm, weights
+
+
+def test_a_value_model_trains_as_plain_transformers(ranks, tmp_path: Path) -> None:
+    model = build_model(ModelCase(head=(("num_labels", 1), ("classifier_dropout", 0.0))))
+    optimizer, losses, expected = adam(list(model.parameters())), [], []
+    for rank, lengths in enumerate(STEPS[0]):
+        own = [model(input_ids=row.ids[None]).logits[0, :, 0] * row.is_scored for row in rows_of(lengths, rank)]
+        losses.append(mixed_loss(own))
+        expected += [each.detach() for each in own]
+    torch.stack(losses).mean().backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+    optimizer.step()
+    results = ranks(2).run(value_steps, SHARDED, str(tmp_path))
+    for found, wanted in zip([row for seen, *_ in results for row in seen], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    for _, found, weights in results:
+        assert found == pytest.approx(norm, rel=1e-6)
+        assert max(relative_error(weights[name], weight.detach()) for name, weight in model.named_parameters()) < 1e-6
+
+
+def weights_after_moves(folder: str) -> list[dict[str, Tensor]]:
+    """Weights read before the model moves to the host, while it does, and after it."""
+    engine = LongContextEngine(build_model(ModelCase()), quiet_config(**REPLICATED), adam, output_dir=folder)
+    before, source = dict(engine.weights()), engine.weights()
+    engine.to_host()
+    after, between = dict(source), {}
+    for name, tensor in source:
+        engine.to_host()
+        between[name] = tensor
+    found = [{name: each.clone() for name, each in weights.items()} for weights in (before, between, after)]
+    engine.close()
+    return found
+
+
+def test_weights_can_be_read_while_the_model_is_on_the_host(ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(weights_after_moves, str(tmp_path))
+    expected = build_model(ModelCase()).state_dict()
+    for weights in found:
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_dropout_of_attention_weights_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ an iterator that may be started again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,7 +55,8 @@ class WeightSource:
 
     Each iteration reads the weights as they then are. It is collective over the ranks that share a sharded model, which all walk
     to its end in the same order. At most one group of weights is whole at a time: one weight, or a layer where conversions of
-    transformers need several. Raises ValueError for a model of which that is not possible.
+    transformers need several. place: called before each group, brings weights to the device. Raises ValueError for a model of
+    which that is not possible.
 
     Example:
 
@@ -63,10 +64,11 @@ class WeightSource:
             ...  # send, or on other ranks only gather
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, place: Callable[[], None] = lambda: None) -> None:
+        place()
         if found := weight_problems(model):
             raise ValueError(found[0])
-        self.model = model
+        self.model, self._place = model, place
         self._base = base_of(model)
         self._names = _unique(_origins(self._base))
         shapes = {name: without_values(origin.tensor) for name, origin in self._names.items()}
@@ -80,6 +82,7 @@ class WeightSource:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._place()
         if is_sharded(self.model):
             free_gathered(self.model)
         if (shards := layer_shards(self.model)) is not None:
@@ -88,11 +91,14 @@ class WeightSource:
         origins = _unique(_origins(self._base))
         merged: tuple[BaseTunerLayer, dict[str, Tensor]] | None = None
         for names, tensors in self._groups:
+            self._place()
             whole = {}
             for name in names:
                 origin = origins[name]
                 if origin.layer is None:
-                    whole[name] = _whole(origin.tensor)
+                    # memory of its own, since that of the model may move to the host meanwhile
+                    gathered = _whole(origin.tensor)
+                    whole[name] = gathered.clone() if _share_memory(gathered, origin.tensor) else gathered
                     continue
                 if merged is None or merged[0] is not origin.layer:
                     merged = origin.layer, _with_adapters(origin.layer)
@@ -197,6 +203,11 @@ def _whole_copy(module: nn.Module) -> Any:
     vars(copied)["_buffers"] = {name: whole(tensor) for name, tensor in module._buffers.items()}
     vars(copied)["_modules"] = {name: None if child is None else _whole_copy(child) for name, child in module._modules.items()}
     return copied
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    local = other.to_local() if isinstance(other, DTensor) else other
+    return one.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
 
 def _whole(tensor: Tensor) -> Tensor:

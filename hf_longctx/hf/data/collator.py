@@ -49,7 +49,7 @@ class TokenSequence:
     first: int = 0
     # weight of each label in the loss, [n], fp64, 0 if there is no next token; None if every label weighs 1
     loss_weights: Tensor | None = None
-    # values [1, K], fp32, of a document's label, which is then 0; None if labels are classes
+    # values [N, K] if labels are numbers of its rows, such as 0 for the label of a document; None if labels are classes
     label_values: Tensor | None = None
     # images and videos of the tokens; None for a document of text
     media: SequenceMedia | None = None
@@ -322,13 +322,15 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
     return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values, media)
 
 
-def _numbered(parts: Sequence[tuple[TokenSequence, Tensor]]) -> tuple[list[tuple[TokenSequence, Tensor]], Tensor]:
-    """Returns the parts with labels that are row numbers of one table, and that table [N, K]."""
+def _numbered(parts: Sequence[tuple[TokenSequence, Tensor]]) -> tuple[list[tuple[TokenSequence, Tensor]], Tensor | None]:
+    """Returns the parts with labels that are row numbers of one table, and that table [N, K]; None if no token has a label."""
     numbered, table = [], list[Tensor]()
     for part, positions in parts:
         if (values := part.label_values) is not None:
-            labels = part.shift_labels
-            part = replace(part, shift_labels=labels.where(labels == IGNORE_INDEX, len(table)))
-            table.append(values)
+            rows, labels = part.shift_labels[part.shift_labels != IGNORE_INDEX], part.shift_labels.clone()
+            labels[labels != IGNORE_INDEX] = sum(map(len, table)) + torch.arange(len(rows))
+            part = replace(part, shift_labels=labels)
+            table.append(values[rows])
         numbered.append((part, positions))
-    return numbered, torch.cat(table)
+    values_NK = torch.cat(table)
+    return numbered, values_NK if len(values_NK) else None

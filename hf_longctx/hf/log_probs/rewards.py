@@ -3,14 +3,13 @@
 The loss compares the rewards of a chosen and a rejected answer, which a plan may put into different chunks, groups and
 micro-batches. So the first pass computes the reward of every document under a plan, and sends it to the rank whose trainer loaded
 the row. The trainer's own code computes the loss, and autograd its slope for every reward. The second pass trains the sum of
-slope times reward, which has the gradient of the loss, for any loss.
+slope times reward, which has the gradient of the loss, for any loss. Values of a value model, one per token, are trained alike.
 
-Shapes: B rows of this rank's batch, N documents of all ranks, n tokens of all ranks, T tokens of a shard.
+Shapes: B rows of this rank's batch, n tokens of all ranks, L of them labelled, l of these this rank's, T tokens of a shard.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ _KNOWN = ("input_ids", "attention_mask", "margin", "use_cache", "return_dict")
 
 
 class RewardPasses(TwoPasses):
-    """Runs forwards of a reward model under plans, and makes the batches of the second pass. See `TwoPasses`.
+    """Runs forwards of a reward or value model under plans, and makes the batches of the second pass. See `TwoPasses`.
 
     task: determines the token of a document at which the reward is read.
     """
@@ -47,48 +46,47 @@ class RewardPasses(TwoPasses):
         def forward(*args: Any, **keywords: Any) -> Any:
             if "longctx" in keywords:
                 return before(*args, **keywords)
-            return self.rewards(scored, args, keywords, torch.is_grad_enabled() and is_trained)
+            is_leaf = torch.is_grad_enabled() and is_trained
+            rewards_B = self.numbers(scored, lambda: self._read(args, keywords), is_leaf)
+            # not the leaf itself, since losses may change their input in place
+            return SequenceClassifierOutputWithPast(logits=rewards_B.unsqueeze(1) * 1.0)
 
         return replace_forward(model, forward)
 
-    def rewards(
-        self, scored: ScoredModel, args: Sequence[Any], inputs: dict[str, Any], is_trained: bool
-    ) -> SequenceClassifierOutputWithPast:
-        """Runs the first pass: rewards [B, 1] of this rank's batch, computed under one plan for the batches of all ranks.
+    def numbers(self, scored: ScoredModel, read: Callable[[], LocalDocuments], is_trained: bool) -> Tensor:
+        """Runs the first pass: the head's output [l] at each labelled token of this rank, under one plan for those of all ranks.
 
-        is_trained: they are a leaf with a gradient, and the batch waits for `second_pass`. Raises ValueError on every rank if
-        any rank has a batch that plans cannot run.
+        read: returns this rank's documents, perhaps none. is_trained: they are a leaf with a gradient, and the batch waits for
+        `second_pass`. Raises ValueError on every rank if any rank has a batch that plans cannot run.
         """
-        batch, rank = self._planned(lambda: self._read(args, inputs), explore=is_trained), self.pool.rank
+        batch, rank = self._planned(read, explore=is_trained), self.pool.rank
         executor = scored.executor()
         plan = forward_only(batch.plan.for_rank(rank))
         chunks = batch.chunks(rank)
         with outside_autocast(executor.model):
             found = executor.read(plan, chunks, scored.engine(executor.model, plan))
-        device, num_documents = batch.documents.rows_T2.device, len(batch.firsts)
-        rewards_N1 = torch.zeros(num_documents, 1, dtype=torch.float64, device=device)
+        is_label_n = batch.rows_n2[:, 1] != IGNORE_INDEX
+        numbers_n = torch.cumsum(is_label_n, 0) - 1
+        device = batch.documents.rows_T2.device
+        values_L1 = torch.zeros(int(is_label_n.sum()), 1, dtype=torch.float64, device=device)
         _, position = batch.plan.place(rank)
-        for (group, _), inputs_of_round, read in zip(plan.rounds, chunks, found, strict=True):
-            for index, rewards_n1 in read.items():
+        for (group, _), inputs_of_round, read_of_round in zip(plan.rounds, chunks, found, strict=True):
+            for index, values_l1 in read_of_round.items():
                 places_T = torch.from_numpy(token_places(group.chunks[index], group, position, batch.firsts))
                 labelled = places_T[inputs_of_round[index].shift_labels[0] != IGNORE_INDEX]
-                documents = torch.searchsorted(torch.tensor(batch.firsts), labelled, right=True) - 1
-                rewards_N1[documents.to(device)] = rewards_n1.to(device, torch.float64)
-        rewards_N1 = self._joined(rewards_N1, slice(0, num_documents), num_documents)
-        first = bisect_left(batch.firsts, batch.own.start)
+                values_L1[numbers_n[labelled].to(device)] = values_l1.to(device, torch.float64)
+        values_L1 = self._joined(values_L1, slice(0, len(values_L1)), len(values_L1))
         dtype = torch.promote_types(next(executor.model.parameters()).dtype, torch.float32)
-        rewards_B1 = rewards_N1[first : first + len(batch.documents.lengths)].to(dtype).requires_grad_(is_trained)
+        values_l = values_L1[_own_labels(batch), 0].to(dtype).requires_grad_(is_trained)
         if is_trained:
-            self._waiting.append(Untrained(batch, rewards_B1))
-        # not the leaf itself, since losses may change their input in place
-        return SequenceClassifierOutputWithPast(logits=rewards_B1 * 1.0)
+            self._waiting.append(Untrained(batch, values_l))
+        return values_l
 
     def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
-        first = bisect_left(batch.firsts, batch.own.start)
-        own = slice(first, first + len(slopes))
-        weights_n = torch.zeros(len(batch.rows_n2), dtype=torch.float64)
-        slopes_N1 = self._joined(slopes.double(), own, len(batch.firsts))
-        weights_n[batch.rows_n2[:, 1] != IGNORE_INDEX] = slopes_N1.squeeze(1).cpu()
+        is_label_n = batch.rows_n2[:, 1] != IGNORE_INDEX
+        weights_n = torch.zeros(len(is_label_n), dtype=torch.float64)
+        slopes_L1 = self._joined(slopes.double().unsqueeze(1), _own_labels(batch), int(is_label_n.sum()))
+        weights_n[is_label_n] = slopes_L1.squeeze(1).cpu()
         return weights_n
 
     def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
@@ -102,16 +100,18 @@ class RewardPasses(TwoPasses):
         if bool((starts_BS.sum(dim=1) != 1).any()):
             raise ValueError("a row of the batch has no token, or holes between its tokens; mask only padding around the tokens")
         lengths: list[int] = kept_BS.sum(dim=1).tolist()
-        if max(lengths, default=0) > self.max_length:
-            raise ValueError(
-                f"the batch has a sequence of {max(lengths)} tokens, and {self.max_length} are the most that plans may have "
-                f"here; cut it (max_length of TRL's arguments), or raise max_length of LongContextConfig"
-            )
         labels_BS = torch.full_like(ids_BS, IGNORE_INDEX)
         for row, (ids_S, kept_S) in enumerate(zip(ids_BS.cpu(), kept_BS.cpu(), strict=True)):
             first = int(kept_S.int().argmax())
             labels_BS[row, self.task.label_place(ids_S.numpy(), first, first + lengths[row])] = 0
-        return LocalDocuments(torch.stack([ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS)
+        return self.checked(LocalDocuments(torch.stack([ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS))
+
+
+def _own_labels(batch: Batch) -> slice:
+    """Returns which of the labelled tokens of all ranks are this rank's."""
+    is_label_n = batch.rows_n2[:, 1] != IGNORE_INDEX
+    first = int(is_label_n[: batch.own.start].sum())
+    return slice(first, first + int(is_label_n[batch.own].sum()))
 
 
 def passes_of(source: PlanSource, max_length: int, placeholders: Sequence[int], temperature: float, task: HeadTask) -> TwoPasses:

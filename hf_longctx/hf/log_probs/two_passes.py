@@ -187,14 +187,21 @@ class Batch:
     # this rank's tokens among them
     own: slice
 
-    def chunks(self, rank: int, weights_n: Tensor | None = None) -> list[list[ChunkInputs]]:
-        """Makes the inputs of this rank's chunks, by micro-batch; weights_n: weight of every label in the loss, on the host."""
+    def chunks(self, rank: int, weights_n: Tensor | None = None, values_nK: Tensor | None = None) -> list[list[ChunkInputs]]:
+        """Makes the inputs of this rank's chunks, by micro-batch.
+
+        weights_n: weight of every label in the loss. values_nK: values of every label, which a loss reads in place of it. Both on
+        the host.
+        """
         _, position = self.plan.place(rank)
         sequences = {}
         for number, (first, length) in enumerate(zip(self.firsts, self.plan.lengths, strict=True)):
             tokens = slice(first, first + length)
-            weights = None if weights_n is None else weights_n[tokens]
-            sequences[number] = TokenSequence(self.rows_n2[tokens, 0], self.rows_n2[tokens, 1], 0, weights)
+            weights, values = (None if each is None else each[tokens] for each in (weights_n, values_nK))
+            labels = self.rows_n2[tokens, 1]
+            if values is not None:
+                labels = torch.arange(length).where(labels != IGNORE_INDEX, IGNORE_INDEX)
+            sequences[number] = TokenSequence(self.rows_n2[tokens, 0], labels, 0, weights, values)
         rounds = self.plan.for_rank(rank).rounds
         return [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rounds]
 
@@ -261,7 +268,7 @@ class TwoPasses:
         waits for `second_pass`. is_routed: the balance of the experts is asked for, too. Raises ValueError on every rank if any
         rank has documents that plans cannot run.
         """
-        batch = self._planned(read, explore=is_trained)
+        batch = self._planned(read, explore=is_trained, alike=f"temperature {self.scoring.temperature}")
         executor = scored.executor()
         rank_plan = forward_only(batch.plan.for_rank(self.pool.rank))
         engine = scored.engine(executor.model, rank_plan)
@@ -345,14 +352,37 @@ class TwoPasses:
         # weights multiply cross-entropies, the negatives of log-probabilities
         return -slopes_n1.squeeze(1).cpu()
 
+    def single_pass(
+        self, read: Callable[[], tuple[LocalDocuments, Tensor]], columns: Sequence[str], temperature: float
+    ) -> dict[str, Any]:
+        """Makes the batch of a loss that is a sum over tokens, so that its slopes need no pass before; see `LossOfLogProbs`.
+
+        read: returns this rank's documents, perhaps none, and values [T, K] of their tokens' labels, named `columns`. Raises
+        ValueError on every rank if it does on any.
+        """
+        own: list[Tensor] = []
+
+        def documents() -> LocalDocuments:
+            found, values_TK = read()
+            own.append(torch.cat([found.rows_T2[:, 1:], values_TK], dim=1))
+            return found
+
+        alike = f"columns {', '.join(columns)} and temperature {temperature}"
+        batch, rank = self._planned(documents, explore=True, alike=alike), self.pool.rank
+        values_nK = self._joined(own[0], batch.own, len(batch.rows_n2)).cpu()
+        return step_batch(batch.step(rank), batch.chunks(rank, values_nK=values_nK))
+
     def forget(self) -> None:
         """Drops the batches of an aborted step."""
         self._waiting = []
 
-    def _planned(self, read: Callable[[], LocalDocuments], explore: bool) -> Batch:
-        """Reads this rank's documents, gathers those of all others, and plans them."""
+    def _planned(self, read: Callable[[], LocalDocuments], explore: bool, alike: str = "") -> Batch:
+        """Reads this rank's documents, gathers those of all others, and plans them. alike: what is equal on all ranks."""
         self._num_plans += 1
-        documents, everyone, _ = agreed_documents(read, None, self.pool.control, "a batch cannot run under a plan")
+        documents, everyone, found = agreed_documents(read, alike, self.pool.control, "a batch cannot run under a plan")
+        if len(set(found)) > 1:
+            given = "; ".join(f"{each} (rank {rank})" for rank, each in enumerate(found))
+            raise ValueError(f"ranks called with {given}; give all the same, since they compute each other's tokens")
         if not any(everyone):
             raise ValueError("no rank has a row, so there is nothing to plan; leave the call out on all ranks")
         lengths = [length for of_rank in everyone for length in of_rank]

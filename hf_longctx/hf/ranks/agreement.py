@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
+import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.hf.ranks.exit_message import RefusedRun
-from hf_longctx.hf.ranks.heartbeats import Heartbeats, described, place_of_error
+from hf_longctx.hf.ranks.heartbeats import Heartbeats, described, end_process, place_of_error
 from hf_longctx.hf.ranks.lost_ranks import BROKEN, Lost, RollCall, connect, rank_0_holds_store
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
@@ -174,6 +176,28 @@ def raise_together(
         for problem, ranks in lines.items()
     ]
     raise RefusedRun.of(text, headline)
+
+
+@contextmanager
+def failing_together(group: dist.ProcessGroup | None, timeout_s: float, headline: str) -> Iterator[None]:
+    """Context for code of each rank, such as a user's function: if it raises on one rank, all ranks raise at the end.
+
+    A rank whose code has raised raises that error, the others RefusedRun with its text. If they do not come to the end within
+    `timeout_s`, because they wait inside for this rank, its process ends with the error. Collective over the group.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        waits_in_vain = threading.Timer(timeout_s, end_process, ["".join(traceback.format_exception(error))])
+        waits_in_vain.daemon = True
+        waits_in_vain.start()
+        try:
+            gather_objects(([text], {}), group)
+        finally:
+            waits_in_vain.cancel()
+        raise
+    raise_together([], group, headline)
 
 
 def _differing(everyone: Sequence[Mapping[str, str]]) -> list[str]:

@@ -313,7 +313,7 @@ class Heartbeats:
             else:
                 time.sleep(_LAST_BEATS * self._interval_s)
             print("".join(stack), file=sys.stderr)
-            _end(message)
+            end_process(message)
 
     def _lost(self) -> list[int]:
         """Returns the ranks because of which this process must end."""
@@ -391,7 +391,7 @@ def follow_launcher() -> None:
     def follow() -> None:
         while os.getppid() == launcher:
             time.sleep(_LAUNCHER_POLL_S)
-        _end(f"rank {os.environ.get('RANK', '0')} ends, since its launcher (process {launcher}) has died")
+        end_process(f"rank {os.environ.get('RANK', '0')} ends, since its launcher (process {launcher}) has died")
 
     threading.Thread(target=follow, name=name, daemon=True).start()
 
@@ -501,7 +501,8 @@ def _is_writing() -> bool:
     return not _is_waiting() and any(code.co_name in _WRITES for code in main_thread_calls())
 
 
-def _end(text: str) -> None:
+def end_process(text: str) -> None:
+    """Writes `text` to stderr and ends this process at once, from any thread."""
     try:
         print(text, file=sys.stderr, flush=True)
     finally:

@@ -86,6 +86,7 @@ _PLANNED = "SFTTrainer"
 # trainers whose loss is a function of log-probabilities of tokens, or of rewards; those that generate the tokens themselves
 _SCORED = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
+_ASYNCHRONOUS = "AsyncGRPOTrainer"
 # trainers that compute whole logits for a user's `compute_metrics`
 _WITH_LOGITS = ("DPOTrainer", "KTOTrainer")
 _ALONE = {"SFTConfig": "SFTTrainer", "DPOConfig": "DPOTrainer"}
@@ -141,11 +142,17 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
 
 # trainers of TRL that full plans do not run
 _OTHER_TRAINERS = {
+    "asynchronous-trainer-of-trl": Rule(
+        "{trainer.__name__} computes tokens that rollouts share once, in rows of one GPU each, and plans have no such rows",
+        "let its rollout worker generate for a loop over LongContextEngine, as recipes/trl_async.py does",
+        lambda run: getattr(trl_class(run.trainer), "__name__", "") == _ASYNCHRONOUS,
+        f"trainer = of_trl('{_ASYNCHRONOUS}')",
+    ),
     "other-trainer-of-trl": Rule(
         "{trainer.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
         "the cross-entropy",
         f"use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans",
-        lambda run: trl_class(run.trainer) is not None and not is_scored(run.trainer) and not is_planned(run.trainer),
+        lambda run: getattr(trl_class(run.trainer), "__name__", _PLANNED) not in (_PLANNED, _ASYNCHRONOUS, *_SCORED),
         "trainer = of_trl('PRMTrainer')",
     ),
 }

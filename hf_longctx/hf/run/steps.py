@@ -407,7 +407,7 @@ def train_loss(
     """
     with passes.backward_of_loss(executor.model):
         own_loss = compute()
-    loss_1 = sum_over_ranks(own_loss.double().reshape(1), run.pool.everyone) / run.pool.num_ranks
+    loss_1 = sum_over_ranks(own_loss.double().reshape(1).clone(), run.pool.everyone) / run.pool.num_ranks
     batches = list(passes.second_pass())
     if not batches:
         raise ValueError(

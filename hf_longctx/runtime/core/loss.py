@@ -13,7 +13,7 @@ Shapes: T tokens, K outputs of the head, N rows of the table.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -33,6 +33,10 @@ class ValueLoss(ABC):
     @abstractmethod
     def losses(self, logits_TK: Tensor, values_TK: Tensor) -> Tensor:
         """Returns losses [T] of `logits_TK`, in at least fp32."""
+
+    def at(self, values_NK: Tensor | None) -> TokenLoss:
+        """Returns the loss of tokens whose labels are row numbers of `values_NK`; None if no token has a label."""
+        return AtValues(self, values_NK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +75,18 @@ class OwnLogit:
 class AtValues:
     """A `TokenLoss` from a `ValueLoss` and a table, whose rows are numbered by labels.
 
-    values_NK: the table; None if no token has a label.
+    values_NK: the table; None if no token has a label. unlabelled: row for tokens without a label.
     """
 
     loss: ValueLoss
     values_NK: Tensor | None
+    unlabelled: int = 0
 
     def __call__(self, logits_TK: Tensor, labels_T: Tensor) -> Tensor:
         """Returns losses [T]; those of tokens without a label are finite and meaningless."""
         values_NK = torch.zeros(1, logits_TK.shape[1]) if self.values_NK is None else self.values_NK
-        return self.loss.losses(logits_TK, values_NK.to(logits_TK.device)[labels_T.clamp_min(0)])
+        rows_T = labels_T.where(labels_T != IGNORE_INDEX, self.unlabelled)
+        return self.loss.losses(logits_TK, values_NK.to(logits_TK.device)[rows_T])
 
 
 IGNORE_INDEX = -100
@@ -141,6 +147,34 @@ class TemperedCrossEntropy:
         return F.cross_entropy(logits_TV / self.temperature, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
 
 
+@dataclass(frozen=True, slots=True)
+class LossOfLogProbs(ValueLoss):
+    """A loss of each label's log-probability and of numbers that its token has, such as an advantage.
+
+    loss: from log-probabilities [T] and columns [T] by name to losses [T], each of its own token alone. columns: their names. A
+    row of values has the label, then its columns.
+    """
+
+    name: ClassVar[str] = "a loss of log-probabilities"
+    loss: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    columns: tuple[str, ...]
+    temperature: float = 1.0
+
+    def losses(self, logits_TK: Tensor, values_TK: Tensor) -> Tensor:
+        """Losses [T]; a label of IGNORE_INDEX counts as one of probability 1."""
+        labels_T = values_TK[:, 0].long()
+        log_probs_T = -TemperedCrossEntropy(self.temperature)(logits_TK, labels_T)
+        given = {name: values_TK[:, place].to(log_probs_T.dtype) for place, name in enumerate(self.columns, 1)}
+        return self.loss(log_probs_T, given)
+
+    def at(self, values_NK: Tensor | None) -> TokenLoss:
+        """Returns the loss of tokens whose labels are row numbers of `values_NK`; None if no token has a label."""
+        empty_1K = torch.zeros(1, 1 + len(self.columns), dtype=torch.float64)
+        # a last row for tokens without a label, so that their gradients are exactly 0, whatever `loss` makes of its columns
+        empty_1K[:, 0] = IGNORE_INDEX
+        return AtValues(self, empty_1K if values_NK is None else torch.cat([values_NK, empty_1K.to(values_NK)]), unlabelled=-1)
+
+
 class TokenTally:
     """Counts how well label tokens are predicted, tile by tile, from the logits of their loss.
 
@@ -176,7 +210,7 @@ class Targets:
         """Makes the targets of a chunk's tokens, on the device of `inputs`."""
         labels_1T, weights_1T = inputs.shift_labels, inputs.loss_weights
         if isinstance(token_loss, ValueLoss):
-            token_loss = AtValues(token_loss, inputs.label_values)
+            token_loss = token_loss.at(inputs.label_values)
         if weights_1T is not None:
             # drop labels of weight 0, so that tiles without others are skipped and infinite losses of weight 0 are not NaN
             labels_1T = labels_1T.masked_fill(weights_1T == 0, IGNORE_INDEX)
