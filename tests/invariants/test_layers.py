@@ -41,7 +41,7 @@ hf.start
 hf.calibration  hf.log_probs  hf.self_test
 hf.run
 hf.engine  hf.trainer
-cli  hf.callback  hf.evaluation
+cli  hf.callback  hf.evaluation  integrations
 """
 
 # Rooms outside `runtime` that it may import: the planner decides, the runtime obeys.
@@ -62,6 +62,8 @@ OUTSIDE = {
         "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
         "packaging (matplotlib) (bitsandbytes) (trl) (PIL) (yaml)"
     ),
+    # each module is imported by its framework alone
+    "integrations": "torch transformers peft packaging omegaconf verl",
     "cli": "(torch) (transformers) (accelerate) (numpy) (yaml) (rich)",
 }
 

@@ -1,0 +1,1 @@
+"""Hydra files for verl, found by `hydra.searchpath=[pkg://hf_longctx.integrations.verl_config]`."""
