@@ -156,7 +156,7 @@ def unquantised(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def of_place(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of `settings` that say where a checkpoint on the hub is, and all others."""
+    """Splits `settings` into those that say where a checkpoint on the hub is, and all others."""
     place = {name: settings[name] for name in _PLACE if name in settings}
     return place, {name: each for name, each in settings.items() if name not in place}
 
