@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from hf_longctx.hf.data.fields import MEDIA, MEDIA_FILES
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, NEXT_TOKEN, HeadTask
-from hf_longctx.hf.data.media.rows import MediaReader, Medium, SequenceMedia, chunk_media, sequence_media
+from hf_longctx.hf.data.media.rows import MediaReader, Medium, SequenceMedia, chunk_media, positions_alone, sequence_media
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import ScannedRows
 from hf_longctx.plan.core.sharding import rank_pieces
@@ -112,14 +112,17 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
             first, stop = covered(pieces)
             sequence = self._sequence(row, number, first, stop)
             try:
-                media = self._media(row, number, pieces)
+                media = self._media(row, number, pieces, has_towers=step.plan.place(step.rank)[0] == 0)
             except ValueError as error:
                 return step, ChangedRow(str(error))
             found[i] = sequence if media is None else replace(sequence, media=media.cut(first, stop))
         return step, found
 
-    def _media(self, row: Any, number: int, pieces: Sequence[tuple[int, int]]) -> SequenceMedia | None:
-        """Returns the media of a whole sequence, opened if they have tokens in these pieces; None for a sequence of text."""
+    def _media(self, row: Any, number: int, pieces: Sequence[tuple[int, int]], has_towers: bool) -> SequenceMedia | None:
+        """Returns the media of a whole sequence, opened if they have tokens in these pieces; None for a sequence of text.
+
+        has_towers: whether the rank's stage runs towers; no other opens media.
+        """
         is_table = isinstance(row, pa.Table)
         if self.reader is None or MEDIA not in (row.column_names if is_table else row):
             return None
@@ -135,6 +138,8 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
             return None
         name = "" if self.scanned is None else f"{self.scanned.name} "
         ids = _tokens(row, "input_ids", start, end)
+        if not has_towers:
+            return positions_alone(ids, [medium for medium, _ in own], self.reader)
         return sequence_media(ids, own, pieces, self.reader, f"{name}row {int(self.index.rows[number])}")
 
     def _row(self, number: int) -> Any:

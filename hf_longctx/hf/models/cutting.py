@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_longctx.families.registry import MODULES, family_of_type
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout import outer_dropout
-from hf_longctx.hf.models.heads import head_of, is_tied
+from hf_longctx.hf.models.heads import head_of, inner_decoder, is_tied
 from hf_longctx.hf.models.refusing import only_stage
 from hf_longctx.hf.models.states import mixer_of, num_calls
 from hf_longctx.hf.models.towers import num_text_layers, text_part, tower_names, tower_parameters
@@ -185,7 +185,7 @@ def find_pieces(model: nn.Module) -> Pieces:
     remedy = "; use stages=1"
     text = text_part(inner)
     # a text model without the head is a decoder itself; the rest of a multimodal model stays with the first stage
-    decoder: Any = _decoder(text) or (text if text is not inner else None)
+    decoder: Any = inner_decoder(text) or (text if text is not inner else None)
     if not isinstance(inner, PreTrainedModel) or decoder is None:
         raise ValueError(f"{refused}it has no decoder with a head{remedy}")
     head = head_of(inner)
@@ -325,15 +325,6 @@ def check_ranges(ranges: Ranges, num_layers: int) -> None:
             f"the layer ranges {found} (first layer + number of layers) do not cover the {num_layers} layers in order; let every "
             f"range begin where the one before it ends, with at least one layer"
         )
-
-
-def _decoder(model: nn.Module) -> nn.Module | None:
-    """The decoder inside `model`: its `base_model`, or its first child that is a transformers model.
-
-    The latter if that attribute is wrong, as for Llama 4.
-    """
-    base = getattr(model, "base_model", model)
-    return base if base is not model else next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
 
 
 def _planned(decoder: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:

@@ -68,6 +68,15 @@ def backbone_of(classifier: Any) -> Any:
     return getattr(classifier, classifier.base_model_prefix)
 
 
+def inner_decoder(model: nn.Module) -> nn.Module | None:
+    """The decoder inside `model`: its `base_model`, or its first child that is a transformers model.
+
+    The latter if that attribute is wrong, as for Llama 4. None for a decoder itself.
+    """
+    base = getattr(model, "base_model", model)
+    return base if base is not model else next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
+
+
 def num_outputs(model: nn.Module) -> int:
     """Entries of the logits of one token; 0 for an object that is no model of transformers."""
     config = getattr(model, "config", None)

@@ -1,10 +1,12 @@
 """Puts features of images and videos in place of the embeddings of their tokens, in chunks of plans that have some.
 
-The change sits right before the text model, where every class has merged its inputs: it takes embeddings in place of token ids,
+The change sits right before the decoder, where every class has merged its inputs: it takes embeddings in place of token ids,
 positions in time, height and width in classes with M-RoPE, and features that are added after its first layers. Towers run in the
 forward of every chunk with a token of the image, on the ranks that hold these tokens, and only for these images. So no features
 wait between chunks, ranks exchange none, and gradients of trained towers arrive in the chunk's own backward: each rank adds those
 of its own tokens, and the step sums them over ranks like all others.
+
+A pipeline has towers on its first stage, whose first layer range takes features. All others get positions alone.
 
 Without a plan, and for chunks of text alone, every forward stays that of its class.
 """
@@ -22,10 +24,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_longctx.families.family import MediumKind
+from hf_longctx.hf.models.heads import inner_decoder
 from hf_longctx.hf.models.towers import text_part, text_path, tower_names, wrapper_family, wrapper_of
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
-# attribute of a text model: handle of the hook before it
+# attribute of a decoder: handle of the hook before it
 _HANDLE = "_longctx_media_handle"
 # fields of a config with the token that stands for a feature of an image or a video
 _TOKENS: dict[MediumKind, tuple[str, ...]] = {
@@ -57,24 +60,31 @@ def around_text(model: nn.Module) -> Any:
     return wrapper.get_submodule(text_path(wrapper).rpartition(".")[0])
 
 
+def num_added_levels(model: nn.Module) -> int:
+    """Number of the first layers after which features are added to hidden states."""
+    vision = getattr(around_text(model).config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
 def image_arguments(model: nn.Module) -> tuple[str, ...]:
     """Names of the tensors that a model's towers read for an image."""
     return tuple(inspect.signature(inspect.unwrap(getattr(around_text(model), _METHODS["image"]))).parameters)
 
 
 class MediaPatch:
-    """Gives the text model features in place of embeddings of images and videos, and their positions."""
+    """Gives the decoder features in place of embeddings of images and videos, and their positions."""
 
     def needed(self, model: nn.Module) -> bool:
         """Whether rows of the model may have images or videos."""
         return bool(media_kinds(model))
 
     def apply(self, model: nn.Module) -> None:
-        """Hooks the text model itself, since what calls it differs."""
+        """Hooks the decoder itself, since what calls it differs: early stages of a pipeline call it without its head."""
         text = text_part(model)
-        if _HANDLE not in vars(text):
-            hook = partial(_with_media, around_text(model))
-            setattr(text, _HANDLE, text.register_forward_pre_hook(hook, with_kwargs=True))
+        decoder: Any = inner_decoder(text) or text
+        if _HANDLE not in vars(decoder):
+            hook = partial(_with_media, around_text(model), text)
+            setattr(decoder, _HANDLE, decoder.register_forward_pre_hook(hook, with_kwargs=True))
 
     def undo(self, model: nn.Module) -> None:
         """Removes the hook."""
@@ -84,9 +94,9 @@ class MediaPatch:
 
 
 def _with_media(
-    around: Any, text: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+    around: Any, text: nn.Module, decoder: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of a text model in a chunk with images or videos; None, which leaves them, in any other."""
+    """Arguments of a decoder in a chunk with images or videos; None, which leaves them, in any other."""
     context = keywords.get("longctx")
     media = None if context is None else context.media
     if media is None:
@@ -95,10 +105,13 @@ def _with_media(
     if media.positions is not None:
         # the first row counts tokens, as masks read it
         changed["position_ids"] = torch.cat([keywords["position_ids"].unsqueeze(0), media.positions.unsqueeze(1)])
+    if keywords.get("input_ids") is None:
+        # features are part of the hidden states of earlier layers
+        return args, changed
     trained = _trained_beside(around, text) if media.reaches_all else []
     if not len(media.places) and not trained:
         return args, changed
-    embeds_1TC = text.get_input_embeddings()(keywords["input_ids"])
+    embeds_1TC = decoder.get_input_embeddings()(keywords["input_ids"])
     changed["input_ids"] = None
     if trained:
         embeds_1TC = _Reaching.apply(embeds_1TC, *trained)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_longctx.hf.data.media.processors import processor_problem, tokens_problem
 from hf_longctx.hf.models.facts import ModelFacts
-from hf_longctx.hf.models.media import media_kinds, tower_dropout
+from hf_longctx.hf.models.media import media_kinds, num_added_levels, tower_dropout
 from hf_longctx.plan.setup import Setup
 
 
@@ -31,10 +31,12 @@ def media_problems(facts: ModelFacts, processor: Any, setup: Setup, is_attached:
     problems = []
     if facts.head_kind != "next_token":
         problems.append(f"rows have images, but {facts.name} does not predict the next token; remove such rows")
-    if setup.num_stages > 1:
+    if setup.planner.lend_stages:
+        problems.append("rows have images, but stages that lend their ranks have no towers for them; set lend_stages=False")
+    if setup.num_stages > 1 and (num_levels := num_added_levels(model)) > (first := setup.ranges[0][0].num_layers):
         problems.append(
-            f"rows have images, but {setup.num_stages} stages train rows of text alone so far; set stages=1, with parameters "
-            f"whole on every rank"
+            f"{facts.name} adds features of images after its first {num_levels} layers, but the first stage begins with {first} "
+            f"layers; use fewer stages, or fewer layer ranges in each"
         )
     if dropping := tower_dropout(model):
         problems.append(

@@ -126,12 +126,21 @@ class MediaCase:
     layouts: tuple[tuple[int | str, ...], ...] = ((5, "i", 7, "i", 9), (11,), (3, "i", 12), ("i", 6, "i"))
     # names of weights that begin with these are frozen
     frozen: tuple[str, ...] = ()
+    # 0: that of the settings
+    num_layers: int = 0
 
     def build(self) -> Any:
         """The tiny model."""
         settings, _ = CASES[self.name]
         has_video = self.name not in ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
         tokens = _TOKENS if has_video else {"image_token_id": IMAGE}
+        if self.num_layers:
+            # layers of several kinds are listed one by one
+            kinds = getattr(build_any(self.name, "sdpa", **{**tokens, **settings}).config.get_text_config(), "layer_types", None)
+            changes: dict[str, Any] = {"num_hidden_layers": self.num_layers}
+            if kinds:
+                changes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(self.num_layers)]
+            settings = settings | {"text_config": settings.get("text_config", {}) | changes}
         model = build_any(self.name, "sdpa", **{**tokens, **settings})
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):

@@ -132,6 +132,62 @@ def test_two_ranks_train_as_plain_transformers_with_whole_weights_and_in_shards(
         assert max(relative_error(after[name], expected[name]) for name in after) <= 1e-9
 
 
+FOUR_LAYERS = {"num_hidden_layers": 4, "max_position_embeddings": 512}
+
+
+def deep_model(processor: Any) -> Any:
+    return qwen3_vl(processor, text_config=FOUR_LAYERS | {"vocab_size": len(processor.tokenizer)})
+
+
+def staged_training(folder: str, parameters: str, resume: str | None) -> dict[str, Any]:
+    """Trains two steps on two stages, perhaps from a checkpoint; returns losses, and the loss of an evaluation of all rows."""
+    rows, processor = rows_and_processor()
+    saves = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    ways = {"stages": 2, "parameters": parameters}
+    trainer = trainer_with(deep_model(processor), processor, rows, Path(folder), 4 // dist.get_world_size(), saves, **ways)
+    with wide_floats():
+        trainer.train(resume_from_checkpoint=resume)
+        loss = trainer.evaluate(rows)["eval_loss"]
+    trainer.save_model(str(Path(folder, "saved")))
+    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "evaluated": loss}
+
+
+@pytest.mark.parametrize("num_ranks, parameters", [(2, "replicated"), (4, "replicated"), (4, "sharded")])
+def test_stages_train_as_plain_transformers_resume_and_save_the_whole_model_with_its_processor(
+    num_ranks: int, parameters: str, ranks: Any, tmp_path: Path
+) -> None:
+    rows, processor = rows_and_processor()
+    expected = plain_training(deep_model(processor), rows, processor)
+    resumed = str(tmp_path / "checkpoint-1")
+    first = ranks(num_ranks).run(staged_training, str(tmp_path), parameters, None)
+    assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
+    for found in (first, ranks(num_ranks).run(staged_training, str(tmp_path), parameters, resumed)):
+        assert all(each == first[0] for each in found)
+        model = deep_model(processor)
+        saved = type(model).from_pretrained(tmp_path / "saved", dtype=torch.float64)
+        weights = dict(saved.named_parameters())
+        assert weights.keys() == expected.keys()
+        assert max(relative_error(weights[name], expected[name]) for name in weights) <= 1e-9
+        assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
+
+
+def refused_stages(folder: str, num_layers: int, lends: bool) -> str:
+    rows, processor = rows_and_processor()
+    text = FOUR_LAYERS | {"vocab_size": len(processor.tokenizer), "num_hidden_layers": num_layers}
+    model = qwen3_vl(processor, text_config=text)
+    ways = {"stages": 2, "lend_stages": lends, "parameters": "replicated"}
+    with pytest.raises(ValueError) as refused:
+        trainer_with(with_lora(model) if lends else model, processor, rows, Path(folder), 2, **ways)
+    return str(refused.value)
+
+
+def test_stages_without_the_layers_after_which_features_are_added_and_lent_ones_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(refused_stages, str(tmp_path), 2, False):
+        assert "Qwen3VLForConditionalGeneration adds features of images after its first 2 layers, but the first stage" in message
+    for message in ranks(2).run(refused_stages, str(tmp_path), 4, True):
+        assert "rows have images, but stages that lend their ranks have no towers for them; set lend_stages=False" in message
+
+
 def with_lora(model: Any) -> Any:
     torch.manual_seed(5)
     adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"))

@@ -125,6 +125,12 @@ def sequence_media(
     return SequenceMedia(tuple(inputs), tuple(firsts), rows, reader.positions(ids, [medium for medium, _ in media]))
 
 
+def positions_alone(ids: Tensor, media: Sequence[Medium], reader: MediaReader) -> SequenceMedia | None:
+    """Returns the positions of a document with these ids [n], for a stage without towers; None for a model that counts tokens."""
+    positions = reader.positions(ids, media)
+    return None if positions is None else SequenceMedia((), (), torch.full_like(ids, -1), positions)
+
+
 def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> ChunkMedia | None:
     """Joins the media of a rank's shard of a chunk; None without any.
 
