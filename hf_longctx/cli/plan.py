@@ -494,8 +494,8 @@ class TokenCounter:
     def _with_images(self, row: UncountedRow) -> int:
         """Returns the number of tokens of a conversation with images, as `tokenise_chat` makes them."""
         from hf_longctx.hf.data.chat import read_messages, read_tools, render_text
-        from hf_longctx.hf.data.media.messages import images_of_row, place_images
-        from hf_longctx.hf.data.media.processors import ImageTokens, expanded, processor_problem, tokenizer_of
+        from hf_longctx.hf.data.media.messages import media_of_row, place_media
+        from hf_longctx.hf.data.media.processors import MediaTokens, expanded, processor_problem, tokenizer_of
 
         if self._images is None:
             from transformers import AutoProcessor
@@ -510,13 +510,12 @@ class TokenCounter:
                     f"{row.place}: a conversation with images, whose tokens {self.name!r} cannot count ({reason}); give "
                     f"--tokenizer a multimodal model's folder or name"
                 )
-            self._images = ImageTokens(found)
+            self._images = MediaTokens(found)
         tokenizer, messages = tokenizer_of(self._images.processor), read_messages(row.value, row.place, True)
-        given = images_of_row(dict(row.images), row.place)
-        messages, references = place_images(messages, given, self._images.processor.image_token, row.place)
+        messages, files = place_media(messages, media_of_row(dict(row.images), row.place), self._images.kinds, row.place)
         text = render_text(tokenizer, messages, read_tools(row.tools, row.place), row.place)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return len(expanded(ids, ids, references, self._images, row.place, -100)[0])
+        return len(expanded(ids, ids, files, self._images, row.place, -100)[0])
 
     def _load(self) -> Any:
         from transformers import AutoTokenizer, ByT5Tokenizer
@@ -548,10 +547,10 @@ def _counted(tokenizer: Any, rows: Sequence[UncountedRow], with_images: Callable
 
 
 def _has_images(row: UncountedRow) -> bool:
-    """Whether a conversation has images, in parts of its messages or beside them."""
+    """Whether a conversation has images or videos, in parts of its messages or beside them."""
     contents = [message.get("content") for message in row.value]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(row.images.values()) or any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+    return any(row.images.values()) or any(isinstance(part, dict) and part.get("type") in ("image", "video") for part in parts)
 
 
 def _chat_tokens(tokenizer: Any, row: UncountedRow) -> int:

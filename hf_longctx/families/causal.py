@@ -644,7 +644,7 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms", "gates")),
         wrapper="Qwen3_5ForConditionalGeneration",
         text="Qwen3_5TextModel",
-        media=("image",),
+        media=("image", "video"),
         mixers=(_delta_net("Qwen3_5GatedDeltaNet"),),
     ),
     Family(
@@ -654,7 +654,7 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, wide_norms=True, gates_output=True, state="gated_delta", kernels=("gated_norms",)),
         wrapper="Qwen3_5MoeForConditionalGeneration",
         text="Qwen3_5MoeTextModel",
-        media=("image",),
+        media=("image", "video"),
         modules=Modules(experts=("Qwen3_5MoeExperts",)),
         mixers=(_delta_net("Qwen3_5MoeGatedDeltaNet"),),
     ),

@@ -261,7 +261,7 @@ MULTIMODAL: tuple[Family, ...] = (
         traits=ALL_KERNELS,
         wrapper="Qwen2_5_VLForConditionalGeneration",
         text="Qwen2_5_VLTextModel",
-        media=("image",),
+        media=("image", "video"),
     ),
     Family(
         "qwen2_vl",
@@ -269,7 +269,7 @@ MULTIMODAL: tuple[Family, ...] = (
         traits=ALL_KERNELS,
         wrapper="Qwen2VLForConditionalGeneration",
         text="Qwen2VLTextModel",
-        media=("image",),
+        media=("image", "video"),
     ),
     Family(
         "qwen3_omni_moe",
@@ -284,7 +284,7 @@ MULTIMODAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, kernels=("norms", "gates", "rotary")),
         wrapper="Qwen3VLForConditionalGeneration",
         text="Qwen3VLTextModel",
-        media=("image",),
+        media=("image", "video"),
     ),
     Family(
         "qwen3_vl_moe",
@@ -292,7 +292,7 @@ MULTIMODAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, kernels=("norms", "rotary")),
         wrapper="Qwen3VLMoeForConditionalGeneration",
         text="Qwen3VLMoeTextModel",
-        media=("image",),
+        media=("image", "video"),
     ),
     Family("smolvlm", wrapper="SmolVLMForConditionalGeneration", text="LlamaModel", media=("image",)),
     Family(

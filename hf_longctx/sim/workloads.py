@@ -74,8 +74,8 @@ _FORMS = (
     "one length per line (.gz too), a histogram file ('length count' lines), a column (FILE.jsonl:COLUMN, .json, .csv, "
     ".parquet), or lognormal:MU,SIGMA"
 )
-# columns with the images of a conversation
-_IMAGES = ("images", "image")
+# columns with the images and videos of a conversation
+_IMAGES = ("images", "image", "videos", "video")
 _NEEDED = "a list of token ids (integers) or an integer is needed, or text or messages with --tokenizer"
 _EXAMPLE = "lognormal:6.963,1.6 for a median of exp(6.963) = 1057 tokens"
 # most sequences drawn without replacement; with more, replacement makes no difference
@@ -97,7 +97,7 @@ class UncountedRow:
     place: str
     value: Any
     tools: Any = None
-    # values of the columns with images, by their names
+    # values of the columns with images and videos, by their names
     images: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -264,8 +264,8 @@ def read_messages(value: Any, row: str, has_images: bool = False) -> list[Messag
 
     row: name of the row in error messages. A message is {role, content, ...} or ShareGPT's {from, value}, whose speaker is
     translated to a role. Content is text, a list of {type: text} parts, or absent (in tool calls). Keys with the value None are
-    dropped, as by `apply_chat_template`. has_images: there may be parts {type: image, ...}, too. Raises DataError for anything
-    else.
+    dropped, as by `apply_chat_template`. has_images: there may be parts {type: image, ...} and {type: video, ...},
+    too. Raises DataError for anything else.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{row} holds {value!r:.60}, expected a list of messages like [{{role: user, content: ...}}, ...]")
@@ -539,7 +539,7 @@ def _read_message(message: Message, where: str, has_images: bool) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         if not all(_is_part(part, has_images) for part in content):
-            image = " or {type: image}" if has_images else ""
+            image = ", {type: image} or {type: video}" if has_images else ""
             other = "" if has_images else "; for images, tokenise with the model's processor in place of its tokenizer"
             raise DataError(
                 f"{where} has the content {content!r:.60}, expected text or parts of {{type: text, text: ...}}{image}{other}"
@@ -553,7 +553,9 @@ def _is_part(part: Any, has_images: bool) -> bool:
     """Whether this is a part of a content that templates render."""
     if not isinstance(part, dict):
         return False
-    return (part.get("type") == "text" and isinstance(part.get("text"), str)) or (has_images and part.get("type") == "image")
+    return (part.get("type") == "text" and isinstance(part.get("text"), str)) or (
+        has_images and part.get("type") in ("image", "video")
+    )
 
 
 def _probe(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

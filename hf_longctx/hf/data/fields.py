@@ -123,9 +123,12 @@ WEIGHTS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.meaning
 _GIVE_SYSTEM = "give it as the first message, with the role system"
 # columns with the images of a row
 IMAGE_COLUMNS = ("images", "image")
+# columns with the videos of a row
+VIDEO_COLUMNS = ("videos", "video")
 _MEDIA_REMEDY = (
-    "tokenise_chat and tokenise_completions read images of the columns 'images' and 'image', with the model's processor in place "
-    "of its tokenizer; leave other rows with images, video or sound out, then remove the column"
+    "tokenise_chat and tokenise_completions read images of the columns 'images' and 'image', and videos of 'videos' and 'video', "
+    "with the model's processor in place of its tokenizer; leave other rows with images, video or sound out, then remove the "
+    "column"
 )
 CHAT_COLUMNS: dict[str, Column] = {
     "tools": Column("read", "a list of tool schemas, or such a list as JSON text"),
@@ -133,7 +136,7 @@ CHAT_COLUMNS: dict[str, Column] = {
     **{name: Column("refused if not empty", _GIVE_SYSTEM) for name in ("system", "system_prompt", "system_message")},
     **{
         name: Column("refused if not empty", _MEDIA_REMEDY)
-        for name in (*IMAGE_COLUMNS, "video", "videos", "audio", "audios", "objects")
+        for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS, "audio", "audios", "objects")
     },
     **{
         name: Column("refused if not empty", "set the tokenizer's chat_template for all rows, or remove the column")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, Image, List, Value, Video
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_longctx.hf.data.chat import (
@@ -35,6 +35,7 @@ from hf_longctx.hf.data.fields import (
     IMAGE_COLUMNS,
     MEDIA,
     MEDIA_FILES,
+    VIDEO_COLUMNS,
     WEIGHTS,
     chat_columns,
     filled_column_problem,
@@ -44,9 +45,9 @@ from hf_longctx.hf.data.fields import (
     text_columns,
 )
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, list_lengths
-from hf_longctx.hf.data.media.images import reference_of
-from hf_longctx.hf.data.media.messages import Reference, images_of_row, place_images
-from hf_longctx.hf.data.media.processors import ImageTokens, expanded, tokenizer_of
+from hf_longctx.hf.data.media.images import MediaFile
+from hf_longctx.hf.data.media.messages import file_of, media_of_row, place_media
+from hf_longctx.hf.data.media.processors import MediaTokens, expanded, tokenizer_of
 from hf_longctx.hf.data.media.rows import FILES_FEATURE, MEDIA_FEATURE
 from hf_longctx.hf.data.padding import MASK, Padding, padding_of, unpadded
 from hf_longctx.hf.data.scan import PACKED, column_problem, mask_problems
@@ -120,11 +121,11 @@ def tokenise_completions(
     """
     images = None
     if isinstance(tokenizer, ProcessorMixin):
-        images, tokenizer = ImageTokens(tokenizer), tokenizer_of(tokenizer)
+        images, tokenizer = MediaTokens(tokenizer), tokenizer_of(tokenizer)
         dataset = _undecoded(dataset)
     check_offsets(tokenizer, "where the completion begins")
     _check_columns(dataset, (prompt_column, completion_column))
-    _check_media(dataset, (prompt_column, completion_column, *(() if images is None else IMAGE_COLUMNS)), row_numbers)
+    _check_media(dataset, (prompt_column, completion_column, *_columns_of(images)), row_numbers)
     encoder = _CompletionEncoder(tokenizer, prompt_column, completion_column, _as_tuple(row_numbers), images)
     return _mapped(dataset, encoder, _features_of(images), f"text in {completion_column}")
 
@@ -147,8 +148,9 @@ def tokenise_chat(
 
     With a model's processor in place of its tokenizer, conversations may have images: parts `{type: image}` with a path, or with
     the next image of the column `images` (or `image`). Without such parts, the images of that column stand before the first text
-    of a user. Only headers of files are read, since the size of an image decides how many tokens it takes. No token of an image
-    is learnt. The result has columns `media`, with the images' places, and `media_files`.
+    of a user. Videos are given likewise: parts `{type: video}`, and the column `videos` (or `video`), as files or as frames with
+    their times. Only headers of files are read, since the size of an image decides how many tokens it takes. No token of an image
+    or a video is learnt. The result has columns `media`, with their places, and `media_files`.
 
     Raises DataError for a template or a row whose turns cannot be proven, for a tokenizer that does not give the characters of
     each token, for malformed messages, for a row with an image, video or sound that is not read, and for columns and message
@@ -156,32 +158,37 @@ def tokenise_chat(
     """
     images = None
     if isinstance(tokenizer, ProcessorMixin):
-        images, tokenizer = ImageTokens(tokenizer), tokenizer_of(tokenizer)
+        images, tokenizer = MediaTokens(tokenizer), tokenizer_of(tokenizer)
         dataset = _undecoded(dataset)
     tokenizer = chat_tokenizer(tokenizer, "tools" in dataset.column_names)
     read = _check_chat_columns(dataset, messages_column, tokenizer)
-    _check_media(dataset, (messages_column, *(() if images is None else IMAGE_COLUMNS)), row_numbers)
+    _check_media(dataset, (messages_column, *_columns_of(images)), row_numbers)
     features = None if keeps_nulls(dataset) else Features({name: dataset.features[name] for name in read})
     encoder = _ChatEncoder(tokenizer, messages_column, read, features, _as_tuple(row_numbers), images)
     return _mapped(dataset, encoder, _features_of(images), "message of the assistant that is learnt")
 
 
-def _features_of(images: ImageTokens | None) -> Features:
+def _features_of(images: MediaTokens | None) -> Features:
     """Returns the columns of tokenised rows, those with images too; says once what is not learnt of these."""
     if images is None:
         return _TOKENS_AND_LABELS
-    logger.warning("no token of an image is learnt: their labels are %d", IGNORE_INDEX)
+    logger.warning("no token of an image or a video is learnt: their labels are %d", IGNORE_INDEX)
     return Features({**_TOKENS_AND_LABELS, MEDIA: MEDIA_FEATURE, MEDIA_FILES: FILES_FEATURE})
 
 
+def _columns_of(images: MediaTokens | None) -> tuple[str, ...]:
+    """The columns with images, and with videos if the processor reads them; none for rows of text."""
+    return () if images is None else (*IMAGE_COLUMNS, *(VIDEO_COLUMNS if "video" in images.kinds else ()))
+
+
 def _undecoded(dataset: Dataset) -> Dataset:
-    """Returns the dataset with images as files, whose pixels nothing decodes."""
-    for name in IMAGE_COLUMNS:
+    """Returns the dataset with images and videos as files, whose pixels nothing decodes."""
+    for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
         feature = dataset.features.get(name)
-        if isinstance(feature, Image) and feature.decode:
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image) and feature.feature.decode:
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
+        own = feature.feature if isinstance(feature, List) else feature
+        if isinstance(own, Image | Video) and own.decode:
+            file = type(own)(decode=False)
+            dataset = dataset.cast_column(name, List(file) if isinstance(feature, List) else file)
     return dataset
 
 
@@ -347,7 +354,7 @@ class _CompletionEncoder:
     completion_column: str
     row_numbers: tuple[int, ...] | None
     # the tokens of images; None for rows of text
-    images: ImageTokens | None = None
+    images: MediaTokens | None = None
     rules: int = _RULES
 
     def __call__(self, batch: Batch, indices: list[int]) -> Batch:
@@ -373,8 +380,9 @@ class _CompletionEncoder:
         for place, index in enumerate(indices):
             if batch[self.completion_column][place]:
                 where = _row(index, self.row_numbers)
-                given = images_of_row({name: batch[name][place] for name in IMAGE_COLUMNS if name in batch}, where)
-                found.append((where, [reference_of(each, f"{where} image {number}") for number, each in enumerate(given)]))
+                columns = {name: batch[name][place] for name in _columns_of(self.images) if name in batch}
+                given = media_of_row(columns, where).items()
+                found.append((where, [file_of(k, each, f"{where} {k} {i}") for k, own in given for i, each in enumerate(own)]))
         return _with_images(rows, found, self.images)
 
 
@@ -388,13 +396,13 @@ class _ChatEncoder:
     features: Features | None
     row_numbers: tuple[int, ...] | None
     # the tokens of images; None for rows of text
-    images: ImageTokens | None = None
+    images: MediaTokens | None = None
     rules: int = _RULES
 
     def __call__(self, batch: Batch, indices: list[int]) -> Batch:
         texts: list[RenderedText] = []
         # the name of every row with text to learn, and its images
-        found: list[tuple[str, list[Reference]]] = []
+        found: list[tuple[str, list[MediaFile]]] = []
         with RenderLimit() as limit:
             for place, index in enumerate(indices):
                 where = _row(index, self.row_numbers)
@@ -403,10 +411,9 @@ class _ChatEncoder:
                     row = {name: as_written(value, self.features[name]) for name, value in row.items()}
                 own = f"{where} column {self.messages_column!r}"
                 messages = read_messages(row.pop(self.messages_column), own, self.images is not None)
-                references: list[Reference] = []
+                files: list[MediaFile] = []
                 if self.images is not None:
-                    placeholder = self.images.processor.image_token
-                    messages, references = place_images(messages, images_of_row(row, where), placeholder, own)
+                    messages, files = place_media(messages, media_of_row(row, where), self.images.kinds, own)
                 tools = read_tools(row.pop("tools", None), own)
                 variables = read_template_kwargs(row.pop("chat_template_kwargs", None), where)
                 if problem := filled_column_problem(row, messages, where):
@@ -414,20 +421,20 @@ class _ChatEncoder:
                 rendered = render_chat(self.tokenizer, messages, tools, own, variables, limit)
                 if rendered.spans:
                     texts.append(rendered)
-                    found.append((where, references))
+                    found.append((where, files))
         rows = _encode(self.tokenizer, texts, add_special_tokens=False)
         return rows if self.images is None else _with_images(rows, found, self.images)
 
 
-def _with_images(rows: Rows, found: list[tuple[str, list[Reference]]], images: ImageTokens) -> Batch:
-    """Puts the tokens of images into rows. found: name and images of every row."""
+def _with_images(rows: Rows, found: list[tuple[str, list[MediaFile]]], images: MediaTokens) -> Batch:
+    """Puts the tokens of images and videos into rows. found: name and files of every row."""
     made: Batch = {"input_ids": [], "labels": [], MEDIA: [], MEDIA_FILES: []}
-    for ids, labels, (where, references) in zip(rows["input_ids"], rows["labels"], found, strict=True):
-        new_ids, new_labels, media = expanded(ids, labels, references, images, where, IGNORE_INDEX)
+    for ids, labels, (where, given) in zip(rows["input_ids"], rows["labels"], found, strict=True):
+        new_ids, new_labels, media, files = expanded(ids, labels, given, images, where, IGNORE_INDEX)
         made["input_ids"].append(new_ids)
         made["labels"].append(new_labels)
         made[MEDIA].append([each.as_item() for each in media])
-        made[MEDIA_FILES].append([{"path": path, "bytes": content} for path, content in references])
+        made[MEDIA_FILES].append([file.as_item() for file in files])
     return made
 
 

@@ -66,9 +66,9 @@ def num_added_levels(model: nn.Module) -> int:
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def image_arguments(model: nn.Module) -> tuple[str, ...]:
-    """Names of the tensors that a model's towers read for an image."""
-    return tuple(inspect.signature(inspect.unwrap(getattr(around_text(model), _METHODS["image"]))).parameters)
+def tower_arguments(model: nn.Module, kind: MediumKind) -> tuple[str, ...]:
+    """Names of the tensors that a model's towers read for an image or a video."""
+    return tuple(inspect.signature(inspect.unwrap(getattr(around_text(model), _METHODS[kind]))).parameters)
 
 
 class MediaPatch:
@@ -197,18 +197,21 @@ class MediaPositions:
         kind = next(each for each in type(around).__mro__ if not each.__name__.startswith("FSDP"))
         return cls(kind, around.config)
 
-    def of(self, ids_n: Tensor, media: Sequence[tuple[MediumKind, int, int, tuple[int, ...]]]) -> Tensor:
-        """Returns positions [3, n]. media: kind, token range and grid of every image and video, in order."""
+    def of(self, ids_n: Tensor, media: Sequence[tuple[MediumKind, int, int, tuple[int, ...], float]]) -> Tensor:
+        """Returns positions [3, n]. media: kind, token range, grid, and seconds between patches of each, in order."""
         owner = object.__new__(self.kind)
         nn.Module.__init__(owner)
         owner.config = self.config
         types_n = torch.zeros_like(ids_n)
         grids: dict[str, list[tuple[int, ...]]] = {}
-        for kind, start, stop, grid in media:
+        for kind, start, stop, grid, _ in media:
             own = types_n[start:stop]
             own[ids_n[start:stop] == token_of(self.config, kind)] = 1 if kind == "image" else 2
             grids.setdefault(f"{kind}_grid_thw", []).append(grid)
-        given = {name: torch.tensor(each) for name, each in grids.items()}
+        given: dict[str, Tensor] = {name: torch.tensor(each) for name, each in grids.items()}
+        if "second_per_grid_ts" in inspect.signature(inspect.unwrap(self.kind.get_rope_index)).parameters:
+            # in fp32, as processors give them
+            given["second_per_grid_ts"] = torch.tensor([each[4] for each in media if each[0] == "video"], dtype=torch.float32)
         found: Tensor = owner.get_rope_index(ids_n.unsqueeze(0), mm_token_type_ids=types_n.unsqueeze(0), **given)[0]
         return found[:, 0]
 

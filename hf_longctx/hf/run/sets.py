@@ -20,7 +20,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import unread_columns
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels
 from hf_longctx.hf.data.later_pieces import RowChanged, tables_of
-from hf_longctx.hf.data.media.processors import ImageReader
+from hf_longctx.hf.data.media.processors import FileReader
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
@@ -234,12 +234,12 @@ class SequenceSets:
             return None
         return features[index.rows] > 0
 
-    def reader(self, name: str) -> ImageReader | None:
-        """Opens the images of a scanned set; None if its rows have none."""
+    def reader(self, name: str) -> FileReader | None:
+        """Opens the images and videos of a scanned set; None if its rows have none."""
         if not self.has_media(name):
             return None
         assert self._facts is not None
-        return ImageReader.of(self._facts.model, self.processor)
+        return FileReader.of(self._facts.model, self.processor)
 
     def digest(self, name: str) -> str:
         """The hash of all tokens of a set."""

@@ -19,7 +19,7 @@ from helpers.ranks.rank_steps import group_pool, mesh, whole
 
 import hf_longctx.hf.data.collator as collator_module
 import hf_longctx.hf.models.media as media_module
-from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.collator import ChangedRow, LongContextCollator, PlannedDataset, PlannedStep
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules
@@ -126,6 +126,48 @@ def test_frozen_towers_get_no_gradient_and_change_no_other(name: str) -> None:
     _, gradients = planned_step(frozen, sliced_plan(lengths, slices_of(lengths)), rows, reader)
     assert set(expected) - set(gradients) == {each for each in expected if any(part in each for part in frozen.frozen)}
     assert max(worst_errors(gradients, {each: expected[each] for each in gradients}).values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(name for name in HERE if name.startswith(("Qwen2", "Qwen3"))))
+def test_videos_beside_images_are_exact_in_packs_and_slices_that_cut_them(name: str, ranks: Any) -> None:
+    case = MediaCase(name, layouts=((5, "v", 7, "i", 9), (11,), ("v", 12, "v", 3), (4, "i", 6)))
+    model = case.build()
+    rows, reader = case.rows(model)
+    expected_loss, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    chunks = slices_of(lengths)
+    for plan in (plan_of([[(1, (0, 1, 2, 3))]], lengths, 1), sliced_plan(lengths, chunks)):
+        loss, gradients = planned_step(case, plan, rows, reader)
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert max(worst_errors(gradients, expected).values()) <= TOLERANCE
+    for loss, gradients in ranks(2).run(step_on_rank, case, plan_to_json(sliced_plan(lengths, chunks, num_ranks=2))):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert max(worst_errors(gradients, expected).values()) <= TOLERANCE
+
+
+def test_towers_run_only_the_steps_of_a_video_that_a_slice_holds() -> None:
+    case = MediaCase("Qwen3VLForConditionalGeneration", layouts=((3, "i", 2, "v", 4),))
+    rows, reader = case.rows(case.build())
+    (length,) = (len(row["input_ids"]) for row in rows)
+    (_, video), steps = rows[0]["media"], []
+    # the first slice ends inside the first of three steps, the second between the others
+    border, step = video["start"], (video["stop"] - video["start"]) // video["grid"][0]
+    plan = sliced_plan([length], [[span] for span in cut(0, (border + 4, 2 * step - 4, length - border - 2 * step))])
+    for (inputs,) in zip(*inputs_of(plan, rows, reader, 0), strict=True):
+        assert inputs.media is not None
+        steps.append([int(each.tensors["video_grid_thw"][0, 0]) for each in inputs.media.media if each.kind == "video"])
+    assert steps == [[1], [2], [1]]
+
+
+def test_videos_are_refused_where_the_class_was_not_tested_with_them() -> None:
+    case = MediaCase("LlavaForConditionalGeneration")
+    rows, reader = case.rows(case.build())
+    rows[0]["media"][0]["kind"] = "video"
+    lengths = [len(row["input_ids"]) for row in rows]
+    dataset = PlannedDataset(rows, SequenceIndex.build(np.array(lengths), max(lengths), "error"), reader=reader)
+    _, found = dataset[PlannedStep(plan_of([[(1, (0, 1, 2, 3))]], lengths, 1), (0, 1, 2, 3), 0)]
+    assert isinstance(found, ChangedRow)
+    assert "row 0 has a video, which is not read for this model; remove such rows" in found.problem
 
 
 def test_a_step_without_images_leaves_towers_without_gradients() -> None:

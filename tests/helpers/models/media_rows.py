@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.data.media.rows import Medium
-from hf_longctx.hf.models.media import MediaPositions, around_text, feature_tables, token_of
+from hf_longctx.hf.models.media import MediaPositions, around_text, feature_tables, media_kinds, token_of
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
 IMAGE, VIDEO, START, END = 60, 61, 58, 59
@@ -69,6 +69,14 @@ def _lfm(model: Any, generator: torch.Generator, number: int) -> dict[str, Tenso
     return {"pixel_values": pixels, "spatial_shapes": torch.tensor([[height, width]]), "pixel_attention_mask": mask}
 
 
+def _video(model: Any, generator: torch.Generator, number: int) -> dict[str, Tensor]:
+    """Patches of a video of two or three pairs of frames, with their grid."""
+    vision = model.config.vision_config
+    times, height, width = ((2, 4, 6), (3, 4, 4))[number % 2]
+    pixels = _random(generator, times * height * width, 3 * vision.temporal_patch_size * vision.patch_size**2)
+    return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[times, height, width]])}
+
+
 _LLAMA4 = {
     **_CLIP,
     **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim", "hidden_size"), 32),
@@ -120,7 +128,7 @@ CASES: dict[str, tuple[dict[str, Any], Pixels]] = {
 
 @dataclass(frozen=True)
 class MediaCase:
-    """A class with rows of images. layouts: documents; a number is so many tokens of text, "i" an image."""
+    """A class with rows of images. layouts: documents; a number is so many tokens of text, "i" an image, "v" a video."""
 
     name: str
     layouts: tuple[tuple[int | str, ...], ...] = ((5, "i", 7, "i", 9), (11,), (3, "i", 12), ("i", 6, "i"))
@@ -163,27 +171,34 @@ class MediaCase:
                 if isinstance(part, int):
                     ids += [rng.randrange(_NUM_TEXT_IDS) for _ in range(part)]
                     continue
-                tensors = make(model, generator, len(opened))
+                kind: MediumKind = "image" if part == "i" else "video"
+                tensors = (make if part == "i" else _video)(model, generator, len(opened))
                 with torch.no_grad(), wide_floats():
-                    num_features = _num_features(model, tensors)
-                grid = tensors.get("image_grid_thw")
+                    num_features = _num_features(model, kind, tensors)
+                grid = tensors.get(f"{kind}_grid_thw")
                 begin = len(ids)
-                # marks around an image, so that two of them are never side by side
-                ids += [START, *[IMAGE] * num_features, END]
                 given = () if grid is None else tuple(grid[0].tolist())
-                media.append(Medium("image", begin, len(ids), num_features, given).as_item())
+                # marks around an image, so that two of them are never side by side
+                if part == "i" or not self.name.startswith("Qwen3"):
+                    ids += [START, *[IMAGE if part == "i" else VIDEO] * num_features, END]
+                else:
+                    # each pair of frames has its time before it
+                    for _ in range(given[0]):
+                        ids += [rng.randrange(_NUM_TEXT_IDS), START, *[VIDEO] * (num_features // given[0]), END]
+                seconds = 0.75 if part == "v" and self.name.startswith("Qwen2_5") else 0.0
+                media.append(Medium(kind, begin, len(ids), num_features, given, seconds).as_item())
                 files.append({"path": str(len(opened))})
-                opened.append(TowerInputs("image", tensors, num_features))
+                opened.append(TowerInputs(kind, tensors, num_features))
             labels = [-100 if token >= _NUM_TEXT_IDS or rng.random() < 0.2 else token for token in ids]
             rows.append({"input_ids": ids, "labels": labels, "media": media, "media_files": files})
         positions = MediaPositions.of_model(model)
-        return rows, TinyReader(tuple(opened), positions, {"image": token_of(model.config, "image")})
+        return rows, TinyReader(tuple(opened), positions, {kind: token_of(model.config, kind) for kind in media_kinds(model)})
 
 
-def _num_features(model: Any, tensors: dict[str, Tensor]) -> int:
+def _num_features(model: Any, kind: MediumKind, tensors: dict[str, Tensor]) -> int:
     around = around_text(model)
     try:
-        feature_tables(around, TowerInputs("image", tensors, 0))
+        feature_tables(around, TowerInputs(kind, tensors, 0))
     except ValueError as error:
         return int(str(error).split(" give ")[1].split()[0])
     raise AssertionError("no features")
@@ -203,7 +218,7 @@ class TinyReader:
     def positions(self, ids: Tensor, media: Sequence[Medium]) -> Tensor | None:
         if self.of_document is None:
             return None
-        return self.of_document.of(ids, [(each.kind, each.start, each.stop, each.grid) for each in media])
+        return self.of_document.of(ids, [(each.kind, each.start, each.stop, each.grid, each.seconds) for each in media])
 
 
 def num_labels(rows: list[dict[str, Any]]) -> int:
@@ -222,10 +237,14 @@ def plain_step(model: Any, rows: list[dict[str, Any]], reader: TinyReader) -> tu
     with wide_floats():
         for row in rows:
             given = [reader.opened[int(item["path"])].tensors for item in row["media_files"]]
-            inputs: dict[str, Any] = {name: _batched([each[name] for each in given]) for name in (given[0] if given else ())}
+            names = {name for each in given for name in each}
+            inputs: dict[str, Any] = {name: _batched([each[name] for each in given if name in each]) for name in names}
+            ids = torch.tensor([row["input_ids"]])
             if reader.of_document is not None and given:
-                inputs["mm_token_type_ids"] = (torch.tensor([row["input_ids"]]) == IMAGE).long()
-            logits = model(input_ids=torch.tensor([row["input_ids"]]), **inputs, use_cache=False).logits[0, :-1].double()
+                inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+            if seconds := [item["seconds"] for item in row["media"] if item["seconds"]]:
+                inputs["second_per_grid_ts"] = torch.tensor(seconds)
+            logits = model(input_ids=ids, **inputs, use_cache=False).logits[0, :-1].double()
             loss = F.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="sum") / count
             total += float(loss.detach())
             loss.backward()

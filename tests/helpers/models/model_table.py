@@ -59,8 +59,8 @@ too, and keeps everything.
 """
 _MEDIA = """
 Errors of loss and of every gradient of text, projector and tower are below 1e-12 in packs, in slices that cut images, and
-recomputed; four of them are also tested in groups and rings of two ranks. The four are also tested in shards. Their towers may be
-trained, with adapters, or frozen. Stages refuse such rows.
+recomputed; four of them are also tested in groups and rings of two ranks. The four are also tested in shards; they, Mistral 3 and
+Llama 4 are in stages. Their towers may be trained, with adapters, or frozen.
 """
 _OTHER_WRAPPERS = "## Other multimodal classes, which are refused"
 _PLACES = {"ring": "rings", "recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
@@ -125,7 +125,9 @@ def _images() -> list[str]:
     from hf_longctx.families.registry import FAMILIES
 
     names = ", ".join(sorted(family.wrapper for family in FAMILIES if "image" in family.media))
+    videos = ", ".join(sorted(family.wrapper for family in FAMILIES if "video" in family.media))
     said = f"Rows of these classes may have [images](guides/images.md): {names}. {' '.join(_MEDIA.split())}"
+    said += f" Rows of these may have videos, too, which are tested in packs, slices and groups of two ranks: {videos}."
     return ["## Images in rows", "", said, ""]
 
 

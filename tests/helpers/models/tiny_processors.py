@@ -25,6 +25,7 @@ _TEMPLATE = (
     "{% if message.content is string %}{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}{% else %}{{ message.content + '<|end|>' }}{% endif %}"
     "{% else %}{% for part in message.content %}{% if part.type == 'image' %}{{ 'IMAGE' }}"
+    "{% elif part.type == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
     "{% elif message.role == 'assistant' %}{% generation %}{{ part.text }}{% endgeneration %}{% else %}{{ part.text }}"
     "{% endif %}{% endfor %}"
     "{% if message.role == 'assistant' %}{% generation %}{{ '<|end|>' }}{% endgeneration %}{% else %}{{ '<|end|>' }}{% endif %}"
@@ -95,8 +96,12 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str]] = {
 FOLDERS = tuple(_FAMILIES)
 
 
-def tiny_processor(folder: str) -> Any:
-    """The processor of a family, with small images and few tokens."""
+# processors of videos, which need torchvision
+_VIDEOS = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_5_vl": "Qwen2VLVideoProcessor"}
+
+
+def tiny_processor(folder: str, has_videos: bool = False) -> Any:
+    """The processor of a family, with small images and few tokens. has_videos: it reads videos, too."""
     if folder == "idefics3" and is_older:
         pytest.skip("this transformers opens its images with torchvision")
     name, image_processor, of_images, settings, text = _FAMILIES[folder]
@@ -109,6 +114,19 @@ def tiny_processor(folder: str) -> Any:
         tokenizer.video_token = "<|video_pad|>"
     made = getattr(transformers, image_processor)(**of_images)
     kind = getattr(transformers, name)
+    if has_videos:
+        size = {"shortest_edge": 64, "longest_edge": 4096}
+        ways = {
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": size,
+            "fps": 2.0,
+            "min_frames": 2,
+            "do_sample_frames": True,
+        }
+        videos = getattr(transformers, _VIDEOS[folder])(**ways)
+        return kind(image_processor=made, tokenizer=tokenizer, video_processor=videos, **settings)
 
     # processors of videos need torchvision
     class Tiny(kind):  # type: ignore[misc, valid-type]

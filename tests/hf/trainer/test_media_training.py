@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer, tokenise_chat
 from hf_longctx.hf.data.media.images import open_image
-from hf_longctx.hf.data.media.processors import ImageTokens
+from hf_longctx.hf.data.media.processors import MediaTokens
 from hf_longctx.hf.models.towers import tower_parameters
 
 SETTINGS = LongContextConfig(tokens_per_rank=256, report_steps=False, timeline_steps=0)
@@ -64,7 +64,7 @@ def plain_training(model: Any, rows: Any, processor: Any) -> dict[str, torch.Ten
     decay, rest = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
     count = sum(label != -100 for row in rows for label in row["labels"][1:])
-    tokens = ImageTokens(processor)
+    tokens = MediaTokens(processor)
     with wide_floats():
         for _ in range(2):
             optimizer.zero_grad()
@@ -242,7 +242,7 @@ def test_rows_with_images_are_refused_without_processor_and_for_classes_without_
     text = build_any("Qwen3ForCausalLM", "sdpa", vocab_size=len(processor.tokenizer), max_position_embeddings=512)
     with pytest.raises(ValueError, match="row 0 has images, but the model reads text alone; use a multimodal model"):
         trainer_with(text, processor, rows, tmp_path)
-    sizes, token = {"vocab_size": len(processor.tokenizer)}, ImageTokens(processor).feature
+    sizes, token = {"vocab_size": len(processor.tokenizer)}, MediaTokens(processor).feature
     gemma = build_any("Gemma3ForConditionalGeneration", "sdpa", text_config=sizes, image_token_id=token)
     with pytest.raises(ValueError, match="rows have images, but Gemma3ForConditionalGeneration trains rows of text alone"):
         trainer_with(gemma, processor, rows, tmp_path)

@@ -6,11 +6,13 @@ A reference is a path or the content of a file. Sizes come from a file's header 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.data.chat import DataError
 
 Found = TypeVar("Found")
@@ -20,8 +22,32 @@ _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 _FORMS = "a path, bytes, {path: ..., bytes: ...} (an image of datasets that is not decoded) or a PIL image"
 
 
-def reference_of(value: Any, where: str) -> tuple[str | None, bytes | None]:
+@dataclass(frozen=True, slots=True)
+class MediaFile:
+    """An image or video of a row: the path or the content of a file or, for a video, frames and their times in seconds."""
+
+    kind: MediumKind
+    path: str | None = None
+    content: bytes | None = None
+    frames: tuple[MediaFile, ...] = ()
+    times: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, kind: MediumKind, item: Mapping[str, Any]) -> MediaFile:
+        """Reads an item of the column `media_files`."""
+        frames = tuple(cls("image", each.get("path"), each.get("bytes")) for each in item.get("frames") or ())
+        return cls(kind, item.get("path"), item.get("bytes"), frames, tuple(item.get("times") or ()))
+
+    def as_item(self) -> dict[str, Any]:
+        """Returns the item of the column `media_files`."""
+        frames = [{"path": each.path, "bytes": each.content} for each in self.frames]
+        return {"path": self.path, "bytes": self.content, "frames": frames, "times": list(self.times)}
+
+
+def reference_of(value: Any, where: str, forms: str = _FORMS) -> tuple[str | None, bytes | None]:
     """Returns the path and the content of an image in a row, one of which is None. where: name of the image in messages.
+
+    forms: values that may stand there.
 
     A PIL image becomes a PNG file, which loses nothing. Raises DataError for an address of the web and for other values.
     """
@@ -36,12 +62,12 @@ def reference_of(value: Any, where: str) -> tuple[str | None, bytes | None]:
         return None, value
     if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
         # a path beside bytes is only the name that the file had
-        return (None, value["bytes"]) if value.get("bytes") is not None else reference_of(value["path"], where)
+        return (None, value["bytes"]) if value.get("bytes") is not None else reference_of(value["path"], where, forms)
     if hasattr(value, "save") and hasattr(value, "size"):
         file = io.BytesIO()
         value.save(file, "PNG")
         return None, file.getvalue()
-    raise DataError(f"{where} is {value!r:.60} ({type(value).__name__}), expected {_FORMS}")
+    raise DataError(f"{where} is {value!r:.60} ({type(value).__name__}), expected {forms}")
 
 
 def image_size(path: str | None, content: bytes | None, where: str) -> tuple[int, int]:
@@ -62,13 +88,13 @@ def open_image(path: str | None, content: bytes | None, where: str) -> Any:
 
 
 def _opened(path: str | None, content: bytes | None, where: str, read: Callable[[Any], Found]) -> Found:
-    with _readable(where, path), _file(path, content) as file:
+    with readable(where, path), _file(path, content) as file:
         from PIL import Image as images
 
         with images.open(file) as image:
             num_frames = getattr(image, "n_frames", 1)
             if num_frames != 1:
-                raise DataError(f"{where}{_named(path)} has {num_frames} frames; give one image, or its frames one by one")
+                raise DataError(f"{where}{named(path)} has {num_frames} frames; give one image, or its frames one by one")
             return read(image)
 
 
@@ -82,8 +108,8 @@ def _file(path: str | None, content: bytes | None) -> Iterator[Any]:
 
 
 @contextmanager
-def _readable(where: str, path: str | None) -> Iterator[None]:
-    """Context that raises DataError for files that are missing, damaged or no images."""
+def readable(where: str, path: str | None) -> Iterator[None]:
+    """Context that raises DataError for files that are missing, damaged or of another kind."""
     try:
         yield
     except DataError:
@@ -93,10 +119,11 @@ def _readable(where: str, path: str | None) -> Iterator[None]:
     # decoders raise errors of many classes for damaged files
     except Exception as error:
         raise DataError(
-            f"{where}{_named(path)} cannot be read ({type(error).__name__}: {str(error)[:200]}); correct the file, or remove "
+            f"{where}{named(path)} cannot be read ({type(error).__name__}: {str(error)[:200]}); correct the file, or remove "
             f"the row"
         ) from error
 
 
-def _named(path: str | None) -> str:
+def named(path: str | None) -> str:
+    """Returns the path of a file for messages."""
     return "" if path is None else f" ({path})"

@@ -1,13 +1,15 @@
-"""Turns images into tokens and into inputs of towers, by the user's own processor.
+"""Turns images and videos into tokens and into inputs of towers, by the user's own processor.
 
-How many tokens an image takes depends on its size and on the processor's settings alone. So the processor runs once on a grey
-image of each size, and the answer is kept; pixels are read only by the rank that trains on them.
+How many tokens an image takes depends on its size and on the processor's settings alone; for a video, also on its frames' number
+and times. So the processor runs once on a grey image of each size, and the answer is kept; pixels are read only by the rank that
+trains on them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,9 +20,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.data.chat import DataError
-from hf_longctx.hf.data.media.images import image_size, open_image
+from hf_longctx.hf.data.media.images import MediaFile, image_size, open_image
 from hf_longctx.hf.data.media.rows import Medium
-from hf_longctx.hf.models.media import MediaPositions, image_arguments, token_of
+from hf_longctx.hf.data.media.videos import Clip, clip_of, open_frames
+from hf_longctx.hf.models.media import MediaPositions, media_kinds, token_of, tower_arguments
 from hf_longctx.hf.models.towers import wrapper_of
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
@@ -32,25 +35,26 @@ _TOGETHER = "batch_num_images"
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Tokens of an image in a row, how many of them stand for a feature, and the grid of its patches."""
+    """Tokens of an image or video in a row, how many stand for a feature, the grid of its patches, and seconds between them."""
 
     ids: tuple[int, ...]
     num_features: int
     grid: tuple[int, ...]
+    seconds: float = 0.0
 
 
 @dataclass
-class ImageTokens:
-    """Counts and makes the tokens of images with one processor; keeps what it has found for each size.
+class MediaTokens:
+    """Counts and makes the tokens of images and videos with one processor; keeps what it has found for each size.
 
     Example:
-        tokens = ImageTokens(AutoProcessor.from_pretrained("checkpoint"))
+        tokens = MediaTokens(AutoProcessor.from_pretrained("checkpoint"))
         tokens.of_size(1280, 720, "row 0 image 0").num_features
     """
 
     processor: Any
-    # tokens by (width, height)
-    _known: dict[tuple[int, int], Expansion] = field(default_factory=dict, repr=False)
+    # tokens by (width, height), or by the frames of a video and whether marks around it belong to it
+    _known: dict[tuple[int, int] | tuple[Clip, bool], Expansion] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # `datasets` finds cached results by the pickled encoder
@@ -74,6 +78,81 @@ class ImageTokens:
         name = getattr(self.processor, "patch_token", None) or self.processor.image_token
         return int(self.processor.tokenizer.convert_tokens_to_ids(name))
 
+    @cached_property
+    def video(self) -> int | None:
+        """Id of the token by which texts name a video, and that stands for its features; None for a processor without videos."""
+        name = getattr(self.processor, "video_token", None)
+        if getattr(self.processor, "video_processor", None) is None or name is None:
+            return None
+        found = self.processor.tokenizer.convert_tokens_to_ids(name)
+        return found if found in self.processor.tokenizer.added_tokens_decoder else None
+
+    @property
+    def kinds(self) -> dict[MediumKind, str]:
+        """The token by which texts name an image or a video, for each kind that the processor reads."""
+        videos: dict[MediumKind, str] = {} if self.video is None else {"video": self.processor.video_token}
+        return {"image": self.processor.image_token, **videos}
+
+    @property
+    def features(self) -> dict[MediumKind, int]:
+        """Ids of the tokens that stand for features."""
+        videos: dict[MediumKind, int] = {} if self.video is None else {"video": self.video}
+        return {"image": self.feature, **videos}
+
+    @property
+    def marks(self) -> tuple[Any, Any]:
+        """Ids of the tokens around an image or a video in a text; None if the processor names none."""
+        return tuple(getattr(self.processor, f"vision_{end}_token_id", None) for end in ("start", "end"))  # type: ignore[return-value]
+
+    def of_file(self, file: MediaFile, has_marks: bool, where: str) -> Expansion:
+        """Returns the tokens of an image or a video, of which headers alone are read. Raises DataError if that is not possible.
+
+        has_marks: whether a video stands between the marks of a text, which some processors replace, too.
+        """
+        if file.kind == "image":
+            return self.of_size(*image_size(file.path, file.content, where), where)
+        clip = clip_of(file, self.processor.video_processor, where)
+        if (clip, has_marks) not in self._known:
+            self._known[clip, has_marks] = self.read_clip(clip, clip.grey(_GREY[0]), has_marks, where)[0]
+        return self._known[clip, has_marks]
+
+    def read_clip(self, clip: Clip, frames: Tensor, has_marks: bool, where: str) -> tuple[Expansion, Mapping[str, Any]]:
+        """Returns the tokens of a video, and all that the processor makes of its frames [n, 3, height, width]."""
+        start, end = self.processor.tokenizer.convert_ids_to_tokens(self.marks) if has_marks else ("", "")
+        with self._refusals(f"{len(frames)} frames of {clip.width} x {clip.height} pixels", where):
+            found = self.processor(
+                text=[f"{start}{self.processor.video_token}{end}"],
+                videos=[frames],
+                video_metadata=[clip.metadata()],
+                do_sample_frames=False,
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        return self._expansion(found, "video", where), found
+
+    @contextmanager
+    def _refusals(self, size: str, where: str) -> Iterator[None]:
+        """Context that names what a processor refuses, which may raise errors of any class."""
+        try:
+            yield
+        except Exception as error:
+            raise DataError(
+                f"{where} ({size}) is refused by {type(self.processor).__name__} ({type(error).__name__}: {str(error)[:200]}); "
+                f"change it, or remove the row"
+            ) from error
+
+    def _expansion(self, found: Mapping[str, Any], kind: MediumKind, where: str) -> Expansion:
+        ids, own = tuple(found["input_ids"][0].tolist()), self.features[kind]
+        special = self.processor.tokenizer.added_tokens_decoder
+        if not ids or ids[0] not in special or ids[-1] not in special or own not in ids:
+            raise DataError(
+                f"{where}: {type(self.processor).__name__} puts text at the ends of {'an' if kind == 'image' else 'a'} {kind}, "
+                f"which a tokenizer may join with the text beside it, or names no features; such processors are not supported"
+            )
+        grid = tuple(found[f"{kind}_grid_thw"][0].tolist()) if f"{kind}_grid_thw" in found else ()
+        seconds = float(found["second_per_grid_ts"][0]) if kind == "video" and "second_per_grid_ts" in found else 0.0
+        return Expansion(ids, ids.count(own), grid, seconds)
+
     def of_size(self, width: int, height: int, where: str) -> Expansion:
         """Returns the tokens of an image of this size. Raises DataError if the processor refuses it."""
         if (width, height) not in self._known:
@@ -84,25 +163,11 @@ class ImageTokens:
 
     def read(self, image: Any, where: str) -> tuple[Expansion, Mapping[str, Any]]:
         """Returns an image's tokens, and all that the processor makes of it. Raises DataError if the processor refuses it."""
-        try:
+        with self._refusals(f"{image.width} x {image.height} pixels", where):
             found = self.processor(
                 text=[self.processor.image_token], images=[[image]], return_tensors="pt", add_special_tokens=False
             )
-        # a processor may raise errors of any class
-        except Exception as error:
-            raise DataError(
-                f"{where} ({image.width} x {image.height} pixels) is refused by {type(self.processor).__name__} "
-                f"({type(error).__name__}: {str(error)[:200]}); change the image, or remove the row"
-            ) from error
-        ids = tuple(found["input_ids"][0].tolist())
-        special = self.processor.tokenizer.added_tokens_decoder
-        if not ids or ids[0] not in special or ids[-1] not in special:
-            raise DataError(
-                f"{where}: {type(self.processor).__name__} puts text at the ends of an image, which a tokenizer may join with "
-                f"the text beside it; such processors are not supported"
-            )
-        grid = tuple(found["image_grid_thw"][0].tolist()) if "image_grid_thw" in found else ()
-        return Expansion(ids, ids.count(self.feature), grid), found
+        return self._expansion(found, "image", where), found
 
     def check_number(self, number: int, where: str) -> None:
         """Raises DataError for a row with more images than the processor treats one by one."""
@@ -146,7 +211,7 @@ def tokens_problem(model: nn.Module, processor: Any) -> str:
     wrapper: Any = wrapper_of(model)
     found = token_of(wrapper.config, "image")
     try:
-        given = ImageTokens(processor).feature
+        given = MediaTokens(processor).feature
     except DataError as error:
         return str(error)
     return (
@@ -158,76 +223,102 @@ def tokens_problem(model: nn.Module, processor: Any) -> str:
 
 
 @dataclass(frozen=True)
-class ImageReader:
-    """Opens the images of rows for a model. arguments: names of what its towers read; of_document: None if it counts tokens."""
+class FileReader:
+    """Opens the images and videos of rows for a model.
 
-    images: ImageTokens
+    arguments: names of what its towers read of each kind; of_document: None if the model counts tokens.
+    """
+
+    made: MediaTokens
     tokens: Mapping[MediumKind, int]
-    arguments: tuple[str, ...]
+    arguments: Mapping[MediumKind, tuple[str, ...]]
     of_document: MediaPositions | None
 
     @classmethod
-    def of(cls, model: nn.Module, processor: Any) -> ImageReader:
+    def of(cls, model: nn.Module, processor: Any) -> FileReader:
         """Makes the reader for a model and its processor, which belong together (`tokens_problem`)."""
-        images = ImageTokens(processor)
-        return cls(images, {"image": images.feature}, image_arguments(model), MediaPositions.of_model(model))
+        made = MediaTokens(processor)
+        tokens = {kind: token for kind, token in made.features.items() if kind in media_kinds(model)}
+        arguments = {kind: tower_arguments(model, kind) for kind in tokens}
+        return cls(made, tokens, arguments, MediaPositions.of_model(model))
 
     def tower_inputs(self, medium: Medium, file: Mapping[str, Any], ids: Sequence[int], where: str) -> TowerInputs:
-        """Opens an image; raises DataError if it cannot be read, or gives other tokens than those of the row."""
-        image = open_image(file.get("path"), file.get("bytes"), where)
-        expansion, found = self.images.read(image, where)
+        """Opens an image or a video; raises DataError if it cannot be read, or gives other tokens than those of the row."""
+        given = MediaFile.of(medium.kind, file)
+        if medium.kind == "image":
+            image = open_image(given.path, given.content, where)
+            size = f"{image.width} x {image.height} pixels"
+            expansion, found = self.made.read(image, where)
+        else:
+            clip = clip_of(given, self.made.processor.video_processor, where)
+            size = f"{len(clip.numbers)} frames of {clip.width} x {clip.height} pixels"
+            has_marks = ids[0] == self.made.marks[0]
+            expansion, found = self.made.read_clip(clip, open_frames(given, clip, where), has_marks, where)
         if list(expansion.ids) != list(ids):
             raise DataError(
-                f"{where} ({image.width} x {image.height} pixels) takes {len(expansion.ids)} tokens now, but its row has "
-                f"{len(ids)} or others for it; leave the images and the processor's settings as they were when the rows were "
-                f"tokenised, or tokenise them again"
+                f"{where} ({size}) takes {len(expansion.ids)} tokens now, but its row has {len(ids)} or others for it; leave the "
+                f"files and the processor's settings as they were when the rows were tokenised, or tokenise them again"
             )
-        tensors = {name: found[name] for name in self.arguments if name in found}
+        tensors = {name: found[name] for name in self.arguments[medium.kind] if name in found}
         return TowerInputs(medium.kind, {name: torch.as_tensor(each) for name, each in tensors.items()}, expansion.num_features)
 
     def positions(self, ids: Tensor, media: Sequence[Medium]) -> Tensor | None:
         """Returns positions [3, n] of a document; None for a model that counts tokens."""
         if self.of_document is None:
             return None
-        return self.of_document.of(ids, [(each.kind, each.start, each.stop, each.grid) for each in media])
+        return self.of_document.of(ids, [(each.kind, each.start, each.stop, each.grid, each.seconds) for each in media])
 
 
 def expanded(
     ids: Sequence[int],
     labels: Sequence[int],
-    references: Sequence[tuple[str | None, bytes | None]],
-    images: ImageTokens,
+    files: Sequence[MediaFile],
+    made: MediaTokens,
     where: str,
     ignored: int,
-) -> tuple[list[int], list[int], list[Medium]]:
-    """Puts the tokens of images in place of their placeholders in a tokenised row; returns ids, labels and media.
+) -> tuple[list[int], list[int], list[Medium], list[MediaFile]]:
+    """Puts tokens of images and videos in place of their placeholders in a tokenised row; returns ids, labels, media and files.
 
-    None of these tokens is learnt: their label is `ignored`. Raises DataError unless there is one placeholder for each image.
+    files: those of each kind in their order; the returned ones have the order of the text. None of these tokens is learnt:
+    their label is `ignored`. Raises DataError unless there is one placeholder for each.
     """
-    places = [place for place, token in enumerate(ids) if token == images.placeholder]
-    if len(places) != len(references):
-        raise DataError(
-            f"{where} has {len(references)} images but {len(places)} placeholders {images.processor.image_token!r} in its text; "
-            f"give as many images as placeholders, and leave the placeholder out of texts"
-        )
-    images.check_number(len(references), where)
+    placeholders: dict[int, MediumKind] = {made.placeholder: "image"}
+    if made.video is not None:
+        placeholders[made.video] = "video"
+    places = [(place, placeholders[token]) for place, token in enumerate(ids) if token in placeholders]
+    waiting: dict[MediumKind, list[MediaFile]] = {}
+    for kind, name in made.kinds.items():
+        own, count = [file for file in files if file.kind == kind], sum(each == kind for _, each in places)
+        if len(own) != count:
+            raise DataError(
+                f"{where} has {len(own)} {kind}s but {count} placeholders {name!r} in its text; give as many {kind}s as "
+                f"placeholders, and leave the placeholder out of texts"
+            )
+        waiting[kind] = own
+    made.check_number(len(waiting["image"]), where)
+    features = set(made.features.values())
+    numbers = dict.fromkeys(waiting, 0)
     new_ids: list[int] = []
     new_labels: list[int] = []
     media: list[Medium] = []
+    ordered: list[MediaFile] = []
     first = 0
-    for number, (place, (path, content)) in enumerate(zip(places, references, strict=True)):
-        name = f"{where} image {number}"
-        expansion = images.of_size(*image_size(path, content, name), name)
-        new_ids += ids[first:place]
-        new_labels += labels[first:place]
+    for place, kind in places:
+        name, file = f"{where} {kind} {numbers[kind]}", waiting[kind][numbers[kind]]
+        numbers[kind] += 1
+        has_marks = kind == "video" and place > first and tuple(ids[place - 1 : place + 2 : 2]) == made.marks
+        expansion = made.of_file(file, has_marks, name)
+        new_ids += ids[first : place - has_marks]
+        new_labels += labels[first : place - has_marks]
         start = len(new_ids)
-        if expansion.grid and media and media[-1].stop == start:
+        if expansion.grid and new_ids and new_ids[-1] in features and expansion.ids[0] in features:
             raise DataError(
                 f"{name} stands right behind another image, where classes with positions in height and width cannot tell them "
                 f"apart; put the template's marks of an image, or text, between them"
             )
         new_ids += expansion.ids
         new_labels += [ignored] * len(expansion.ids)
-        media.append(Medium("image", start, len(new_ids), expansion.num_features, expansion.grid))
-        first = place + 1
-    return [*new_ids, *ids[first:]], [*new_labels, *labels[first:]], media
+        media.append(Medium(kind, start, len(new_ids), expansion.num_features, expansion.grid, expansion.seconds))
+        ordered.append(file)
+        first = place + 1 + has_marks
+    return [*new_ids, *ids[first:]], [*new_labels, *labels[first:]], media, ordered

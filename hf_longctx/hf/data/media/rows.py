@@ -26,17 +26,20 @@ MEDIA_FEATURE = List(
         "stop": Value("int64"),
         "num_features": Value("int64"),
         "grid": List(Value("int64")),
+        "seconds": Value("float64"),
     }
 )
-# type of the column `media_files`; one of both is null
-FILES_FEATURE = List({"path": Value("string"), "bytes": Value("binary")})
+_FILE = {"path": Value("string"), "bytes": Value("binary")}
+# type of the column `media_files`; path or bytes is null, or both for a video of frames
+FILES_FEATURE = List({**_FILE, "frames": List(_FILE), "times": List(Value("float64"))})
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
     """An image or video in a row. Its tokens are [start, stop), of which `num_features` stand for a feature.
 
-    grid: number of patches in time, height and width; empty if positions do not depend on it.
+    grid: number of patches in time, height and width; empty if positions do not depend on it. seconds: from one patch in time to
+    the next; 0 if positions do not depend on it.
     """
 
     kind: MediumKind
@@ -44,12 +47,14 @@ class Medium:
     stop: int
     num_features: int
     grid: tuple[int, ...] = ()
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> Medium:
         """Reads an item of the column `media`."""
         grid = tuple(map(int, item.get("grid") or ()))
-        return cls(item["kind"], int(item["start"]), int(item["stop"]), int(item["num_features"]), grid)
+        seconds = float(item.get("seconds") or 0.0)
+        return cls(item["kind"], int(item["start"]), int(item["stop"]), int(item["num_features"]), grid, seconds)
 
     def as_item(self) -> dict[str, Any]:
         """Returns the item of the column `media`."""
@@ -77,9 +82,9 @@ class MediaReader(Protocol):
 class SequenceMedia:
     """Media of n consecutive tokens of a sequence."""
 
-    # for each medium of the sequence; None if none of its tokens is needed
+    # for each image and each step in time of a video; None if no token of the image or video is needed
     inputs: tuple[TowerInputs | None, ...]
-    # row at which the features of each medium begin in the table of all media of the sequence
+    # row at which the features of each begin in the table of all media of the sequence
     firsts: tuple[int, ...]
     # [n], row of that table for every token; -1 for text
     rows: Tensor
@@ -106,6 +111,8 @@ def sequence_media(
     firsts: list[int] = []
     num_rows = 0
     for number, (medium, file) in enumerate(media):
+        if medium.kind not in reader.tokens:
+            raise ValueError(f"{where} has a {medium.kind}, which is not read for this model; remove such rows")
         places = medium.start + (ids[medium.start : medium.stop] == reader.tokens[medium.kind]).nonzero().view(-1)
         if len(places) != medium.num_features:
             raise ValueError(
@@ -113,16 +120,53 @@ def sequence_media(
                 f"{medium.num_features}; tokenise the row again with the model's processor"
             )
         rows[places] = torch.arange(num_rows, num_rows + len(places))
-        firsts.append(num_rows)
-        num_rows += len(places)
+        first, num_rows = num_rows, num_rows + len(places)
         is_needed = any(bool(((places >= begin) & (places < end)).any()) for begin, end in needed)
         if not is_needed:
             inputs.append(None)
+            firsts.append(first)
             continue
         given = file.as_py() if hasattr(file, "as_py") else file
         own = ids[medium.start : medium.stop].tolist()
-        inputs.append(reader.tower_inputs(medium, given, own, f"{where} {medium.kind} {number}"))
+        for part in _steps(reader.tower_inputs(medium, given, own, f"{where} {medium.kind} {number}")):
+            inputs.append(part)
+            firsts.append(first)
+            first += part.num_features
     return SequenceMedia(tuple(inputs), tuple(firsts), rows, reader.positions(ids, [medium for medium, _ in media]))
+
+
+def _steps(whole: TowerInputs) -> list[TowerInputs]:
+    """Divides a video into its steps in time, which towers of all classes with videos treat apart; an image stays whole."""
+    if whole.kind == "image":
+        return [whole]
+    grid, patches = whole.tensors["video_grid_thw"], whole.tensors["pixel_values_videos"]
+    num_steps = int(grid[0, 0])
+    one = torch.tensor([1, *grid[0, 1:].tolist()]).unsqueeze(0)
+    return [
+        TowerInputs("video", {"pixel_values_videos": part, "video_grid_thw": one}, whole.num_features // num_steps)
+        for part in patches.chunk(num_steps)
+    ]
+
+
+def _joined(media: Sequence[TowerInputs]) -> list[TowerInputs]:
+    """Joins neighbouring steps of videos of one size, so that towers run them together."""
+    found: list[list[TowerInputs]] = []
+    for each in media:
+        before = found[-1][0] if found else each
+        is_step = bool(found) and each.kind == before.kind == "video"
+        if is_step and torch.equal(each.tensors["video_grid_thw"], before.tensors["video_grid_thw"]):
+            found[-1].append(each)
+        else:
+            found.append([each])
+    return [_together(steps) if len(steps) > 1 else steps[0] for steps in found]
+
+
+def _together(steps: Sequence[TowerInputs]) -> TowerInputs:
+    grid = steps[0].tensors["video_grid_thw"] * torch.tensor([len(steps), 1, 1])
+    patches = torch.cat([each.tensors["pixel_values_videos"] for each in steps])
+    return TowerInputs(
+        "video", {"pixel_values_videos": patches, "video_grid_thw": grid}, sum(each.num_features for each in steps)
+    )
 
 
 def positions_alone(ids: Tensor, media: Sequence[Medium], reader: MediaReader) -> SequenceMedia | None:
@@ -161,7 +205,7 @@ def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> Ch
     none = torch.zeros(0, dtype=torch.int64)
     has_positions = any(own is not None and own.positions is not None for _, own, _ in parts)
     return ChunkMedia(
-        tuple(media),
+        tuple(_joined(media)),
         torch.cat(places) if places else none,
         torch.cat(rows) if rows else none,
         torch.cat(positions, dim=1) if has_positions else None,

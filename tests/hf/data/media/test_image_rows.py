@@ -12,7 +12,7 @@ from PIL import Image
 
 from hf_longctx.hf.data.chat import DataError
 from hf_longctx.hf.data.media.images import image_size, open_image
-from hf_longctx.hf.data.media.processors import ImageTokens
+from hf_longctx.hf.data.media.processors import MediaTokens
 from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text, uniform
 
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_processor_and_only_the_assistants_are_learnt(fo
     assert row["input_ids"] == truth(processor, messages, images)
     learnt = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     assert processor.tokenizer.decode(learnt) == "it is an answer<|end|>"
-    feature = ImageTokens(processor).feature
+    feature = MediaTokens(processor).feature
     for item in row["media"]:
         own = slice(item["start"], item["stop"])
         assert row["input_ids"][own].count(feature) == item["num_features"] > 0
@@ -121,7 +121,7 @@ def test_images_side_by_side_are_refused_where_positions_could_not_tell_them_apa
 
 def test_what_is_not_learnt_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     image_rows()
-    assert caplog.text.count("no token of an image is learnt: their labels are -100") == 1
+    assert caplog.text.count("no token of an image or a video is learnt: their labels are -100") == 1
 
 
 @pytest.mark.quick
@@ -140,9 +140,9 @@ def test_sizes_come_from_headers_and_obey_the_orientation_of_cameras() -> None:
 def test_the_processor_is_asked_once_per_size(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = tiny_processor("qwen3_vl")
     calls = []
-    tokens = ImageTokens(processor)
-    read = ImageTokens.read
-    monkeypatch.setattr(ImageTokens, "read", lambda *each: calls.append(each[1].size) or read(*each))
+    tokens = MediaTokens(processor)
+    read = MediaTokens.read
+    monkeypatch.setattr(MediaTokens, "read", lambda *each: calls.append(each[1].size) or read(*each))
     for size in [*SIZES, *SIZES]:
         tokens.of_size(*size, "row 0")
     assert calls == SIZES
@@ -277,7 +277,7 @@ def image_rows() -> tuple[datasets.Dataset, tuple[int, ...], int]:
     """Two rows, the first with an image; ids that stand for images, and the vocabulary."""
     processor = tiny_processor("qwen3_vl")
     rows = rows_of({"messages": chat(ONE, "a"), "images": [file_of(picture(40, 28))]}, {"messages": chat("b"), "images": []})
-    return tokenise_chat(rows, processor), (ImageTokens(processor).feature,), len(processor.tokenizer)
+    return tokenise_chat(rows, processor), (MediaTokens(processor).feature,), len(processor.tokenizer)
 
 
 @pytest.mark.parametrize("listed", [False, True])
