@@ -102,7 +102,8 @@ class MediaTokens:
     @property
     def marks(self) -> tuple[Any, Any]:
         """Ids of the tokens around an image or a video in a text; None if the processor names none."""
-        return tuple(getattr(self.processor, f"vision_{end}_token_id", None) for end in ("start", "end"))  # type: ignore[return-value]
+        start = getattr(self.processor, "vision_start_token_id", None)
+        return start, getattr(self.processor, "vision_end_token_id", None)
 
     def of_file(self, file: MediaFile, has_marks: bool, where: str) -> Expansion:
         """Returns the tokens of an image or a video, of which headers alone are read. Raises DataError if that is not possible.
