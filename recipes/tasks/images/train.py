@@ -24,7 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaConfig
 from hf_longctx import LongContextConfig, LongContextTrainer, tokenise_chat
 
 COLOURS, SHAPES = ("red", "green", "blue", "orange"), ("circle", "square", "triangle")
-# what is said is text, or parts of text and images
+# contents of messages are text, or parts of text and images
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content %}"

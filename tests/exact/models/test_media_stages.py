@@ -96,7 +96,7 @@ def slices_of(lengths: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_stages_are_exact_in_slices_packs_and_layer_ranges_with_trained_and_frozen_towers(name: str, ranks: Any) -> None:
-    # as many layers as the levels that Qwen3-VL adds, in the first of two ranges of each stage
+    # Qwen3-VL adds two levels, after two layers in the first of two ranges of each stage
     case = MediaCase(name, num_layers=8 if name.startswith("Qwen3VL") else 4)
     lengths, loss, expected = reference(case)
     ways: dict[str, Any] = {"num_layers": case.num_layers}

@@ -90,7 +90,7 @@ def decoded(path: str) -> torch.Tensor:
 
 
 def truth(processor: Any, parts: list[Any], video: torch.Tensor, metadata: Any, samples: bool) -> Any:
-    """What the processor makes of a whole conversation."""
+    """Returns the output of the processor for a whole conversation."""
     text = processor.tokenizer.apply_chat_template(chat(*parts), tokenize=False)
     return processor(
         text=[text],
