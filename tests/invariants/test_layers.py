@@ -60,7 +60,7 @@ OUTSIDE = {
     "runtime": "torch numpy psutil (flash_attn) (liger_kernel) (torchao)",
     "hf": (
         "torch numpy transformers accelerate datasets peft tqdm psutil xxhash safetensors huggingface_hub pyarrow jinja2 "
-        "packaging (matplotlib) (bitsandbytes) (trl) (PIL) (yaml)"
+        "packaging (matplotlib) (bitsandbytes) (trl) (PIL) (av) (yaml)"
     ),
     # each module is imported by its framework alone
     "integrations": "torch transformers peft packaging omegaconf verl",

@@ -1,7 +1,7 @@
 """Fine-tune a multimodal model on conversations with images: a dozen pictures made here, or rows of your own.
 
-    accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/tasks/images/train.py
-    accelerate launch --config_file recipes/accelerate/gpu.yaml recipes/tasks/images/train.py \\
+    accelerate launch --config_file recipes/accelerate/cpu.yaml recipes/images.py
+    accelerate launch --config_file recipes/accelerate/gpu.yaml recipes/images.py \\
         Qwen/Qwen3-VL-2B-Instruct my_chats.jsonl
 
 Without arguments, it trains a tiny LLaVA with random weights, which needs no download.
