@@ -74,7 +74,7 @@ SUBJECTS = {
             "Settings": "hf/config hf/rules/arguments hf/rules/training_arguments:VALUES plan/core/settings:check_degrees",
             "Launching, ranks and versions": (
                 "hf/rules/arguments:_LAUNCH hf/ranks hf/rules/hooks hf/rules/trl:_TRL_VERSION "
-                "hf/rules/trl:VERSIONS hf/rules/training_arguments hf/rules/deepspeed "
+                "hf/rules/trl:VERSIONS hf/rules/training_arguments hf/rules/deepspeed hf/rules/axolotl integrations "
                 "hf/trainer/start"
             ),
             "Sharded parameters and host memory": (
