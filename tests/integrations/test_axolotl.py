@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(folder: Path, name: str, how: str) -> dict[str, Any]:
     """Losses and norms of a case, or its error."""
-    file = (folder / name.replace("/", "_")).with_suffix(f".{how}.json")
+    file = folder / f"{name.replace('/', '_')}.{how}.json"
     found: dict[str, Any] = (
         json.loads(file.read_text()) if file.exists() else {"error": (folder / f"{how}.log").read_text()[-4000:]}
     )

@@ -322,8 +322,15 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
     if asked.get("adapter"):
         # axolotl would hand None to PEFT
         changes["lora_fan_in_fan_out"] = bool(asked.get("lora_fan_in_fan_out"))
+    if asked.get("load_in_4bit"):
+        # axolotl would store them as weights of two bytes, as FSDP and DeepSpeed need it
+        stored = {"bnb_4bit_quant_storage": "uint8"}
+        changes["bnb_config_kwargs"] = {**stored, **asked.get("bnb_config_kwargs", {})}
     # axolotl switches these on by itself
-    changes |= dict.fromkeys(_LORA_KERNELS.split(), False) | {"include_tkps": False, "attn_implementation": "sdpa"}
+    changes |= dict.fromkeys(_LORA_KERNELS.split(), False) | {
+        "include_tkps": False,
+        "attn_implementation": _loaded_attention(asked),
+    }
     changes |= {field: False for plugin, field in _PLUGINS.items() if field and plugin in asked.get("plugins", ())}
     changes |= dict.fromkeys(_names("translated", asked) - {"long_context", "sequence_len"})
     if config.max_length is None and asked.get("sequence_len"):
@@ -341,6 +348,12 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
     lines += [line] if line else []
     lines += [f"settings of axolotl without effect under plans: {listed(idle)}"] if idle else []
     return AxolotlSettings(config, changes | rows, arguments, tuple(lines))
+
+
+def _loaded_attention(asked: Mapping[str, Any]) -> str:
+    """The attention with which models are loaded, until plans replace it; some classes have no other than eager."""
+    is_eager = asked.get("attn_implementation") == "eager" or asked.get("eager_attention")
+    return "eager" if is_eager else "sdpa"
 
 
 _HEADLINE = "this axolotl configuration cannot run under plans"

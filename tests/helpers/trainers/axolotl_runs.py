@@ -68,7 +68,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma2/qlora": (
         "gemma2",
         _CHAT,
-        {**_PACKED, **_QLORA, "micro_batch_size": 1, "gradient_accumulation_steps": 4, "eval_sample_packing": False},
+        {**_PACKED, **_QLORA, "attn_implementation": "eager", "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+        | {"eval_sample_packing": False},
     ),
     "olmo3/olmo3-7b-qlora": ("olmo3", _CHAT, {**_PACKED, **_QLORA, "micro_batch_size": 2, "gradient_accumulation_steps": 2}),
     "mistral/mixtral/mixtral": (
@@ -88,7 +89,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "gpt_oss",
         _CHAT,
         {**_PACKED, "plugins": [CUT_CROSS_ENTROPY], "activation_offloading": True, "use_kernels": False, "fsdp_version": 2}
-        | {"experimental_skip_move_to_device": True, "attn_implementation": "kernels-community/vllm-flash-attn3"}
+        | {"experimental_skip_move_to_device": True, "attn_implementation": "eager"}
         | {"fsdp_config": {"offload_params": False, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True}}
         | {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "lr_scheduler": "constant_with_warmup"},
     ),
@@ -135,8 +136,7 @@ def main() -> None:
     # the next case goes on in the same process group
     training.cleanup_distributed = lambda: None
     for name in names or EXAMPLES:
-        place = Path(folder) / name.replace("/", "_")
-        out = place.with_suffix(f".{how}.json")
+        out = Path(folder) / f"{name.replace('/', '_')}.{how}.json"
         try:
             PluginManager.get_instance().plugins.clear()
             cfg = load_cfg(DictDefault(settings_of(name, Path(folder), how)))
@@ -167,14 +167,18 @@ def settings_of(name: str, folder: Path, how: str) -> dict[str, Any]:
         **{"num_epochs": 3 if own.get("sample_packing") else 2, "warmup_steps": 2, "bf16": False, "fp16": False, "tf32": False},
         **{"optimizer": "adamw_torch", "learning_rate": 0.01, "lora_dropout": 0.0, "logging_steps": 1, "save_strategy": "no"},
     }
-    found = {"lr_scheduler": "cosine", "weight_decay": 0.0, **own, **changes}
+    # a step of packs has all rows; of others, the order decides which
+    is_ordered = not own.get("sample_packing")
+    found = {"lr_scheduler": "cosine", "weight_decay": 0.0, **own, **changes} | (
+        {"curriculum_sampling": True} if is_ordered else {}
+    )
     if not own.get("adapter"):
         del found["lora_dropout"]
     if how == "plans":
         return {**found, "plugins": [*own.get("plugins", ()), PLUGIN]}
     ranks = NUM_RANKS // own.get("context_parallel_size", 1)
     num_rows = own["micro_batch_size"] * own.get("gradient_accumulation_steps", 1) * ranks
-    stock = {key: value for key, value in found.items() if key not in _STOCK}
+    stock = {key: value for key, value in found.items() if key not in _STOCK or (key == "curriculum_sampling" and is_ordered)}
     stock |= {"attn_implementation": "eager" if family in ("gemma2", "gpt_oss") else "sdpa", "gradient_accumulation_steps": 1}
     # these need a GPU, and axolotl switches them on by itself
     stock |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)

@@ -65,6 +65,11 @@ TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"parameters": "gathered_per_round"},
         {},
     ),
+    "four bits": (
+        {"load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}, "eager_attention": True},
+        {},
+        {"bnb_config_kwargs": {"bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "fp4"}, "attn_implementation": "eager"},
+    ),
     "kernels": (
         {
             "liger_rope": True,
