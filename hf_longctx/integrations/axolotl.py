@@ -80,7 +80,7 @@ class LongContextPlugin(BasePlugin):  # type: ignore[misc]
 
     def pre_model_load(self, cfg: Any) -> None:
         """Seeds the draws of new weights, such as adapters, which must be equal on all ranks."""
-        set_seed(42 if cfg.seed is None else cfg.seed)
+        set_seed(cfg.seed)
 
     def get_trainer_cls(self, cfg: Any) -> type[Trainer]:
         return AxolotlLongContextTrainer

@@ -322,6 +322,9 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
     if asked.get("adapter"):
         # axolotl would hand None to PEFT
         changes["lora_fan_in_fan_out"] = bool(asked.get("lora_fan_in_fan_out"))
+    if given.get("seed") is None:
+        # without one, axolotl would shuffle rows anew in every run
+        changes["seed"] = 42
     if asked.get("load_in_4bit"):
         # axolotl would store them as weights of two bytes, as FSDP and DeepSpeed need it
         stored = {"bnb_4bit_quant_storage": "uint8"}

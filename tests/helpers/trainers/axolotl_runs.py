@@ -166,19 +166,17 @@ def settings_of(name: str, folder: Path, how: str) -> dict[str, Any]:
         **{"dataset_prepared_path": str(folder / "prepared" / f"{how}_{name.replace('/', '_')}"), "dataset_num_proc": 1},
         **{"num_epochs": 3 if own.get("sample_packing") else 2, "warmup_steps": 2, "bf16": False, "fp16": False, "tf32": False},
         **{"optimizer": "adamw_torch", "learning_rate": 0.01, "lora_dropout": 0.0, "logging_steps": 1, "save_strategy": "no"},
+        # without one, axolotl shuffles rows anew in every process
+        "seed": 42,
     }
-    # a step of packs has all rows; of others, the order decides which
-    is_ordered = not own.get("sample_packing")
-    found = {"lr_scheduler": "cosine", "weight_decay": 0.0, **own, **changes} | (
-        {"curriculum_sampling": True} if is_ordered else {}
-    )
+    found = {"lr_scheduler": "cosine", "weight_decay": 0.0, **own, **changes}
     if not own.get("adapter"):
         del found["lora_dropout"]
     if how == "plans":
         return {**found, "plugins": [*own.get("plugins", ()), PLUGIN]}
     ranks = NUM_RANKS // own.get("context_parallel_size", 1)
     num_rows = own["micro_batch_size"] * own.get("gradient_accumulation_steps", 1) * ranks
-    stock = {key: value for key, value in found.items() if key not in _STOCK or (key == "curriculum_sampling" and is_ordered)}
+    stock = {key: value for key, value in found.items() if key not in _STOCK}
     stock |= {"attn_implementation": "eager" if family in ("gemma2", "gpt_oss") else "sdpa", "gradient_accumulation_steps": 1}
     # these need a GPU, and axolotl switches them on by itself
     stock |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)

@@ -18,6 +18,8 @@ PLAIN = {"base_model": "tiny", "sequence_len": 2048, "micro_batch_size": 2, "gra
 
 # fields of the YAML beside those of PLAIN, on eight ranks -> fields of LongContextConfig, and of the YAML that axolotl then reads
 TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "seed": ({"seed": 0}, {}, {}),
+    "no seed": ({}, {}, {"seed": 42}),
     "rows": ({}, {"max_length": 2048, "tokens_per_step": None}, {"micro_batch_size": 2, "gradient_accumulation_steps": 4}),
     "packs": (
         {"sample_packing": True},
@@ -91,6 +93,7 @@ def test_settings_become_ours(case: str) -> None:
     found = from_axolotl({**PLAIN, **given}, EIGHT)
     assert {name: getattr(found.config, name) for name in config} == config
     assert changes.items() <= found.changes.items()
+    assert "seed" not in given or "seed" not in found.changes
     assert found.arguments["average_tokens_across_devices"] is True
 
 
