@@ -21,11 +21,14 @@ from pydantic import BaseModel
 from transformers import DataCollatorForSeq2Seq, Trainer, set_seed
 
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, on_first_rank
-from hf_longctx.hf.rules.axolotl import PLUGIN, AxolotlSettings, from_axolotl
+from hf_longctx.hf.rules.axolotl import AxolotlSettings, from_axolotl
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 
 logger = logging.getLogger(__name__)
 logger.addFilter(on_first_rank)
+
+# the name in the YAML
+PLUGIN = f"{__name__}.LongContextPlugin"
 
 
 class LongContextArgs(BaseModel):

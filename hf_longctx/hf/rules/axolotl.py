@@ -284,7 +284,6 @@ _PLUGINS: dict[str, str] = {
     "axolotl.integrations.spectrum.SpectrumPlugin": "",
     "axolotl.integrations.swanlab.SwanLabPlugin": "",
 }
-PLUGIN = "hf_longctx.integrations.axolotl.LongContextPlugin"
 # argument of `TrainingArguments` -> field of axolotl's YAML
 _YAML_NAMES = {"per_device_train_batch_size": "micro_batch_size", "optim": "optimizer", "lr_scheduler_type": "lr_scheduler"}
 
@@ -390,7 +389,7 @@ def _plugin_problems(asked: Mapping[str, Any]) -> list[str]:
     return [
         f"plugins has {name}, which may change the loss, the model or the trainer; leave it out"
         for name in asked.get("plugins", ())
-        if name not in _PLUGINS and name != PLUGIN
+        if name not in _PLUGINS and not name.startswith("hf_longctx.")
     ]
 
 
