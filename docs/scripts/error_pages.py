@@ -55,6 +55,7 @@ SUBJECTS = {
             "What a model may contain": "hf/models hf/rules/models",
             "Model classes": "hf/rules/classes hf/models/towers",
             "Adapters, and weights of four bits or in fp8": "hf/models/adapters hf/models/quantised runtime/core/fp8",
+            "Teachers": "hf/rules/teacher",
             "Positions": "hf/models/rope hf/models/document_rope hf/rules/arguments:_FIT",
             "Dropout": "hf/models/dropout runtime/core/dropout runtime/attention/context:weight_dropout",
             "Layers with a state": "hf/models/states runtime/states",

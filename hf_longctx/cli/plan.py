@@ -107,6 +107,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--steps", type=_SEQUENCES, default=_DEFAULT_STEPS, help="number of steps to plan and average over (default: %(default)s)"
     )
+    what.add_argument("--teacher", default="", help="a model whose distribution is learnt; see --model")
     what.add_argument("--seed", type=_TOKENS, default=0, help="seed of the shuffle and of sampled lengths (default: %(default)s)")
     add_machine_arguments(parser, is_required=True)
     how = add_how_arguments(parser)
@@ -380,6 +381,7 @@ def request_of(options: argparse.Namespace, longest_tokens: int, step_lengths: S
     given: dict[str, Any] = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__}
     given |= {
         "model": _model_folder(options.model),
+        "teacher": _model_folder(options.teacher) if options.teacher else "",
         "name": options.model,
         "num_ranks": options.gpus,
         "network_gbit": options.slow_network,

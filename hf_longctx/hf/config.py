@@ -500,6 +500,28 @@ class LongContextConfig:
             "more; `token_loss` does not change them."
         },
     )
+    distillation_beta: float = field(
+        default=0.0,
+        metadata={
+            "help": "With `LongContextTrainer(..., teacher=model)`, the distance of the model's distribution of the next token "
+            "from the teacher's: 0 is the forward KL divergence, KL(teacher || model), 1 the reverse one, and numbers between "
+            "are the generalised Jensen-Shannon divergence, as TRL's trainers define it (docs/guides/distillation.md)."
+        },
+    )
+    distillation_temperature: float = field(
+        default=1.0,
+        metadata={"help": "Both distributions are those of logits / this number; the distance is not multiplied by its square."},
+    )
+    distillation_weight: float = field(
+        default=1.0,
+        metadata={"help": "Share of the distance in the loss, from 0 to 1; the rest is the cross-entropy of the labels."},
+    )
+    distillation_top_k: int | None = field(
+        default=None,
+        metadata={
+            "help": "Compare the teacher's k likeliest tokens, and all others together as one more token. Default: all tokens."
+        },
+    )
     report_steps: bool = field(
         default=True,
         metadata={"help": "Print what the run will do and one line per log on rank 0, in place of the trainer's dictionaries."},
@@ -609,6 +631,10 @@ KINDS: dict[str, Kind] = {
     "on_nonfinite": Word(("stop", "skip")),
     "replica_check_steps": Whole(0, "it cannot be negative", is_optional=True, most=2**31),
     "token_metrics": Word(("auto", "on", "off")),
+    "distillation_beta": Number("give 0 (forward KL) to 1 (reverse KL)", may_be_zero=True, most=1.0),
+    "distillation_temperature": Number("give more than 0"),
+    "distillation_weight": Number("give more than 0; without a distance, leave the teacher out", most=1.0),
+    "distillation_top_k": Whole(1, "give the number of tokens to compare, or leave it out", is_optional=True),
     "report_steps": Flag(),
     "timeline_steps": _COUNT,
 }

@@ -32,9 +32,10 @@ from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.memory.teacher import TeacherBytes
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec, split_adapters
 from hf_longctx.plan.pipeline.search import NotFaster
-from hf_longctx.plan.pipeline.stages import balanced_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges
 from hf_longctx.plan.planner import plan_step, step_bound_s
 from hf_longctx.plan.policies.fit import longest_alone
 from hf_longctx.plan.predict.planning import counted_step_s
@@ -88,6 +89,8 @@ class DeviceMemory:
     # plans recompute, offload and tile nothing, for example because the measured bytes per token include recomputation
     keeps_everything: bool = True
     most_offloaded: int = 2**62
+    # a frozen model whose forwards run under the plans of this one, and which ranks share like it
+    teacher: ModelSpec | None = None
 
     @classmethod
     def by_formula(cls, model: ModelSpec, device_bytes: int, is_expandable: bool = False) -> DeviceMemory:
@@ -105,8 +108,25 @@ class DeviceMemory:
     def state_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
         """Bytes that weights, gradients and optimizer states take on a rank, including weights gathered next to their shards.
 
-        ranges: layers of every stage, of which the one with the most bytes counts (empty: there is one stage).
+        A teacher's weights are included. ranges: layers of every stage, of which the one with the most bytes counts (empty: there
+        is one stage).
         """
+        return self._own_state_bytes(parameters, shard_ranks, ranges) + self.teacher_bytes(parameters, shard_ranks, ranges)
+
+    def teacher_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
+        """Bytes of the weights of a teacher on a rank; 0 without one."""
+        if self.teacher is None:
+            return 0
+        return TeacherBytes(self.teacher, parameters, shard_ranks).held(max(1, len(ranges)))
+
+    def taught_tokens(self, parameters: Parameters, shard_ranks: int, is_shared: bool, ranges: Ranges) -> int:
+        """Most tokens of a chunk on a rank that the forwards of a teacher hold besides the states; no limit without one."""
+        if self.teacher is None:
+            return sys.maxsize
+        left_bytes = self.left_bytes(parameters, shard_ranks, ranges)
+        return TeacherBytes(self.teacher, parameters, shard_ranks).most_tokens(left_bytes, is_shared, max(1, len(ranges)))
+
+    def _own_state_bytes(self, parameters: Parameters, shard_ranks: int, ranges: Ranges) -> int:
         if self.lora_rank or not self.is_measured:
             if len(ranges) > 1:
                 return self.byte_model.most_states(ranges, parameters, shard_ranks)
@@ -208,7 +228,7 @@ class Placement:
 
     def kept_tokens(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank with everything kept."""
-        return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks, self.is_shared, self.ranges))
+        return self._bounded(memory.tokens_per_rank(self.parameters, self.shard_ranks, self.is_shared, self.ranges), memory)
 
     def tokens_per_rank(self, memory: DeviceMemory) -> int:
         """Most tokens on a rank that a plan may use; 0 if there is no room for one."""
@@ -230,9 +250,11 @@ class Placement:
             num_blocks=shape.num_blocks,
             block_ranks=shape.ulysses,
         )
-        return self._bounded(max(budget.kept_tokens, most))
+        return self._bounded(max(budget.kept_tokens, most), memory)
 
-    def _bounded(self, fitting: int) -> int:
+    def _bounded(self, fitting: int, memory: DeviceMemory) -> int:
+        parameters, shard_ranks, ranges = self.sharing
+        fitting = min(fitting, memory.taught_tokens(parameters, shard_ranks, self.is_shared, ranges))
         return min(fitting, self.max_tokens_per_rank) if self.max_tokens_per_rank else fitting
 
     def room_tokens(self, memory: DeviceMemory) -> int:
@@ -245,6 +267,10 @@ class Placement:
         if budget is None or not room or self.is_pipeline or self.max_tokens_per_rank or room >= self.max_length > 0:
             return room
         most, shape = self.max_length or _MOST_MORE * room, self.largest_shape(memory.model)
+        if memory.teacher is not None:
+            taught = TeacherBytes(memory.teacher, self.parameters, self.shard_ranks)
+            sliced = taught.most_sliced(memory.left_bytes(*self.sharing), self.tokens_per_rank(memory), shape)
+            most = max(room, min(most, self.degrees[-1] * sliced))
         return longest_alone(memory.model, budget, shape, self.parameters, self.shard_ranks, room, most)
 
     def longest_tokens(self, memory: DeviceMemory) -> int:
@@ -272,7 +298,8 @@ class Measured:
 
     def memory_on(self, placement: Placement, costs: CostModel, lends: bool = False) -> DeviceMemory:
         """Memory beside communicators, a reference model, and the parts of the model on the host."""
-        usable, memory = self.memory.usable_bytes, replace(self.memory, model=costs.model)
+        teacher = None if costs.teacher is None else costs.teacher.model
+        usable, memory = self.memory.usable_bytes, replace(self.memory, model=costs.model, teacher=teacher)
         if self.has_communicators:
             blocks, num_stages = block_sizes(placement.degrees, costs), max(1, len(placement.ranges))
             number = num_communicators(placement.num_ranks, blocks, placement.shard_ranks, num_stages, lends)
@@ -382,6 +409,13 @@ class Setup:
     @property
     def num_stages(self) -> int:
         return len(self.ranges)
+
+    @property
+    def teacher_ranges(self) -> Ranges:
+        """Layer ranges of the teacher; raises ValueError if it has fewer layers than there are ranges."""
+        assert self.costs.teacher is not None
+        num_ranges = len(self.ranges[0]) if self.ranges else 1
+        return layer_ranges(self.costs.teacher.model.num_layers, max(1, self.num_stages), num_ranges)
 
     def in_one_micro_batch(self) -> Setup:
         """The setup of a run whose steps are one micro-batch, in which nothing is cut into slices."""

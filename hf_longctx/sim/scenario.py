@@ -26,8 +26,9 @@ from hf_longctx.plan.core.settings import (
 )
 from hf_longctx.plan.core.types import Parameters, gathers_every_pass
 from hf_longctx.plan.cost.catalog import with_kernels
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, with_adapters
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, default_coefficients, teacher_costs, with_adapters
 from hf_longctx.plan.cost.profiles import RATE_TABLES, HardwareProfile, ModelCalibration, normal_name, read_profile
+from hf_longctx.plan.memory.teacher import beside_teacher
 from hf_longctx.plan.model.model_spec import ModelSpec, PackedSpec
 from hf_longctx.plan.setup import (
     DeviceMemory,
@@ -124,6 +125,8 @@ class Request:
     compile_layers: bool | None = None
     # torch's allocator will have expandable segments, as the environment of a run decides
     expandable_segments: bool = False
+    # model whose forwards run under the same plans (empty: none)
+    teacher: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         cluster = _with_network(request.network_gbit, cluster, notes)
     if links := slow_links(cluster):
         notes.append(links)
+    if request.teacher:
+        model = beside_teacher(model)
     coefficients, memory = _measured_or_assumed(model, cluster, calibration, request.expandable_segments)
     if request.activations not in ("auto", "keep"):
         raise ValueError(f"activations {request.activations!r} is not one of auto, keep; choose one of these")
@@ -274,9 +279,9 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     is_measured = memory.is_measured
     # a measured run had its communicators beside the usable bytes
     takes_memory = _is_gpu(profile.spec.name) and not is_measured
-    measured = Measured(
-        CostModel(model, cluster, coefficients), memory, is_measured, takes_memory, is_expandable=request.expandable_segments
-    )
+    taught_by = _teacher(request, model, cluster, notes) if request.teacher else None
+    costs = CostModel(model, cluster, coefficients, teacher=taught_by)
+    measured = Measured(costs, memory, is_measured, takes_memory, is_expandable=request.expandable_segments)
     lengths = Lengths(lambda: request.longest_tokens, lambda: request.step_lengths, list, request.longest_tokens)
     wishes = _wishes(request, model, cluster, _stages(request, model, cluster, is_measured and must_fit), is_measured)
     setup = build_setup(measured, wishes, lengths, partial(_check, request))
@@ -502,6 +507,21 @@ def _model(
             )
         quantised = replace(quantised, adapters=lora_adapters(quantised, request.lora_rank, request.lora_experts))
     return quantised, notes
+
+
+def _teacher(request: Request, model: ModelSpec, cluster: ClusterSpec, notes: list[str]) -> CostModel:
+    """The costs of the teacher, in the dtype of the model and with its tokens."""
+    teacher = read_model(request.teacher, model.bytes_per_element)
+    notes.append(
+        f"forwards of the teacher {short_name(request.teacher)} run before those of a plan: its weights lie beside the model's, "
+        f"and its seconds come from operation counts"
+    )
+    if teacher.vocab_size != model.vocab_size:
+        notes.append(
+            f"the teacher has {teacher.vocab_size} tokens and the model {model.vocab_size}; a run needs equal numbers, for "
+            f"padding of another size by teacher.resize_token_embeddings({model.vocab_size})"
+        )
+    return teacher_costs(replace(teacher, vocab_size=model.vocab_size), cluster)
 
 
 def _shares_calls(model: ModelSpec, hardware: str) -> bool:

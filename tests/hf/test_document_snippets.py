@@ -58,6 +58,7 @@ _SERVED, _OWN_LOOP, _ONE_PASS = "served", "own loop", "one pass"
 _KNOWN = {
     "trainer = LongContextTrainer(\n    model=model": ("trainer", 2),
     "AutoModelForImageTextToText": ("images", 1),
+    "teacher=teacher": ("distillation", 2),
     "callback.attach(trainer)": ("attached", 2),
     "LongContextConfig(stages=2)).attach(trainer)": ("attached_stages", 2),
     "class LongSFTTrainer": ("trl", 2),

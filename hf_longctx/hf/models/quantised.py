@@ -80,8 +80,11 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if is_four_bit(module)}
 
 
-def quantised_problems(model: Any) -> list[str]:
-    """Returns why a model cannot be trained with its quantised weights; empty if it can, or if it has no such weights."""
+def quantised_problems(model: Any, is_trained: bool = True) -> list[str]:
+    """Returns why a model cannot run with its quantised weights; empty if it can, or if it has no such weights.
+
+    is_trained: false for a model that only runs forward.
+    """
     for name, module in model.named_modules():
         if type(module).__module__ == _TRANSFORMERS_MXFP4:
             return [
@@ -92,7 +95,7 @@ def quantised_problems(model: Any) -> list[str]:
     layers = four_bit_layers(model)
     if not layers and not any(packed_weights(model)):
         return block_problems(model) or ([] if block_layers(model) else _method_problems(model))
-    if not any("lora_" in name for name, _ in model.named_parameters()):
+    if is_trained and not any("lora_" in name for name, _ in model.named_parameters()):
         return [
             "four-bit weights cannot be trained; put adapters beside them with get_peft_model(model, LoraConfig(...)), or "
             "load the model in bfloat16"
@@ -117,7 +120,7 @@ def quantised_problems(model: Any) -> list[str]:
         problems.append(
             f"{len(bare)} four-bit layers have no scales yet (the first is {bare[0]}); load the model with from_pretrained"
         )
-    elif any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers.values()):
+    elif is_trained and any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers.values()):
         problems.append(
             "a forward in evaluation mode has repacked the four-bit weights for inference on this CPU, so their products pass no "
             "gradient on any more; load the model again and give it to the trainer before any forward (the trainer's evaluate() "

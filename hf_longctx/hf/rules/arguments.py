@@ -85,6 +85,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("data_collator", "compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"),
         (callable, "a function, or leave it out"),
     ),
+    "teacher": (lambda each: isinstance(each, PreTrainedModel) or hasattr(each, "peft_config"), "a loaded transformers model"),
     # `Trainer` adds it to a list of its own
     "callbacks": (lambda each: isinstance(each, list), "a list of TrainerCallbacks"),
     "optimizers": (
@@ -1065,13 +1066,21 @@ _SETUP = {
 
 
 def setup_problems(
-    known: ModelFacts, processing_class: Any, config: LongContextConfig, num_ranks: int, degrees: tuple[int, ...]
+    known: ModelFacts,
+    processing_class: Any,
+    config: LongContextConfig,
+    num_ranks: int,
+    degrees: tuple[int, ...],
+    is_trained: bool = True,
 ) -> list[str]:
-    """Problems with the model, and with how model, tokenizer, config and world size fit together."""
+    """Problems with the model, and with how model, tokenizer, config and world size fit together.
+
+    is_trained: false for a model that only runs forward.
+    """
     facts = Facts(model=known.model, known=known, config=config, num_ranks=num_ranks, degrees=degrees)
     if found := refusals(KIND_OF_MODEL, facts):
         return found
-    found = model_problems(known)
+    found = model_problems(known, is_trained)
     # a calibration also measures a model without layers
     if not found and (lacking := lacking_problems(known)):
         return lacking

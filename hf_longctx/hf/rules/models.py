@@ -86,8 +86,11 @@ def lacking_problems(facts: ModelFacts) -> list[str]:
     return []
 
 
-def model_problems(facts: ModelFacts) -> list[str]:
-    """Reasons why this model would not run correctly; empty for a tested class with a tested attention pattern."""
+def model_problems(facts: ModelFacts, is_trained: bool = True) -> list[str]:
+    """Reasons why this model would not run correctly; empty for a tested class with a tested attention pattern.
+
+    is_trained: false for a model that only runs forward.
+    """
     model, base, text, name = facts.model, facts.base, facts.text, facts.name
     if kinds := kind_problems(model):
         return kinds
@@ -97,7 +100,7 @@ def model_problems(facts: ModelFacts) -> list[str]:
         return [
             f"model class {name} comes from {type(base).__module__}, but only the class of transformers is tested; use that one"
         ]
-    if quantised := quantised_problems(model):
+    if quantised := quantised_problems(model, is_trained):
         # all other problems would only be consequences of these
         return quantised
     config = base.config
@@ -127,7 +130,7 @@ def model_problems(facts: ModelFacts) -> list[str]:
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
         problems.append("the model is compiled, which is not supported yet; pass a model that is not compiled")
     towers = {id(parameter) for parameter in tower_parameters(model)}
-    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) not in towers):
+    if is_trained and not any(weight.requires_grad for weight in model.parameters() if id(weight) not in towers):
         problems.append(_frozen_problem(facts))
     dtypes, added = own_dtypes(model)
     if mixed := mixed_problems(model):

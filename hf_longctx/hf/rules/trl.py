@@ -151,7 +151,7 @@ _OTHER_TRAINERS = {
     "other-trainer-of-trl": Rule(
         "{trainer.__name__} computes its loss from whole sequences, or generates them, but full plans train the token mean of "
         "the cross-entropy",
-        f"use SFTTrainer, {', '.join(_SCORED)}, the trainers of TRL that run full plans",
+        f"use SFTTrainer (for distillation with teacher=model), {', '.join(_SCORED)}, the trainers of TRL that run full plans",
         lambda run: getattr(trl_class(run.trainer), "__name__", _PLANNED) not in (_PLANNED, _ASYNCHRONOUS, *_SCORED),
         "trainer = of_trl('PRMTrainer')",
     ),

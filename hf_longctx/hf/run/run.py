@@ -35,6 +35,8 @@ from hf_longctx.hf.models.dropout import key_noise, rest_noise
 from hf_longctx.hf.models.experts import RouterRuntime
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.kernels import FusedLayers, fused_layers
+from hf_longctx.hf.models.layers import output_head
+from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.patch import patch_model, restore_attention
 from hf_longctx.hf.models.quantised import fp8_layers, keep_blocks, round_frozen
 from hf_longctx.hf.models.refusing import allow_all, held_stage, refuse_all, refuse_saving, refuses
@@ -57,7 +59,8 @@ from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.hooks import hook_problems
 from hf_longctx.hf.rules.models import align_padding, classifier_problems
-from hf_longctx.hf.rules.rule import Facts
+from hf_longctx.hf.rules.rule import Facts, refusals
+from hf_longctx.hf.rules.teacher import TAUGHT_ROWS, teacher_digest, teacher_problems
 from hf_longctx.hf.run.placement import (
     Placement,
     ReplicatedPlacement,
@@ -76,11 +79,12 @@ from hf_longctx.hf.start.losses import chosen_loss, loss_digest, loss_name, loss
 from hf_longctx.hf.start.setup import OtherResidents, TrainingRows, checked_degrees, choose_setup, open_plan_source, opening_line
 from hf_longctx.hf.start.sharded_loading import unread_problems
 from hf_longctx.hf.start.stages import own_stage
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.types import Ranges, StepPlan
 from hf_longctx.plan.setup import Setup
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
-from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.core.loss import AnyLoss, LabelSmoothing, TokenLoss, ValueLoss
+from hf_longctx.runtime.execution.executor import StepExecutor, Teacher
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.master_weights import copied_dtypes
 from hf_longctx.runtime.parameters.rounded import note_rounded, noted_rounded
@@ -135,6 +139,10 @@ class RunRequest:
     trainer: type = Trainer
     # stages are "auto" although the user left them open, so that they must hold each row that one stage holds
     has_open_stages: bool = False
+    # the model whose distribution the trained one learns; see `_teach`
+    teacher: ModelFacts | None = None
+    # the user's function that makes a model for every training
+    model_init: Any = None
 
     @property
     def problems_of_saving(self) -> list[str]:
@@ -157,6 +165,22 @@ class RunRequest:
         of_classifier = classifier_problems(Facts(config=self.config, args=self.args, task=task, given=given))
         return of_classifier or loss_problems(self.facts, self.args, self.token_loss)
 
+    def problems_of_teacher(self, degrees: tuple[int, ...]) -> list[str]:
+        """Problems with the teacher, or with settings that need one. degrees: those that groups may have."""
+        return teacher_problems(
+            Facts(
+                config=self.config,
+                args=self.args,
+                model=self.facts.model,
+                known=self.facts,
+                trainer=self.trainer,
+                given={"token_loss": self.token_loss, "model_init": self.model_init, "taught_by": self.teacher},
+                processing_class=self.processing_class,
+                num_ranks=self.args.world_size,
+                degrees=degrees,
+            )
+        )
+
 
 @dataclass(frozen=True)
 class _Checked:
@@ -167,7 +191,7 @@ class _Checked:
     # the labels that the head learns
     task: HeadTask
     degrees: tuple[int, ...]
-    token_loss: TokenLoss | ValueLoss | None
+    token_loss: AnyLoss
     # name of a user's function around the model's forward that may return a loss, which plans never read; empty if there is none
     forward: str
 
@@ -215,7 +239,10 @@ class Run:
     # every stage if stages lend their ranks, since each rank then has the whole model
     all_stages: tuple[StageModel, ...] = ()
     # the loss of a token; None for cross-entropy
-    token_loss: TokenLoss | ValueLoss | None = None
+    token_loss: AnyLoss = None
+    # runs the forwards of a teacher, and the user's code on it at the start; None without one
+    teacher: Teacher | None = None
+    teacher_code: CodeAtStart | None = None
     # keys of the model's dropout modules; None if it has none
     dropout: DropoutKeys | None = None
     # alpha of the noise that the embedding adds in training (NEFTune); None without noise
@@ -243,8 +270,17 @@ class Run:
         self.fused.bind(model)
         routers, device = self.routers.balance(model), self.args.device
         executor = StepExecutor(stage, self.pool, device, fp32_gradients, all_stages, routers, self.token_loss)
-        executor.added_code = partial(self.code.problem, model)
+        executor.added_code = partial(self._added_code, model)
+        executor.teacher = self.teacher
         return executor
+
+    def _added_code(self, model: nn.Module) -> str:
+        """Describes code that was put on the model, or on its teacher, since the start; empty if there is none."""
+        problem = self.code.problem(model)
+        if problem or self.teacher is None or self.teacher_code is None:
+            return problem
+        of_teacher = self.teacher_code.problem(self.teacher.executor.model)
+        return f"the teacher: {of_teacher}" if of_teacher else ""
 
     def make_room(self, plan: StepPlan) -> None:
         """Gets the host memory that the plan needs, on all ranks before its first collective, and logs how long that took."""
@@ -301,6 +337,7 @@ def start_run(request: RunRequest) -> Run:
         basis = _set_up(checked, failed)
         run, test, mesh = _take(checked, basis, undo)
         run = _try(checked, run, test, mesh)
+        run = _teach(checked, run, mesh)
         failed.pop_all()
         return replace(run, undo=undo.pop_all())
 
@@ -325,8 +362,11 @@ def _check(request: RunRequest, control: dist.ProcessGroup | None, task: HeadTas
     problems = request.problems + hook_problems(request.trainer) + request.problems_of_saving
     problems += request.problems_of_loss(task) + _lone_stage_problems(facts) + request.problems_of_rows
     alike = {"token_loss": loss_digest(request.token_loss, facts.num_outputs, args.device)} if mode.loss else {}
-    degrees = checked_degrees(request.config, facts, args, request.processing_class, problems, control, alike)
-    token_loss = chosen_loss(args, request.token_loss, task) if mode.loss else None
+    alike |= {} if request.teacher is None else {"teacher": teacher_digest(request.teacher)}
+    of_teacher = request.problems_of_teacher
+    degrees = checked_degrees(request.config, facts, args, request.processing_class, problems, control, alike, of_teacher)
+    taught_by = None if request.teacher is None else request.config
+    token_loss = chosen_loss(args, request.token_loss, task, taught_by) if mode.loss else None
     # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none
     forward = user_forward(facts.model) if token_loss is None or isinstance(token_loss, ValueLoss) else ""
     return _Checked(request, control, task, degrees, token_loss, forward)
@@ -357,7 +397,8 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     reference = request.reference.parameters() if request.reference is not None else ()
     dtype = torch.bfloat16 if args.bf16 else hidden_dtype(model)
     kernels = _covered(fused, model) | scan_kernels(checked.facts.base, states_of(model.config), args.device, dtype)
-    beside = OtherResidents(sum(weight.nbytes for weight in reference), kernels)
+    teacher = None if request.teacher is None else request.teacher.model
+    beside = OtherResidents(sum(weight.nbytes for weight in reference), kernels, teacher)
     has_choice = request.has_open_stages or config.parameters == "auto"
     must_fit = has_choice and config.long_sequences == "error"
     rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task, must_fit)
@@ -371,6 +412,8 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     sets = SequenceSets(config, args, setup, control, checked.task, *given, is_attached=request.gives_back)
     if request.mode.steps:
         sets.check(checked.facts, request.datasets)
+        has_images = request.teacher is not None and sets.reads_media
+        raise_together(refusals(TAUGHT_ROWS, Facts(given={"has_images": has_images})), control)
     return _Basis(setup, sets, fused, kernels_line)
 
 
@@ -412,7 +455,7 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
     if test is None or not request.mode.loss:
         _warn_of_forward(checked.forward, args, token_loss)
     all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
-    stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup, model)
+    stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup.ranges, model)
     code.forget_others(model)
     if setup.num_stages > 1 and not all_stages:
         check_trained(stage, control)
@@ -464,6 +507,9 @@ def _opening(checked: _Checked, basis: _Basis, source: PlanSource) -> str:
         )
     if checked.token_loss is not None:
         lines.append(f"loss of a token: {loss_name(checked.token_loss)}")
+    if (teacher := checked.request.teacher) is not None:
+        held_gib = basis.setup.memory.teacher_bytes(*basis.setup.placement.sharing) / 2**30
+        lines.append(f"teacher: {teacher.name}, {held_gib:.2f} GiB of weights on a rank, which the memory above includes")
     return "\n".join(filter(None, lines))
 
 
@@ -506,21 +552,23 @@ def _tested_again(
     return "" if test is None else test.run(place, user_forward(model) if is_models_loss else "")
 
 
-def reference_run(run: Run, model: Any) -> Run:
-    """Makes a run of a second model of the same class and shape, for forwards under the plans of `run`.
+def reference_run(run: Run, model: Any, ranges: Ranges = ()) -> Run:
+    """Makes a run of a second model for forwards under the plans of `run`.
 
-    It ends with `run`. Patches the model's attention and cuts it into the same stages.
+    It ends with `run`. Patches the model's attention and cuts it into as many stages. ranges: its layer ranges; by default those
+    of `run`, for a model of the same class and shape.
     """
     run.undo.callback(restore_attention, model, attention_name(model))
     patch_model(model)
     model.eval()
-    stage = _own_stage(run.setup, model)
+    stage = _own_stage(ranges or run.setup.ranges, model)
     is_last = stage.stage == run.setup.num_stages - 1
     activations, routers = (
         ActivationRuntime(run.args.device, 0, run.source.set_copy_rate, is_last),
         RouterRuntime(run.args.device),
     )
-    fused = FusedLayers(run.fused.maker, grouped=run.fused.grouped)
+    # kernels were compared with the code of the first model
+    fused = FusedLayers("") if ranges else FusedLayers(run.fused.maker, grouped=run.fused.grouped)
     run.undo.callback(fused.close)
     run.undo.callback(activations.close)
     placement: Placement = run.placement
@@ -536,7 +584,48 @@ def reference_run(run: Run, model: Any) -> Run:
         placement=placement,
         all_stages=(),
         dropout=None,
+        teacher=None,
     )
+
+
+def _teach(checked: _Checked, run: Run, mesh: DeviceMesh | None) -> Run:
+    """Tests the teacher by itself and places it like the model; returns the run with it. Collective.
+
+    Raises ValueError on every rank if a plan of the self-test fails on the teacher.
+    """
+    if (facts := checked.request.teacher) is None:
+        return run
+    model, config, args = facts.model, run.config, run.args
+    keep_blocks(model)
+    taught_by = run.setup.costs.teacher
+    assert taught_by is not None
+    # forwards keep nothing, under any policy
+    planner = replace(run.setup.planner, activations=None)
+    placement = replace(run.setup.placement, ranges=run.setup.teacher_ranges)
+    setup = replace(run.setup, costs=replace(run.setup.costs, model=taught_by.model), planner=planner, placement=placement)
+    run.undo.callback(restore_attention, model, attention_name(model))
+    patch_model(model)
+    test = SelfTest.of(facts, setup, args.device, False, run.control) if config.self_test else None
+    second = reference_run(run, model, setup.ranges)
+    if test is not None:
+        count = partial(count_over_ranks, group=run.control)
+        line = test.run(RunPlace(run.pool, mesh, args.device, config.fp32_gradients, count))
+        run.report.opening += f"\nteacher: {line}"
+    # no gradient is ever summed
+    model.requires_grad_(False)
+    if isinstance(second.placement, ShardedPlacement | StagedPlacement) and second.placement.shards is not None:
+        shards = replace(second.placement.shards, layers_on_host=False, spreads_experts=False)
+        ShardedPlacement(shards, run.control).prepare(model)
+    else:
+        second.placement.prepare(model)
+        model.to(args.device)
+    is_last = second.stage.stage == run.setup.num_stages - 1
+    head = OutputHead(output_head(model), change=logit_change(model)) if is_last else None
+    if head is not None:
+        run.undo.callback(head.unbind)
+    teacher = Teacher(second.executor(model), head)
+    # code that plans put on the teacher stays there
+    return replace(run, teacher=teacher, teacher_code=CodeAtStart(facts, config.self_test, None))
 
 
 def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments, control: dist.ProcessGroup | None) -> None:
@@ -545,7 +634,7 @@ def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments
     note_rounded(model, find_rounded(model, args.device, control) if is_gathered else ())
 
 
-def _warn_of_forward(forward: str, args: TrainingArguments, loss: TokenLoss | ValueLoss | None) -> None:
+def _warn_of_forward(forward: str, args: TrainingArguments, loss: AnyLoss) -> None:
     """Logs that plans ignore the loss of a user's forward, if no self-test compares it with that of plans."""
     if forward and args.process_index == 0:
         way_out = "" if isinstance(loss, ValueLoss) else f"; to train another loss, {WAY_OUT}"
@@ -577,15 +666,15 @@ def _lone_stage_problems(facts: ModelFacts) -> list[str]:
     ]
 
 
-def _own_stage(setup: Setup, model: Any) -> StageModel:
+def _own_stage(ranges: Ranges, model: Any) -> StageModel:
     """Cuts `model` to this rank's pipeline stage and describes the stage; without a pipeline, all of `model` is one stage."""
-    if setup.num_stages == 1:
+    if len(ranges) == 1:
         return whole_model(model, num_attention_layers(model))
-    stage = own_stage(setup.num_stages)
+    stage = own_stage(len(ranges))
     if loaded_ranges(model) is None:
-        cut_model(model, setup.ranges, stage)
-    described = stage_model(model, setup.ranges, stage)
-    refuse_saving(model, held_stage(model, stage, setup.num_stages))
+        cut_model(model, ranges, stage)
+    described = stage_model(model, ranges, stage)
+    refuse_saving(model, held_stage(model, stage, len(ranges)))
     return described
 
 

@@ -59,7 +59,7 @@ from hf_longctx.hf.self_test.specimen import CopyRun, HiddenTrace, Rows, RunPlac
 from hf_longctx.hf.start.losses import loss_name, token_loss_problems
 from hf_longctx.plan.core.types import Span, StepPlan
 from hf_longctx.plan.setup import Setup
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, SquaredError, TokenLoss, ValueLoss
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, AnyLoss, Distillation, SquaredError, TokenLoss, ValueLoss
 from hf_longctx.runtime.process_groups import GroupPool
 
 logger = logging.getLogger(__name__)
@@ -156,9 +156,11 @@ class SelfTest:
         device, loss = place.device, ""
         if place.token_loss is not None:
             # the copy has fewer token ids, which a loss with one weight per id does not support
+            own: Any
             num_classes = place.task.num_labels or self.exact.num_token_ids
             fits = not token_loss_problems(place.token_loss, num_classes, device)
-            own = SquaredError.name if place.token_loss is _distance else loss_name(place.token_loss)
+            own = place.token_loss.loss if isinstance(place.token_loss, _TaughtByLabels) else place.token_loss
+            own = SquaredError.name if own is _distance else loss_name(own)
             loss = own if fits else "cross-entropy, since token_loss needs all token ids"
             loss = f"loss of a token: {loss}, "
             place = place if fits else replace(place, token_loss=None)
@@ -309,13 +311,27 @@ def _spans(plan: StepPlan) -> Iterator[Span]:
             yield from chunk.spans
 
 
-def probed(token_loss: TokenLoss | ValueLoss | None, task: HeadTask) -> tuple[TokenLoss | None, HeadTask, ValueLoss | None]:
+def probed(token_loss: AnyLoss, task: HeadTask) -> tuple[TokenLoss | None, HeadTask, ValueLoss | None]:
     """Returns loss and labels of the test's rows, always classes, for a run with this loss and these labels.
 
-    Third, the run's own loss if its labels are numbers, for comparison with the loss of a user's forward.
+    Third, the run's own loss if its labels are numbers, for comparison with the loss of a user's forward. A `Distillation` has a
+    made-up teacher, whose logits depend on labels alone, since the run's own teacher has a test of its own.
     """
+    if isinstance(token_loss, Distillation):
+        return _TaughtByLabels(token_loss), task, None
     task = replace(task, problem="single_label_classification") if task.has_values else task
     return (_distance, task, token_loss) if isinstance(token_loss, ValueLoss) else (token_loss, task, None)
+
+
+@dataclass(frozen=True)
+class _TaughtByLabels:
+    """A `TokenLoss` beside a teacher whose logits are sines, with frequencies that labels give."""
+
+    loss: Distillation
+
+    def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        ids_V = torch.arange(logits_TV.shape[1], dtype=logits_TV.dtype, device=logits_TV.device)
+        return self.loss.losses(logits_TV, 3 * torch.sin(ids_V * (1 + labels_T.clamp_min(0)).unsqueeze(1)), labels_T)
 
 
 def _distance(logits_TK: Tensor, labels_T: Tensor) -> Tensor:

@@ -19,7 +19,16 @@ from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.rules.arguments import WAY_OUT
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, BinaryCrossEntropy, LabelSmoothing, SquaredError, TokenLoss, ValueLoss
+from hf_longctx.runtime.core.loss import (
+    IGNORE_INDEX,
+    AnyLoss,
+    BinaryCrossEntropy,
+    Distillation,
+    LabelSmoothing,
+    SquaredError,
+    TokenLoss,
+    ValueLoss,
+)
 
 # losses of transformers that plans train by default, by kind of head: module and names
 _MODULE = "transformers.loss.loss_utils"
@@ -36,24 +45,41 @@ _EQUAL = 1e-6
 
 
 def chosen_loss(
-    args: TrainingArguments, token_loss: TokenLoss | None, task: HeadTask = NEXT_TOKEN
-) -> TokenLoss | ValueLoss | None:
-    """The loss of a token that plans train; None for cross-entropy. task: the labels of the run."""
+    args: TrainingArguments,
+    token_loss: TokenLoss | None,
+    task: HeadTask = NEXT_TOKEN,
+    taught_by: LongContextConfig | None = None,
+) -> AnyLoss:
+    """The loss of a token that plans train; None for cross-entropy.
+
+    task: the labels of the run. taught_by: the settings of a run with a teacher.
+    """
+    if taught_by is not None:
+        return Distillation(*(getattr(taught_by, f"distillation_{name}") for name in ("beta", "temperature", "weight", "top_k")))
     if task.has_values and token_loss is None:
         return SquaredError() if task.problem == "regression" else BinaryCrossEntropy()
     factor = float(args.label_smoothing_factor)
     return LabelSmoothing(factor) if token_loss is None and factor else token_loss
 
 
-def loss_name(token_loss: TokenLoss | ValueLoss | None) -> str:
+def loss_name(token_loss: AnyLoss) -> str:
     """The loss of a token, in words for the log."""
     if token_loss is None:
         return "cross-entropy"
+    if isinstance(token_loss, Distillation):
+        return _distance_name(token_loss)
     if isinstance(token_loss, ValueLoss):
         return token_loss.name
     if isinstance(token_loss, LabelSmoothing):
         return f"cross-entropy with label_smoothing_factor={token_loss.factor:g}"
     return f"token_loss {getattr(token_loss, '__qualname__', type(token_loss).__qualname__)}"
+
+
+def _distance_name(loss: Distillation) -> str:
+    kind = {0.0: "KL(teacher || model)", 1.0: "KL(model || teacher)"}.get(loss.beta, f"generalised JSD, beta {loss.beta:g},")
+    among = "" if loss.top_k is None else f" over the teacher's {loss.top_k} likeliest tokens and the rest"
+    rest = "" if loss.weight == 1 else f", {loss.weight:g} of the loss; the rest is cross-entropy"
+    return f"{kind} at temperature {loss.temperature:g}{among}{rest}"
 
 
 def loss_problems(facts: ModelFacts, args: TrainingArguments, token_loss: TokenLoss | None) -> list[str]:
@@ -155,7 +181,7 @@ def _called(function: Any, logits_1TV: Tensor, labels_1T: Tensor, is_shifted: bo
     return loss
 
 
-def smoother_problems(trainer: Any, token_loss: TokenLoss | ValueLoss | None) -> list[str]:
+def smoother_problems(trainer: Any, token_loss: AnyLoss) -> list[str]:
     """Problem with a `label_smoother` that was set on a built trainer, where plans train `token_loss`."""
     factor = float(getattr(trainer.label_smoother, "epsilon", 0.0))
     trained = token_loss.factor if isinstance(token_loss, LabelSmoothing) else 0.0

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -37,10 +37,11 @@ from hf_longctx.plan.core.settings import EXPANDABLE_SHARE, ClusterSpec, Planner
 from hf_longctx.plan.core.sharding import PACKED_TOKENS
 from hf_longctx.plan.core.types import PARAMETERS, Ranges
 from hf_longctx.plan.cost.catalog import spec_name, without_kernels
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients
+from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, block_sizes, default_coefficients, teacher_costs
 from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.cost.traffic import may_pass_states
 from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.memory.teacher import beside_teacher
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.setup import (
     SHARINGS,
@@ -88,6 +89,8 @@ class OtherResidents:
     reference_bytes: int = 0
     # fields of `ModelSpec` that say which functions of its layers have kernels
     kernels: Mapping[str, bool] = field(default_factory=dict)
+    # a frozen model whose forwards run under the same plans
+    teacher: PreTrainedModel | None = None
 
 
 def checked_degrees(
@@ -98,18 +101,19 @@ def checked_degrees(
     problems: list[str],
     control: dist.ProcessGroup | None,
     alike: Mapping[str, Any] = {},
+    other_problems: Callable[[tuple[int, ...]], list[str]] = lambda degrees: [],
 ) -> tuple[int, ...]:
     """The degrees that sequence groups may have; raises ValueError on every rank for settings, models or ranks that do not fit.
 
-    problems: problems that the caller has found already. alike: further values that must not differ between ranks. Collective
-    over the ranks of `control`, in one exchange.
+    problems: problems that the caller has found already. alike: further values that must not differ between ranks.
+    other_problems: returns those that depend on the degrees. Collective over the ranks of `control`, in one exchange.
     """
     config_of_text = facts.base.config.get_text_config() if hasattr(facts.base, "config") else None
     heads = getattr(config_of_text, "num_attention_heads", args.world_size)
     degrees = _allowed_degrees(config, stage_ranks(config, args.world_size), heads)
     problems = problems + launch_problems(LaunchEnvironment.read(), args)
     problems += _hardware_problems(config.hardware)
-    problems += setup_problems(facts, processing_class, config, args.world_size, degrees)
+    problems += setup_problems(facts, processing_class, config, args.world_size, degrees) + other_problems(degrees)
     # a rank with other settings may be the only one with a problem
     raise_together(problems, control, alike={**asdict(config), **_shared_arguments(args), **alike})
     return (config.static_degree,) if config.static_degree else degrees
@@ -165,6 +169,8 @@ def choose_setup(
     spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(all_frozen), moment_bytes=max(moments))
     agreed: dict[str, Any] = {name: all(each[name] for each in kernels) for name in beside.kernels}
     spec = replace(spec, **agreed)
+    if beside.teacher is not None:
+        spec = beside_teacher(spec, config.distillation_beta, config.distillation_top_k)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
     costs = CostModel(spec, cluster, coefficients)
     if config.parameters == "auto" and not replace(costs, parameters="sharded").counts_weights:
@@ -175,6 +181,10 @@ def choose_setup(
         )
     measured = _measured(config, model, args, costs, beside.reference_bytes, control)
     max_length, is_deferred = config.max_length or spec.max_positions, source_of(facts.base) is not None
+    if beside.teacher is not None:
+        taught_by = teacher_costs(model_spec(beside.teacher), cluster)
+        measured = replace(measured, costs=replace(measured.costs, teacher=taught_by))
+        max_length = min(max_length, taught_by.model.max_positions)
     wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred)
     placeholders = absent_token_ids(facts.base)
     lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)

@@ -35,7 +35,7 @@ from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.run.run import Run
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, TokenLoss, TokenTally, ValueLoss, custom_losses
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, AnyLoss, Distillation, TokenTally, ValueLoss, custom_losses
 
 Array = NDArray[Any]
 
@@ -75,7 +75,7 @@ class Predictions:
     labels: Array | None
     weights: Array | None = None
 
-    def loss(self, token_loss: TokenLoss | ValueLoss | None) -> float:
+    def loss(self, token_loss: AnyLoss) -> float:
         """The mean loss over all rows or tokens with a label, weighted as in training."""
         assert self.labels is not None
         logits = torch.from_numpy(self.logits).reshape(-1, self.logits.shape[-1])
@@ -85,6 +85,7 @@ class Predictions:
         if token_loss is None:
             losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
         else:
+            assert not isinstance(token_loss, Distillation), "classifiers have no teacher"
             losses = custom_losses(token_loss, logits, labels)
         is_label = labels != IGNORE_INDEX
         weights = is_label.double() if self.weights is None else torch.from_numpy(self.weights).reshape(-1) * is_label
@@ -93,7 +94,7 @@ class Predictions:
     def metrics(
         self,
         prefix: str,
-        token_loss: TokenLoss | ValueLoss | None,
+        token_loss: AnyLoss,
         compute: Callable[[EvalPrediction], dict[str, Any]] | None,
         preprocess: Callable[[Tensor, Tensor], Any] | None,
     ) -> tuple[Any, dict[str, Any]]:

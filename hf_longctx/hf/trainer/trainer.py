@@ -112,17 +112,20 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         *,
         longctx_config: LongContextConfig | None = None,
         token_loss: TokenLoss | None = None,
+        teacher: Any = None,
         **kwargs: Any,
     ) -> None:
         """Builds a `Trainer` under plans; `longctx_config` says how sequences are cut and spread.
 
-        token_loss: the loss of a token, in place of cross-entropy; see `TokenLoss`.
+        token_loss: the loss of a token, in place of cross-entropy; see `TokenLoss`. teacher: a frozen model with the same tokens,
+        whose distribution the model learns, as `distillation_beta` and other settings of `longctx_config` say.
         Raises ValueError on every rank, before any work, listing all settings, models and data that cannot be run.
         """
-        named = {"args": args, "longctx_config": longctx_config, "data_collator": data_collator, **kwargs}
+        named = {"args": args, "longctx_config": longctx_config, "data_collator": data_collator, "teacher": teacher, **kwargs}
         if found := refusals(KINDS, Facts(given=named)):
             raise RefusedRun.of(found)
         config = longctx_config if longctx_config is not None else LongContextConfig()
+        taught_by = None if teacher is None else ModelFacts.of(teacher)
         sets = named_sets(train_dataset, eval_dataset)
         given = {
             "processing_class": processing_class,
@@ -151,7 +154,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 collation = Collation(data_collator, facts.head_kind, forward_columns(facts.base, args))
                 request = RunRequest(config, facts, args, processing_class, problems, sets, control, token_loss)
                 has_open_stages = was_open and config.may_have_stages
-                self._start(replace(request, collation=collation, has_open_stages=has_open_stages))
+                request = replace(request, collation=collation, has_open_stages=has_open_stages)
+                self._start(replace(request, teacher=taught_by, model_init=model_init))
                 try:
                     with naming_errors(type(self).__name__):
                         super().__init__(model=model, args=args, **given)
@@ -169,7 +173,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
                 # a trainer of TRL makes the model and the sets ready itself
                 with naming_errors(type(self).__name__):
                     super().__init__(model=model, args=args, **given)
-                self._start(self._request_of_prepared({"data_collator": data_collator, **kwargs}, control, token_loss))
+                request = self._request_of_prepared({"data_collator": data_collator, **kwargs}, control, token_loss)
+                self._start(replace(request, teacher=taught_by))
                 if config.parameters == "auto" and self.place_model_on_device:
                     self._move_model_to_device(cast(nn.Module, self.model), self.args.device)
                 if is_scored(type(self)):

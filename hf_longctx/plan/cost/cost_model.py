@@ -212,6 +212,8 @@ class CostModel:
     parameters: Parameters = "replicated"
     # number of ranks that share one copy of sharded weights
     shard_ranks: int = 1
+    # the model and coefficients of a teacher, whose forwards run under the same plans
+    teacher: CostModel | None = None
 
     @property
     def shards(self) -> int:
@@ -664,6 +666,11 @@ def with_adapters(whole: CostCoefficients, model: ModelSpec) -> CostCoefficients
             head_factor=backward.head_factor * (1 if model.trains_head else 0.5) / share,
         ),
     )
+
+
+def teacher_costs(model: ModelSpec, cluster: ClusterSpec) -> CostModel:
+    """Returns the costs of a frozen model that runs forwards alone, with the rates of the hardware."""
+    return CostModel(model, cluster, default_coefficients(model, cluster))
 
 
 def backward_share(model: ModelSpec) -> float:

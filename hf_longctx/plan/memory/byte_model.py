@@ -381,6 +381,10 @@ class ByteModel:
         """Returns bytes of one layer of a load."""
         return self._layer(load, self._counted.numbers.of(load), policy, tile_tokens, kind)[0]
 
+    def kinds(self) -> set[LayerKind]:
+        """Returns the kinds of the model's layers."""
+        return set(self._kinds(LayerRange(0, self.model.num_layers)))
+
     def _kinds(self, layer_range: LayerRange) -> tuple[LayerKind, ...]:
         """Returns the kind of each layer of a layer range, without windows, which do not change bytes of layers."""
         known = self._counted.kinds

@@ -22,6 +22,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import StageGathers, ends_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
+from hf_longctx.plan.memory.teacher import TeacherBytes
 from hf_longctx.plan.predict.lending import run_lent_pipeline
 from hf_longctx.plan.predict.pipeline_run import PredictionCache, StageRun, near_ranks, run_pipeline
 from hf_longctx.plan.predict.schedule_run import run_schedule
@@ -119,7 +120,7 @@ class _Run:
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
         self.state_bytes = state_bytes(plan, costs, known.byte_model(costs.model))
-        self.peak_bytes = list(self.state_bytes)
+        self.peak_bytes = _with_teacher(plan, costs, self.state_bytes)
         self.in_flight = [0] * plan.num_stages
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
@@ -304,8 +305,27 @@ def keeps_whole_chunk(group: SequenceGroup, costs: CostModel) -> bool:
 
 
 def state_bytes(plan: StepPlan, costs: CostModel, byte_model: ByteModel) -> list[int]:
-    """Bytes of weights, gradients and optimizer states on every rank."""
+    """Bytes of weights, gradients and optimizer states on every rank, and of the weights of a teacher."""
+    taught = 0 if costs.teacher is None else _teacher_bytes(costs.teacher, costs).held(plan.num_stages)
     if plan.num_stages == 1:
-        return [byte_model.states(costs.parameters, costs.shard_ranks)] * plan.num_ranks
+        return [byte_model.states(costs.parameters, costs.shard_ranks) + taught] * plan.num_ranks
     stages = plan.micro_batches[0].groups[0].stages if plan.micro_batches else ()
-    return [byte_model.stage_states(stage, plan) for stage in stages for _ in range(plan.ranks_per_stage)]
+    return [byte_model.stage_states(stage, plan) + taught for stage in stages for _ in range(plan.ranks_per_stage)]
+
+
+def _teacher_bytes(teacher: CostModel, costs: CostModel) -> TeacherBytes:
+    return TeacherBytes(teacher.model, costs.parameters, costs.shard_ranks)
+
+
+def _with_teacher(plan: StepPlan, costs: CostModel, held_bytes: Sequence[int]) -> list[int]:
+    """Peak bytes of every rank before its own passes: held ones, and those of the forwards of a teacher, if there is one."""
+    peaks = list(held_bytes)
+    if costs.teacher is None:
+        return peaks
+    taught = _teacher_bytes(costs.teacher, costs)
+    for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        for place, position in enumerate(group.positions):
+            work = taught.forward(group, place, plan.num_stages)
+            for rank in range(position, plan.num_ranks, plan.ranks_per_stage):
+                peaks[rank] = max(peaks[rank], held_bytes[rank] + work)
+    return peaks

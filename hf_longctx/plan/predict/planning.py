@@ -25,7 +25,7 @@ from hf_longctx.plan.predict.pipeline_run import PredictionCache, plan_gathers
 class WeightSeconds:
     """Seconds of a step in which ranks move weights and gradients, as if nothing else ran meanwhile.
 
-    Empty and 0 if the cost model was measured.
+    Empty and 0 if the cost model was measured, except for the seconds of a teacher, which are never part of it.
     """
 
     # for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches, with copies of
@@ -42,6 +42,8 @@ class WeightSeconds:
 
     # most seconds of a rank for copies of gradients into the buffers of reduce-scatters
     copies_s: float = 0.0
+    # seconds of the forwards of a teacher
+    teacher_s: float = 0.0
     # factor by which idle stages at both ends of a pipeline lengthen what each of its chunks adds
     drains: float = 1.0
 
@@ -52,8 +54,8 @@ class WeightSeconds:
 
     @property
     def left_s(self) -> float:
-        """Seconds by which sums over copies, updates, and shards that leave and come back lengthen a step at least."""
-        return self.sum_s + self.update_s + self.away_s - self.hidden_s
+        """Seconds by which sums over copies, updates, shards that leave and come back, and a teacher lengthen a step at least."""
+        return self.sum_s + self.update_s + self.away_s + self.teacher_s - self.hidden_s
 
     def _on_links_s(self, ranks: Sequence[RankUse]) -> float:
         """Most seconds for which exchanges and gathers keep a rank's links busy."""
@@ -67,7 +69,7 @@ class WeightSeconds:
         step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards that
         leave and come back, and copies of gradients into buffers.
         """
-        alone_s = self.sum_s + self.update_s + self.away_s
+        alone_s = self.sum_s + self.update_s + self.away_s + self.teacher_s
         if not self.gathers_s:
             return step_s + alone_s - self.hidden_s, step_s + alone_s
         alone_s += self.copies_s
@@ -78,10 +80,11 @@ class WeightSeconds:
 def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     """Seconds in which the ranks of `plan` gather, sum and update weights; none if measured coefficients contain them.
 
-    See `CostModel.counts_weights`.
+    See `CostModel.counts_weights`. Those of the forwards of a teacher count in any case.
     """
+    teacher_s = teacher_seconds(plan, costs)
     if not plan.micro_batches or not costs.counts_weights:
-        return WeightSeconds()
+        return WeightSeconds(teacher_s=teacher_s)
     found = [_of_stage(plan, place, costs) for place in range(plan.num_stages)]
     gathers_s = tuple(s for each in found for s in each.gathers_s)
     longest = max(found, key=lambda each: each.sum_s)
@@ -90,7 +93,29 @@ def weight_seconds(plan: StepPlan, costs: CostModel) -> WeightSeconds:
     update_s = _update_s(plan, costs)
     hidden_s = longest.sum_s - left_s + update_s - _update_s(plan, costs, is_early=True)
     away_s, copies_s, drains = (max(getattr(each, name) for each in found) for name in ("away_s", "copies_s", "drains"))
-    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s, copies_s, drains)
+    return WeightSeconds(gathers_s, longest.sum_s, update_s, hidden_s, away_s, copies_s, teacher_s, drains)
+
+
+def teacher_seconds(plan: StepPlan, costs: CostModel) -> float:
+    """Seconds of the forwards of a teacher under a plan; 0 without one.
+
+    A rank runs its groups one after the other, and stages run chunks one behind the other. Ranks that gather the same weights
+    wait for the slowest group of every micro-batch.
+    """
+    if (teacher := costs.teacher) is None:
+        return 0.0
+    layers, num_stages, per_stage = teacher.model.num_layers, plan.num_stages, plan.ranks_per_stage
+    clocks = [0.0] * per_stage
+    for micro_batch in plan.micro_batches:
+        for group in micro_batch.groups:
+            passes = [teacher.forward_s(chunk, group.shape, layers) / num_stages for chunk in group.chunks]
+            end_s = max(clocks[place] for place in group.positions) + sum(passes) + (num_stages - 1) * max(passes)
+            for place in group.positions:
+                clocks[place] = end_s
+        if plan.block_ranks > 1:
+            for first in range(0, per_stage, plan.block_ranks):
+                clocks[first : first + plan.block_ranks] = [max(clocks[first : first + plan.block_ranks])] * plan.block_ranks
+    return max(clocks)
 
 
 def counted_step_s(plan: StepPlan, costs: CostModel) -> float:

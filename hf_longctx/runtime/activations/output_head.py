@@ -39,6 +39,7 @@ from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import on_tiles
 from hf_longctx.runtime.core.loss import (
     IGNORE_INDEX,
+    AtTeacher,
     Scoring,
     Targets,
     TokenLoss,
@@ -219,10 +220,11 @@ class _Order:
     targets: Targets
     tile_tokens: int
     keep_gradients: bool = False
-    # lists to fill with scores of tokens, or with logits of those with labels, and how to score
+    # lists to fill with scores of tokens, with logits of those with labels, or with the head's inputs, and how to score
     scores: list[TokenScores] | None = None
     scoring: Scoring | None = None
     logits: list[Tensor] | None = None
+    inputs: list[Tensor] | None = None
     num_calls: int = 0
     # the tensor returned in place of logits, if the model changes them
     stand_in: StandIn | None = None
@@ -242,7 +244,7 @@ class OutputHead:
         self._undo: list[Callable[[], None]] = []
         if norm is not None:
             self._bind_norm(norm)
-        run = head.forward
+        run = self._run = head.forward
 
         def forward(hidden_1TC: Tensor, *args: Any, **keywords: Any) -> Tensor:
             order = self._order
@@ -298,6 +300,19 @@ class OutputHead:
         logits: list[Tensor] = []
         with self._ordered(_Order(Targets(labels_1T), tile_tokens, logits=logits)):
             yield logits
+
+    @contextmanager
+    def holding(self, labels_1T: Tensor) -> Iterator[list[Tensor]]:
+        """Context for one forward without gradients that does not run the head; fills the list with its input [1, T, C]."""
+        inputs: list[Tensor] = []
+        with self._ordered(_Order(Targets(labels_1T), 0, inputs=inputs)):
+            yield inputs
+
+    @torch.no_grad()
+    def logits(self, hidden_1TC: Tensor) -> Tensor:
+        """Returns the model's logits [1, T, V] of an input of its head, in its own dtype, without a graph."""
+        with torch.autocast(hidden_1TC.device.type, enabled=False):
+            return self.change(self._run(hidden_1TC))
 
     @contextmanager
     def _ordered(self, order: _Order) -> Iterator[None]:
@@ -357,6 +372,9 @@ def _summed(head: nn.Module, run: Run, hidden_1TC: Tensor, order: _Order) -> Ten
             f"the output head got hidden states of shape {tuple(hidden_1TC.shape[:-1])}, but labels have shape "
             f"{tuple(targets.labels_1T.shape)}; the model must send every token to its head"
         )
+    if order.inputs is not None:
+        order.inputs.append(hidden_1TC)
+        return hidden_1TC.new_zeros(())
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     tiles = _labelled_tiles(targets.labels_1T, order.tile_tokens or hidden_1TC.shape[1])
     labels_1T, weights_1T = (
@@ -402,7 +420,8 @@ class _Tiled:
     def targets(self, labels_1T: Tensor, weights_1T: Tensor | None, tile: slice) -> Targets:
         """Returns the targets of a tile's tokens."""
         weights_1t = None if weights_1T is None else weights_1T[:, tile]
-        return Targets(labels_1T[:, tile], weights_1t, self.token_loss, self.tally)
+        token_loss = self.token_loss.cut(tile) if isinstance(self.token_loss, AtTeacher) else self.token_loss
+        return Targets(labels_1T[:, tile], weights_1t, token_loss, self.tally)
 
 
 class _SummedLoss(torch.autograd.Function):

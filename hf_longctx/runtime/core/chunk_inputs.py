@@ -62,18 +62,20 @@ class ChunkInputs:
     label_values: Tensor | None = None
     # None if the documents of the chunk have no images or videos
     media: ChunkMedia | None = None
+    # hidden states [1, T, C] before the head of a teacher, on the host or a device; None without a teacher
+    teacher_1TC: Tensor | None = None
 
     def pin_memory(self) -> ChunkInputs:
         """Copies the shard into pinned memory; called by the loader's pinning thread."""
         return self.mapped(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> ChunkInputs:
-        """Copies the shard to `device`; copies from pinned memory do not block the host."""
+        """Copies the shard to `device`, except for a teacher's states; copies from pinned memory do not block the host."""
         return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkInputs:
-        """Applies `change` to every tensor."""
+        """Applies `change` to every tensor but a teacher's states, of which only tiles are moved."""
         ids, positions, labels = map(change, (self.input_ids, self.position_ids, self.shift_labels))
         weights, values = (None if each is None else change(each) for each in (self.loss_weights, self.label_values))
         media = None if self.media is None else self.media.mapped(change)
-        return ChunkInputs(ids, positions, labels, weights, values, media)
+        return ChunkInputs(ids, positions, labels, weights, values, media, self.teacher_1TC)

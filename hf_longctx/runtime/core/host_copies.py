@@ -29,6 +29,16 @@ _TOUCHING_THREADS, _TOUCHED_BYTES = 8, 2**28
 Ticket = Any
 
 
+def copy_on_host(tensor: Tensor) -> Tensor:
+    """Returns a copy of `tensor` in pinned memory, made in the order of the device's work; a tensor on the host as it is.
+
+    Only work that is queued later on the same stream may read the copy. torch keeps the memory for copies of equal size.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 class CopyEngine(Protocol):
     """Copies between device and host. A source may be dropped as soon as the call returns, a target after `wait`.
 

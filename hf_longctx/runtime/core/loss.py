@@ -6,15 +6,17 @@ what a user's `TokenLoss` returns. The executor, the tiled output head and the e
 
 If labels are values instead of classes (regression, several classes at once, given slopes), a label is the number of a row in
 `ChunkInputs.label_values`. `Targets.of` binds that table to the loss, so that other code handles an ordinary `TokenLoss`.
+It also binds the hidden states of a teacher to a `Distillation`, whose logits then exist for the same tile as the model's own.
 
-Shapes: T tokens, K outputs of the head, N rows of the table.
+Shapes: T tokens, K outputs of the head, N rows of the table, V entries of the vocabulary, C features of a teacher.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -175,6 +177,85 @@ class LossOfLogProbs(ValueLoss):
         return AtValues(self, empty_1K if values_NK is None else torch.cat([values_NK, empty_1K.to(values_NK)]), unlabelled=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """The distance of a token's distribution from that of a teacher, mixed with the cross-entropy of its label.
+
+    The loss is `weight` * D + (1 - `weight`) * cross-entropy. With M = `beta` * teacher + (1 - `beta`) * student,
+    D = `beta` * KL(teacher || M) + (1 - `beta`) * KL(student || M): the generalised Jensen-Shannon divergence of GKD (arXiv
+    2306.13649, equation 1), computed as TRL's trainers do. Its limits are taken at the ends: 0 is KL(teacher || student), the
+    forward divergence, and 1 is KL(student || teacher), the reverse one. Both distributions are those of logits / `temperature`,
+    and D is not multiplied by the square of the temperature.
+
+    top_k: D is that of the teacher's k likeliest tokens and of all others together, as one more token; None for all tokens.
+    """
+
+    beta: float = 0.0
+    temperature: float = 1.0
+    weight: float = 1.0
+    top_k: int | None = None
+
+    def losses(self, logits_TV: Tensor, teacher_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Returns losses [T] of logits in at least fp32; those of tokens without a label are finite and meaningless."""
+        student_TK, teacher_TK = self._tempered(logits_TV), self._tempered(teacher_TV.to(logits_TV.dtype))
+        if self.top_k is not None:
+            ids_Tk = teacher_TK.topk(self.top_k, dim=-1).indices
+            student_TK, teacher_TK = _with_rest(student_TK, ids_Tk), _with_rest(teacher_TK, ids_Tk)
+        losses_T = self._divergences(F.log_softmax(student_TK, dim=-1), F.log_softmax(teacher_TK, dim=-1))
+        if self.weight == 1:
+            return losses_T
+        entropies_T = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+        return self.weight * losses_T + (1 - self.weight) * entropies_T
+
+    def _tempered(self, logits_TV: Tensor) -> Tensor:
+        if self.temperature < 1:
+            # ids that a model hides have the least logit of their dtype, which must stay finite
+            logits_TV = logits_TV.clamp_min(torch.finfo(logits_TV.dtype).min * self.temperature / 2)
+        return logits_TV / self.temperature
+
+    def _divergences(self, student_TK: Tensor, teacher_TK: Tensor) -> Tensor:
+        """Returns D [T] of log-probabilities."""
+        if self.beta == 0:
+            return _kl(teacher_TK, student_TK)
+        if self.beta == 1:
+            return _kl(student_TK, teacher_TK)
+        mixed_TK = torch.logaddexp(teacher_TK + math.log(self.beta), student_TK + math.log1p(-self.beta))
+        return self.beta * _kl(teacher_TK, mixed_TK) + (1 - self.beta) * _kl(student_TK, mixed_TK)
+
+
+def _kl(p_TK: Tensor, q_TK: Tensor) -> Tensor:
+    """Returns KL(p || q) [T] of finite log-probabilities."""
+    return (p_TK.exp() * (p_TK - q_TK)).sum(dim=-1)
+
+
+def _with_rest(logits_TV: Tensor, ids_Tk: Tensor) -> Tensor:
+    """Returns logits [T, k + 1] of these tokens, and of all others together."""
+    rest_T1 = logits_TV.scatter(1, ids_Tk, -math.inf).logsumexp(dim=-1, keepdim=True)
+    return torch.cat([logits_TV.gather(1, ids_Tk), rest_T1], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class AtTeacher:
+    """A `TokenLoss` from a `Distillation` and the teacher's hidden states of the same tokens, in order.
+
+    hidden_1TC: on the host or a device. head: returns the teacher's logits [1, t, V] of hidden states [1, t, C].
+    """
+
+    loss: Distillation
+    hidden_1TC: Tensor
+    head: Callable[[Tensor], Tensor]
+
+    def cut(self, tile: slice) -> AtTeacher:
+        """Returns the loss of a tile's tokens."""
+        return replace(self, hidden_1TC=self.hidden_1TC[:, tile])
+
+    def __call__(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Returns losses [T]."""
+        with torch.no_grad():
+            teacher_TV = wide_logits(self.head(self.hidden_1TC.to(logits_TV.device, non_blocking=True)))
+        return self.loss.losses(logits_TV, teacher_TV, labels_T)
+
+
 class TokenTally:
     """Counts how well label tokens are predicted, tile by tile, from the logits of their loss.
 
@@ -192,6 +273,10 @@ class TokenTally:
         self.sums_3 += torch.stack([column.sum(dtype=torch.float64) for column in columns])
 
 
+# the loss that a run trains; None for cross-entropy
+AnyLoss = TokenLoss | ValueLoss | Distillation | None
+
+
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Targets of the tokens of a shard: next-token labels, each with a weight, and the loss of one token."""
@@ -206,9 +291,18 @@ class Targets:
     tally: TokenTally | None = None
 
     @classmethod
-    def of(cls, inputs: ChunkInputs, token_loss: TokenLoss | ValueLoss | None = None, tally: TokenTally | None = None) -> Targets:
-        """Makes the targets of a chunk's tokens, on the device of `inputs`."""
+    def of(
+        cls,
+        inputs: ChunkInputs,
+        token_loss: AnyLoss = None,
+        tally: TokenTally | None = None,
+        teacher_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> Targets:
+        """Makes the targets of a chunk's tokens, on the device of `inputs`. teacher_head: see `AtTeacher`."""
         labels_1T, weights_1T = inputs.shift_labels, inputs.loss_weights
+        if isinstance(token_loss, Distillation):
+            assert inputs.teacher_1TC is not None and teacher_head is not None, "the teacher has not run"
+            token_loss = AtTeacher(token_loss, inputs.teacher_1TC, teacher_head)
         if isinstance(token_loss, ValueLoss):
             token_loss = token_loss.at(inputs.label_values)
         if weights_1T is not None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_longctx.plan.core.lending import is_lent
-from hf_longctx.plan.core.types import RankPlan, frees_every_round
+from hf_longctx.plan.core.types import LayerRange, RankPlan, frees_every_round
 from hf_longctx.runtime.activations.engine import ActivationEngine
+from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.core.loss import Scoring, TokenLoss, TokenScores, TokenTally, ValueLoss
+from hf_longctx.runtime.core.loss import AnyLoss, Distillation, Scoring, TokenScores, TokenTally
 from hf_longctx.runtime.execution.checks import check_weights, forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.experts import RouterBalance
 from hf_longctx.runtime.execution.lending import LentRound
@@ -54,8 +55,11 @@ class StepExecutor:
     are then summed over all ranks and equal on each.
     routers: balance of experts, if it is part of the loss (`execution/experts.py`). If a plan has a forward after a backward, all
     forwards first run once without gradients to count the routed tokens.
-    token_loss: the loss of a token; None for cross-entropy.
+    token_loss: the loss of a token; None for cross-entropy. A `Distillation` needs `teacher`.
     """
+
+    # runs the forwards of a teacher for the plans of this model; None without one
+    teacher: Teacher | None = None
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class StepExecutor:
         fp32_gradients: bool = True,
         all_stages: Sequence[StageModel] = (),
         routers: RouterBalance | None = None,
-        token_loss: TokenLoss | ValueLoss | None = None,
+        token_loss: AnyLoss = None,
     ) -> None:
         self.token_loss = token_loss
         self.model, self.pool, self.device, self.routers = stage.model, pool, device, routers
@@ -106,7 +110,7 @@ class StepExecutor:
         takes part in the sums at the end of the plan, after which all ranks raise OutOfMemoryTogether; other ranks would wait for
         it inside a pass. With `routers`, call `route` before the first plan of a step that has several.
         """
-        with self._forgetting_broken_steps():
+        with self._forgetting_broken_steps(), self._taught(plan, inputs) as inputs:
             return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine, tally)
 
     def _run(
@@ -210,7 +214,8 @@ class StepExecutor:
 
         tally: counts this rank's label tokens.
         """
-        total = self._run_forwards(plan, inputs, "evaluation", engine, wanted=tally or "loss")
+        with self._taught(plan, inputs) as inputs:
+            total = self._run_forwards(plan, inputs, "evaluation", engine, wanted=tally or "loss")
         return sum_over_ranks(total, self.pool.everyone)
 
     def score(
@@ -235,6 +240,24 @@ class StepExecutor:
         self._run_forwards(plan, inputs, "evaluation", engine, wanted="logits", rounds=rounds)
         return [each.logits for each in rounds]
 
+    def read_inputs(self, plan: RankPlan, inputs: PlanInputs, head: OutputHead | None) -> list[dict[int, Tensor]]:
+        """Returns what `head` gets, [1, T, C], in the forwards of this rank's shard of every chunk. Collective, like `score`.
+
+        The head does not run. None on stages before the last, whose results are empty. Afterwards its weights stay gathered
+        until the executor's `parameters` are freed.
+        """
+        rounds: list[Round] = []
+        self._run_forwards(plan, inputs, "teacher", None, wanted=head or "logits", rounds=rounds, keeps_ends=True)
+        found = [dict(each.head_inputs) for each in rounds]
+        for each in rounds:
+            # rounds live until the collector finds them
+            each.head_inputs.clear()
+        return found
+
+    def _taught(self, plan: RankPlan, inputs: PlanInputs) -> AbstractContextManager[PlanInputs]:
+        """Context with the inputs of a plan and the states of the teacher, if there is one."""
+        return nullcontext(inputs) if self.teacher is None else self.teacher.taught(plan, inputs)
+
     def route(self, plans: Sequence[tuple[RankPlan, PlanInputs]], engine: ActivationEngine | None = None) -> None:
         """Counts the experts of all tokens of an optimizer step, by forwards of its plans. Call it before `run`.
 
@@ -245,7 +268,9 @@ class StepExecutor:
         self.routers.forget()
         with self._forgetting_broken_steps():
             for plan, inputs in plans:
-                self._run_forwards(plan, inputs, "routing", engine, is_counted=True)
+                # a loss beside a teacher needs its states, which nothing here reads
+                wanted: Wanted = Scoring() if isinstance(self.token_loss, Distillation) else "loss"
+                self._run_forwards(plan, inputs, "routing", engine, is_counted=True, wanted=wanted)
             self._aux_loss = self.routers.settle(self.pool.everyone)
 
     def balance(self, sums_2E: Tensor, coefficient: Tensor) -> None:
@@ -300,10 +325,12 @@ class StepExecutor:
         is_counted: bool = False,
         wanted: Wanted = "loss",
         rounds: list[Round] | None = None,
+        keeps_ends: bool = False,
     ) -> Tensor:
         """Runs the forwards of a plan; returns this rank's summed loss, or zero if something else is `wanted`.
 
         purpose: name of the run in error messages. rounds: list to fill with the micro-batches, which hold what is wanted.
+        keeps_ends: weights outside of the layers stay gathered.
         """
         self._begin_plan(plan)
         self.parameters.check(plan.parameters)
@@ -321,7 +348,7 @@ class StepExecutor:
                 # gradients of a step that goes on after these forwards stay
                 self.parameters.end_passes()
                 raise
-            self.parameters.free()
+            self.parameters.free(keeps_ends)
         if rounds is not None:
             rounds += made
         return self._sum_of(made)
@@ -351,6 +378,7 @@ class StepExecutor:
             settle_routers=self._settle_routers,
             token_loss=self.token_loss,
             tally=tally,
+            teacher_head=None if self.teacher is None else self.teacher.head,
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:
@@ -401,6 +429,54 @@ class StepExecutor:
         if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
             return None
         return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)
+
+
+class Teacher:
+    """A frozen model whose hidden states before its head are the targets of another one, under that model's plans.
+
+    Its forwards run before those of a plan, in the same groups, chunks and stages, without its head. The loss computes its
+    logits in the same tiles of tokens as the model's own, so that whole logits of neither exist. Meanwhile the hidden states of
+    a rank's tokens lie on the host.
+
+    executor: of the teacher. head: bound to its output head; None on stages before the last.
+    """
+
+    def __init__(self, executor: StepExecutor, head: OutputHead | None) -> None:
+        self.executor, self.head = executor, head
+        # cutting a model into stages makes new modules
+        executor.model.eval()
+
+    @contextmanager
+    def taught(self, plan: RankPlan, inputs: PlanInputs) -> Iterator[PlanInputs]:
+        """Context in which `inputs` of a plan have the teacher's states, and its head can run. Collective, like `run`.
+
+        Raises ValueError if the teacher was put into training mode.
+        """
+        if any(module.training for module in self.executor.model.modules()):
+            raise ValueError(
+                "the teacher was put into training mode, in which dropout would change its targets; call teacher.eval(), and do "
+                "not train it beside the model"
+            )
+        try:
+            found = self.executor.read_inputs(self._plan(plan), inputs, self.head)
+            yield [
+                [self._with_states(chunk, states.get(index)) for index, chunk in enumerate(chunks)]
+                for chunks, states in zip(inputs, found, strict=True)
+            ]
+        finally:
+            self.executor.parameters.free()
+
+    def _plan(self, plan: RankPlan) -> RankPlan:
+        """Returns the forwards of a plan with the layer ranges of the teacher, without tiles, which only losses have."""
+        counts = self.executor.stage.attention_layers
+        starts = [sum(counts[:place]) for place in range(len(counts))]
+        ranges = tuple(LayerRange(start, count) for start, count in zip(starts, counts, strict=True))
+        only = forward_only(plan)
+        rounds = tuple((group, replace(stage, layer_ranges=ranges, activations=())) for group, stage in only.rounds)
+        return replace(only, rounds=rounds)
+
+    def _with_states(self, chunk: ChunkInputs, states_1TC: Tensor | None) -> ChunkInputs:
+        return chunk if states_1TC is None else replace(chunk, teacher_1TC=states_1TC)
 
 
 def no_mask(device: torch.device) -> Tensor:

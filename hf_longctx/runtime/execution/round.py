@@ -21,19 +21,19 @@ from hf_longctx.plan.core.orders import running_order
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.plan.core.types import Action, ActivationPolicy, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
-from hf_longctx.runtime.activations.output_head import loss_of
+from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
 from hf_longctx.runtime.attention.context import GroupContext
 from hf_longctx.runtime.attention.kv_book import KVBook
 from hf_longctx.runtime.attention.state_book import StateBook
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.clock import Interval, StepClock
+from hf_longctx.runtime.core.host_copies import copy_on_host
 from hf_longctx.runtime.core.loss import (
+    AnyLoss,
     Scoring,
     Targets,
-    TokenLoss,
     TokenScores,
     TokenTally,
-    ValueLoss,
     label_logits,
     step_loss,
     summed_loss,
@@ -69,13 +69,16 @@ class RoundHost:
     # sums the routers' counts over all ranks, once, before the first backward
     settle_routers: Callable[[], None] = lambda: None
     # the loss of a token; None for cross-entropy
-    token_loss: TokenLoss | ValueLoss | None = None
+    token_loss: AnyLoss = None
     # counts the label tokens of this rank's forwards
     tally: TokenTally | None = None
+    # the head of a teacher; None without one, and on stages before the last
+    teacher_head: OutputHead | None = None
 
     def targets(self, inputs: ChunkInputs) -> Targets:
         """Returns the targets of a chunk's tokens, on the device of `inputs`."""
-        return Targets.of(inputs, self.token_loss, self.tally)
+        teacher_head = None if self.teacher_head is None else self.teacher_head.logits
+        return Targets.of(inputs, self.token_loss, self.tally, teacher_head)
 
     def forward_chunk(
         self, chunk: ChunkInputs, context: GroupContext, layer_range: int = 0, hidden_1TC: Tensor | None = None
@@ -237,8 +240,8 @@ class StepResult:
         return self.clock.intervals()
 
 
-# kinds of results of the forwards at the end of the model
-Wanted = Literal["loss", "logits"] | Scoring | TokenTally
+# kinds of results of the forwards at the end of the model; a head: what it gets
+Wanted = Literal["loss", "logits"] | Scoring | TokenTally | OutputHead
 # key of one forward: (layer range, chunk), or (stage, chunk) if ranks are lent to other stages
 _Pass = tuple[int, int]
 
@@ -251,7 +254,8 @@ class Round:
 
     inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
     that routers send to each expert. wanted: the loss, perhaps with a tally of its tokens; or, given a `Scoring`, scores of
-    tokens by chunk, in `scores`; or logits of tokens with labels, in `logits`.
+    tokens by chunk, in `scores`; or logits of tokens with labels, in `logits`; or, given the model's head, its inputs [1, T, C],
+    in `head_inputs`, on the host.
     """
 
     def __init__(
@@ -282,6 +286,7 @@ class Round:
         self.wanted = wanted
         self.scores: dict[int, TokenScores] = {}
         self.logits: dict[int, Tensor] = {}
+        self.head_inputs: dict[int, Tensor] = {}
         # this rank's share of the step's loss, without a graph
         self.total = torch.zeros((), dtype=torch.float64, device=host.device)
         self.handlers = {
@@ -303,7 +308,8 @@ class Round:
         self.handlers[action.kind](action, following)
 
     def finish(self) -> None:
-        """Checks that nothing waits for a backward any more."""
+        """Checks that nothing waits for a backward any more, and drops the inputs, which a teacher's states make large."""
+        self.inputs = ()
         held_bytes = self.held().kv_book
         assert not held_bytes, f"the books of keys and values and of states hold {held_bytes} bytes after their round"
 
@@ -345,6 +351,11 @@ class Round:
             return
         if self.wanted == "logits":
             self.logits[action.chunk] = self.host.read_chunk(inputs, context, tile_tokens, action.layer_range, hidden_1TC)
+            return
+        if isinstance(self.wanted, OutputHead):
+            with self.wanted.holding(inputs.shift_labels) as found_inputs:
+                self.host.forward_chunk(inputs.to(self.host.device), context, action.layer_range, hidden_1TC)
+            self.head_inputs[action.chunk] = copy_on_host(found_inputs[0])
             return
         is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
         loss_sum = self.host.sum_chunk(inputs, context, tile_tokens, is_backward_next, action.layer_range, hidden_1TC)

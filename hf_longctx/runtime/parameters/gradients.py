@@ -521,7 +521,7 @@ class ReplicatedParameters:
         """Leaves the sum over `group` in every `.grad`, for `tied` also over its two stages. Collective over these ranks."""
         self.gradients.reduce(group, tied, self.early)
 
-    def free(self) -> None:
+    def free(self, keeps_ends: bool = False) -> None:
         """Does nothing, since there are no gathered weights to free."""
 
     def end_passes(self) -> None:

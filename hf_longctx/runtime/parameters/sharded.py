@@ -278,12 +278,13 @@ class ShardedParameters:
         self._settle()
         self.gradients.reduce(self.copies, tied)
 
-    def free(self) -> None:
+    def free(self, keeps_ends: bool = False) -> None:
         """Frees weights that are still gathered: after an optimizer step, or after forwards without a backward.
 
-        Passes outside of plans then gather, free and sum as FSDP2 does by default.
+        Passes outside of plans then gather, free and sum as FSDP2 does by default. keeps_ends: weights outside of the layers,
+        such as those of the head, stay gathered.
         """
-        free_gathered(self.model)
+        free_gathered(self.model, keeps_ends)
         self.model.set_is_last_backward(True)
         self.model.set_requires_gradient_sync(True)
         self.model.set_reshard_after_backward(True)
@@ -327,9 +328,14 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def free_gathered(model: object) -> None:
-    """Frees gathered weights, so that the model's parameters are shards again; does nothing for a model without shards."""
+def free_gathered(model: object, keeps_ends: bool = False) -> None:
+    """Frees gathered weights, so that the model's parameters are shards again; does nothing for a model without shards.
+
+    keeps_ends: frees only those of layers.
+    """
     for unit in _units(model):
+        if keeps_ends and unit is model:
+            continue
         for group in weight_groups(unit):
             if gather := gather_of(group):
                 gather.drop()

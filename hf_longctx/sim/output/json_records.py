@@ -31,6 +31,9 @@ from hf_longctx.sim.stages import stage_rows
 # annotation of a field -> types that its JSON value may have
 _PLAIN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
+# fields of `DeviceMemory` that are those of the cost model
+_OF_COSTS = ("model", "teacher")
+
 
 def forecast_record(forecast: Forecast, price: Price | None = None) -> dict[str, Any]:
     """Returns the forecast as plain data; "plan", "estimate" and "baselines" are for the first step, "mean" for all steps."""
@@ -174,9 +177,15 @@ def _choice_record(choice: Choice) -> dict[str, Any]:
 def cost_model_record(costs: CostModel, memory: DeviceMemory) -> dict[str, Any]:
     """Returns cost model and device memory as plain data, so that `simulate` needs only the file."""
     return {
-        **dataclasses.asdict(costs),
-        "memory": {name: value for name, value in dataclasses.asdict(memory).items() if name != "model"},
+        **_costs_record(costs),
+        "memory": {name: value for name, value in dataclasses.asdict(memory).items() if name not in _OF_COSTS},
     }
+
+
+def _costs_record(costs: CostModel) -> dict[str, Any]:
+    record = dataclasses.asdict(dataclasses.replace(costs, teacher=None))
+    del record["teacher"]
+    return record if costs.teacher is None else {**record, "teacher": _costs_record(costs.teacher)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,7 +208,14 @@ def read_plan_file(text: str) -> PlanFile:
         raise ValueError("the file is a forecast without a plan, because it was made without --lengths; make one with --lengths")
     plan = plan_from_json(json.dumps(data["plan"]))
     record = dict(_object(data["cost_model"], "cost_model"))
-    shapes = _fields(ModelSpec, record.get("model"), "cost_model.model")
+    of_memory = _fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=_OF_COSTS)
+    costs = _cost_model(record)
+    memory = DeviceMemory(costs.model, **of_memory, teacher=None if costs.teacher is None else costs.teacher.model)
+    return PlanFile(plan, str(data.get("model", "")), str(data.get("hardware", "")), costs, memory)
+
+
+def _model(data: Any) -> ModelSpec:
+    shapes = _fields(ModelSpec, data, "cost_model.model")
     adapters = AdapterSpec(**_fields(AdapterSpec, shapes["adapters"], "cost_model.model.adapters"))
     packed = PackedSpec(**_fields(PackedSpec, shapes["packed"], "cost_model.model.packed"))
     experts = ExpertSpec(**_fields(ExpertSpec, shapes["experts"], "cost_model.model.experts"))
@@ -209,14 +225,15 @@ def read_plan_file(text: str) -> PlanFile:
     states = StateSpec(**of_states)
     parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
     parts |= {"experts": experts, "index": index, "heads": tuple(HeadSizes(*own) for own in shapes["heads"])}
-    model = ModelSpec(**shapes | parts)
-    memory = DeviceMemory(model, **_fields(DeviceMemory, record.pop("memory", None), "cost_model.memory", leave=("model",)))
-    names = (str(data.get("model", "")), str(data.get("hardware", "")))
-    return PlanFile(plan, *names, _cost_model(record, model), memory)
+    return ModelSpec(**shapes | parts)
 
 
-def _cost_model(record: Mapping[str, Any], model: ModelSpec) -> CostModel:
-    values = _fields(CostModel, record, "cost_model")
+def _cost_model(data: Any) -> CostModel:
+    record = dict(_object(data, "cost_model"))
+    taught_by = record.pop("teacher", None)
+    teacher = None if taught_by is None else _cost_model(taught_by)
+    model = _model(record.get("model"))
+    values = _fields(CostModel, record, "cost_model", leave=("teacher",))
     cluster = _fields(ClusterSpec, record["cluster"], "cost_model.cluster")
     hardware = _fields(HardwareSpec, cluster["hardware"], "cost_model.cluster.hardware")
     for name in RATE_TABLES:
@@ -229,7 +246,8 @@ def _cost_model(record: Mapping[str, Any], model: ModelSpec) -> CostModel:
             raise ValueError(f"cost_model.{name} is {values[name]!r}; it must be one of {', '.join(allowed)}")
     cluster["hardware"] = HardwareSpec(**hardware)
     return CostModel(
-        **values | {"model": model, "cluster": ClusterSpec(**cluster), "coefficients": CostCoefficients(**coefficients)}
+        **values | {"model": model, "cluster": ClusterSpec(**cluster), "coefficients": CostCoefficients(**coefficients)},
+        teacher=teacher,
     )
 
 

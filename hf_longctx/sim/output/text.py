@@ -475,11 +475,12 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
 
 
 def _weights_lines(weights: WeightSeconds, step_bounds_s: tuple[float, float]) -> list[str]:
-    """Makes a line about gathers of weights, sums of gradients and the optimizer, which other seconds do not include."""
+    """Makes a line about gathers of weights, sums, the optimizer and a teacher, which other seconds do not include."""
     from_host = ", with copies of shards from the host," if weights.away_s else ""
     parts = [f"gathers of sharded weights{from_host} take {duration(weights.gather_s)}"] if weights.gather_s else []
     parts += [f"copies into and out of their buffers take {duration(weights.copies_s)}"] if weights.copies_s else []
     parts += [f"sums of gradients over copies take {duration(weights.sum_s)}"] if weights.sum_s else []
+    parts += [f"forwards of the teacher take {duration(weights.teacher_s)}"] if weights.teacher_s else []
     parts += [f"the optimizer takes {duration(weights.update_s)}"] if weights.update_s else []
     parts += [f"shards leave and come back in {duration(weights.away_s)}"] if weights.away_s else []
     if not parts:

@@ -26,12 +26,12 @@ def random_rows(lengths: list[int], seed: int = 0, masked: tuple[int, ...] = ())
 
 
 def reference_step(
-    model: torch.nn.Module, rows: list[dict[str, list[int]]], loss_name: str = ""
+    model: torch.nn.Module, rows: list[dict[str, list[int]]], loss_name: str = "", teacher: torch.nn.Module | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the mean over all label tokens: HF logits of each row alone, cross-entropy summed in fp64.
 
-    Rows may have weights of tokens; loss_name: another loss than cross-entropy. If the config asks for it, the balancing loss of
-    the experts over all rows is added.
+    Rows may have weights of tokens; loss_name: another loss than cross-entropy; teacher: for losses beside one. If the config
+    asks for it, the balancing loss of the experts over all rows is added.
     """
     config = model.get_base_model().config if isinstance(model, peft.PeftModel) else model.config
     is_balanced = getattr(config, "output_router_logits", False)
@@ -47,7 +47,14 @@ def reference_step(
         if loss_name or "loss_weights" in row:
             is_label = labels != -100
             weights = torch.tensor(row.get("loss_weights", [1.0] * len(row["labels"]))[1:], dtype=torch.float64)[is_label]
-            loss = (weights * plain_losses(loss_name, logits_TV[is_label], labels[is_label])).sum() / (count or 1)
+            beside = None
+            if teacher is not None:
+                with torch.no_grad():
+                    beside = (
+                        teacher(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1].double()[is_label]
+                    )
+            losses_T = plain_losses(loss_name, logits_TV[is_label], labels[is_label], beside)
+            loss = (weights * losses_T).sum() / (count or 1)
         else:
             loss = F.cross_entropy(logits_TV, labels, ignore_index=-100, reduction="sum") / max(count, 1)
         total += float(loss.detach())

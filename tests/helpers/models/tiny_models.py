@@ -310,6 +310,8 @@ class ModelCase:
     dropout: float = 0.0
     # type of the frozen weights of experts
     packed: Any = ""
+    # family of the teacher, for a loss beside one
+    teacher: str = ""
 
 
 def cast(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss
+from hf_longctx.runtime.core.loss import AnyLoss, Distillation, LabelSmoothing
 
 Rows = list[dict[str, list[int]]]
 
@@ -19,12 +19,46 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return (1 - torch.exp(-losses)) ** 2 * losses
 
 
+# losses beside a teacher
+DISTANCES = {
+    "forward": Distillation(0.0, 2.0),
+    "reverse": Distillation(1.0, 0.7),
+    "jsd": Distillation(0.3, 1.5, 0.6),
+    "top_k": Distillation(0.0, 1.0, 1.0, 5),
+    "jsd_of_top_k": Distillation(0.5, 3.0, 0.25, 1),
+}
 # name in a `ModelCase` -> the loss that plans get
-TOKEN_LOSSES: dict[str, TokenLoss | None] = {"": None, "focal": focal, "smoothed": LabelSmoothing(0.1)}
+TOKEN_LOSSES: dict[str, AnyLoss] = {"": None, "focal": focal, "smoothed": LabelSmoothing(0.1), **DISTANCES}
 
 
-def plain_losses(loss: str, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Losses [T] of tokens that all have labels, each by its definition."""
+def plain_distances(loss: Distillation, logits_TV: Tensor, teacher_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Losses [T] beside a teacher, of tokens that all have labels, by the definition: of probabilities, not of logarithms."""
+    scaled = ((x / loss.temperature).exp() for x in (logits_TV, teacher_TV))
+    q_TV, p_TV = (each / each.sum(dim=1, keepdim=True) for each in scaled)
+    if loss.top_k is not None:
+        order_TV = teacher_TV.argsort(dim=1, descending=True)
+        likely_Tk = order_TV[:, : loss.top_k]
+        q_TV, p_TV = (
+            torch.cat([each.gather(1, likely_Tk), each.gather(1, order_TV[:, loss.top_k :]).sum(dim=1, keepdim=True)], dim=1)
+            for each in (q_TV, p_TV)
+        )
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum(dim=1)
+
+    if loss.beta in (0, 1):
+        found_T = kl(q_TV, p_TV) if loss.beta else kl(p_TV, q_TV)
+    else:
+        m_TV = loss.beta * p_TV + (1 - loss.beta) * q_TV
+        found_T = loss.beta * kl(p_TV, m_TV) + (1 - loss.beta) * kl(q_TV, m_TV)
+    return loss.weight * found_T + (1 - loss.weight) * plain_losses("", logits_TV, labels_T)
+
+
+def plain_losses(loss: str, logits_TV: Tensor, labels_T: Tensor, teacher_TV: Tensor | None = None) -> Tensor:
+    """Losses [T] of tokens that all have labels, each by its definition. teacher_TV: logits of a teacher, if there is one."""
+    if loss in DISTANCES:
+        assert teacher_TV is not None
+        return plain_distances(DISTANCES[loss], logits_TV, teacher_TV, labels_T)
     log_p_TV = logits_TV - logits_TV.exp().sum(dim=1, keepdim=True).log()
     losses_T = -log_p_TV[torch.arange(len(labels_T)), labels_T]
     if loss == "focal":

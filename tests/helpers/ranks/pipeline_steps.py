@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.teachers import build_teacher, teacher_beside
 from helpers.models.tiny_models import ModelCase, build_model, with_lora
 from helpers.models.token_losses import TOKEN_LOSSES, total_weight
 from helpers.plans.pipeline_plans import planned_words
@@ -72,7 +73,9 @@ def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple
     tier, partners = HostTier.on(CPU, 2**24), spread_group(model)
     engine = ActivationEngine(layer_modules(model), tier, head, partners) if has_policies else None
     routers = router_balance(model, CPU)
-    return StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss]), engine
+    executor = StepExecutor(stage, pool, CPU, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss])
+    executor.teacher = teacher_beside(case, plan, pool)
+    return executor, engine
 
 
 def stage_step_on_rank(
@@ -97,7 +100,7 @@ def check_pipeline(pool: RankPool, case: ModelCase, plan: StepPlan, lora: bool =
     """Asserts that every rank has the reference's loss and gradients and ran what was planned; returns the ranks' results."""
     rows = random_rows(list(plan.lengths)) if rows is None else rows
     reference = with_lora(build_model(case)) if lora else build_model(case)
-    expected_loss, expected = reference_step(reference, rows, case.loss)
+    expected_loss, expected = reference_step(reference, rows, case.loss, build_teacher(case))
     results = pool.run(stage_step_on_rank, case, plan_to_json(plan), rows, lora)
     found = set()
     for rank, (loss, gradients, words, _) in enumerate(results):

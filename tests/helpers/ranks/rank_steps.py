@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.measures.planted import plant
 from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.teachers import build_teacher, teacher_beside
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.models.token_losses import TOKEN_LOSSES, total_weight
 from helpers.plans.layouts import plan_of
@@ -96,6 +97,7 @@ def step_on_rank(
         executor = StepExecutor(
             whole_model(wrapped, layers), pool, cpu, case.fp32_gradients, routers=routers, token_loss=TOKEN_LOSSES[case.loss]
         )
+        executor.teacher = teacher_beside(case, plan, pool)
         batch = rank_inputs(plan, rows, pool.rank)
         result = executor.run(plan.for_rank(pool.rank), batch["chunks"], total_weight(rows), engine=engine)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -137,7 +139,7 @@ def check_step(
 ) -> None:
     """Asserts that every rank ends with the loss and gradients of one plain process. rows: None for random ones of `lengths`."""
     rows = random_rows(lengths, masked=masked) if rows is None else rows
-    expected_loss, expected = reference_step(build_model(case), rows, case.loss)
+    expected_loss, expected = reference_step(build_model(case), rows, case.loss, build_teacher(case))
     for loss, gradients in run_step(pool, case, plan, rows, bug, shard_ranks):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert gradients.keys() == expected.keys()

@@ -14,6 +14,8 @@ import transformers
 from datasets import Dataset
 from helpers.models.tiny_models import ModelCase, build_model, tiny_llama
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule
 
 from hf_longctx import LongContextConfig, LongContextMixin, LongContextTrainer
@@ -50,6 +52,9 @@ def facts_of(code: str, folder: Path) -> Facts:
         "lora": _lora,
         "in_four_bits": _in_four_bits,
         "sharded": _sharded,
+        "known_of": ModelFacts.of,
+        "tokenizer": _tokenizer,
+        "beside_tokenizer": partial(_beside_tokenizer, folder),
         "HeadTask": HeadTask,
         "stream": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
         "of_trl": lambda name: type(name, (), {"__module__": "trl.trainer"}),
@@ -64,7 +69,7 @@ def facts_of(code: str, folder: Path) -> Facts:
     }
     names |= {field.name: getattr(plain, field.name) for field in fields(plain)} | {"mixin": LongContextMixin}
     names["given"] = {"train_dataset": [], "args": plain.args, "values": {"seed": 42}, "batch_size": 8}
-    names["given"] |= {"datasets": {}, "token_loss": None}
+    names["given"] |= {"datasets": {}, "token_loss": None, "taught_by": ModelFacts.of(tiny_llama().eval())}
     exec(code, names)
     names["known"] = ModelFacts.of(names["model"])
     names["model_config"] = names["model_config"] or getattr(names["model"], "config", None)
@@ -85,4 +90,18 @@ def _in_four_bits(model: Any) -> Any:
 def _sharded(model: Any) -> Any:
     """The model with the class that `fully_shard` gives it, but whole weights."""
     model.__class__ = type("FSDPLlama", (FSDPModule, type(model)), {})
+    return model
+
+
+def _tokenizer(words: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that numbers these words."""
+    numbers = {word: number for number, word in enumerate(words.split())}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(numbers, unk_token=words.split()[0])))
+
+
+def _beside_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> Any:
+    """A model that was loaded from a folder with this tokenizer."""
+    tokenizer.save_pretrained(folder)
+    model = tiny_llama().eval()
+    model.config._name_or_path = str(folder)
     return model

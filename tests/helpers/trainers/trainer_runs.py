@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.models.dropout_truth import dropping
 from helpers.models.reference import reference_step
+from helpers.models.teachers import build_teacher
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.ranks.rank_steps import whole
 from torch import Tensor
@@ -78,7 +79,7 @@ def plain_steps(
     model = build_model(case)
     steps = []
     for _ in range(num_steps):
-        loss, gradients = reference_step(model, rows)
+        loss, gradients = reference_step(model, rows, case.loss, build_teacher(case))
         steps.append((loss, gradients))
         with torch.no_grad():
             for name, gradient in gradients.items():
