@@ -57,7 +57,7 @@ def _few_heads(run: Facts) -> Iterator[dict[str, int]]:
 
 def _other_tokenizer(run: Facts) -> Iterator[dict[str, Any]]:
     """Yields the first token that the teacher's tokenizer has another number for, if its files are on this machine."""
-    own, name = run.processing_class, getattr(run.given["taught_by"].base.config, "_name_or_path", "")
+    own, name = run.processing_class, getattr(run.given["taught_by"].base.config, "name_or_path", "")
     if not isinstance(own, PreTrainedTokenizerBase) or not name:
         return
     try:
@@ -167,7 +167,7 @@ _TEACHER = {
 }
 
 
-# what is known once the sets were read; `given["has_images"]` says whether their rows have images
+# rules about rows, once the sets were read; `given["has_images"]` says whether they have images
 TAUGHT_ROWS = {
     "teacher-and-images": Rule(
         "rows have images, and a teacher reads text alone",

@@ -363,8 +363,8 @@ def _check(request: RunRequest, control: dist.ProcessGroup | None, task: HeadTas
     problems += request.problems_of_loss(task) + _lone_stage_problems(facts) + request.problems_of_rows
     alike = {"token_loss": loss_digest(request.token_loss, facts.num_outputs, args.device)} if mode.loss else {}
     alike |= {} if request.teacher is None else {"teacher": teacher_digest(request.teacher)}
-    of_teacher = request.problems_of_teacher
-    degrees = checked_degrees(request.config, facts, args, request.processing_class, problems, control, alike, of_teacher)
+    given = request.config, facts, args, request.processing_class, problems, control, alike
+    degrees = checked_degrees(*given, other_problems=request.problems_of_teacher)
     taught_by = None if request.teacher is None else request.config
     token_loss = chosen_loss(args, request.token_loss, task, taught_by) if mode.loss else None
     # with a loss of the user's own, a run leaves out the forward's on purpose; that of a task with values is none

@@ -101,6 +101,7 @@ def checked_degrees(
     problems: list[str],
     control: dist.ProcessGroup | None,
     alike: Mapping[str, Any] = {},
+    *,
     other_problems: Callable[[tuple[int, ...]], list[str]] = lambda degrees: [],
 ) -> tuple[int, ...]:
     """The degrees that sequence groups may have; raises ValueError on every rank for settings, models or ranks that do not fit.

@@ -324,6 +324,7 @@ class StepExecutor:
         engine: ActivationEngine | None,
         is_counted: bool = False,
         wanted: Wanted = "loss",
+        *,
         rounds: list[Round] | None = None,
         keeps_ends: bool = False,
     ) -> Tensor:

@@ -103,5 +103,5 @@ def _beside_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerF
     """A model that was loaded from a folder with this tokenizer."""
     tokenizer.save_pretrained(folder)
     model = tiny_llama().eval()
-    model.config._name_or_path = str(folder)
+    model.config.name_or_path = str(folder)
     return model
