@@ -26,11 +26,11 @@ State = Literal["kept", "translated", "no effect", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of some fields of axolotl's YAML."""
+    """Fields of axolotl's YAML with one fate."""
 
     state: State
     names: tuple[str, ...]
-    # what they become, why they have no effect, or the remedy
+    # words for the guide: their translation, the reason why they have no effect, or the remedy
     note: str = ""
     # value that switches off what has no effect, so that axolotl does nothing for it; None leaves the field out
     off: Any = None
@@ -314,7 +314,9 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
         config = LongContextConfig(**own)
     except TypeError as error:
         names = ", ".join(sorted(set(own) - set(LongContextConfig.__dataclass_fields__))) or str(error)
-        raise RefusedRun.of([f"long_context has {names}, which no LongContextConfig has; see its reference"], _HEADLINE) from None
+        raise RefusedRun.of(
+            [f"long_context has {names}, which are no fields of LongContextConfig; leave them out"], _HEADLINE
+        ) from None
     except ValueError as error:
         raise RefusedRun.of([*problems, f"long_context: {error}"], _HEADLINE) from None
     changes: dict[str, Any] = {name: FIELDS[name].off for name in asked if name in FIELDS and FIELDS[name].state == "no effect"}

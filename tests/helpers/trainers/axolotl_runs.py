@@ -111,7 +111,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 _FOUR_LAYERS = ("qwen3_5", "granite_hybrid")
-# what one process of axolotl reads instead: one batch per step, since axolotl averages batches whatever their label tokens are
+# fields that axolotl's own run leaves out; it has one batch per step, since axolotl averages batches whatever their labels are
 _STOCK = (
     *("sample_packing", "eval_sample_packing", "sample_packing_sequentially", "curriculum_sampling", "plugins", "tiled_mlp"),
     *("context_parallel_size", "dp_shard_size", "fsdp_version", "fsdp_config", "deepspeed", "gradient_checkpointing"),
