@@ -314,7 +314,8 @@ OPERATORS = re.compile(r"torch\.ops\.aten$")
 NO_NAMES = {
     "_bias", "_entropy", "_fused", "_global", "_grid_thw", "_hooks", "_hybrid_shard_zero2", "_inv_freq", "_long_inv_freq",
     "_mean_token_accuracy",
-    "_original_inv_freq", "_perplexity", "_runtime", "_s", "_scale_inv", "_samples_per_second", "_steps_per_second", "_text",
+    "_original_inv_freq", "_perplexity", "_runtime", "_s", "_scale_inv", "_samples_per_second", "_size",
+    "_steps_per_second", "_text",
 }  # fmt: skip
 # names of operations of autograd's graph, which are compared
 NODES = {"_AddLowRankBackward"}
