@@ -469,7 +469,7 @@ def promote_norms(model: torch.nn.Module) -> None:
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
-            module.forward = (of_gemma if name.startswith("Gemma") else root_mean_square).__get__(module)
+            module.forward = (of_gemma if name.startswith(("Gemma", "Qwen3_5")) else root_mean_square).__get__(module)
         elif name.startswith("Cohere") and name.endswith("LayerNorm"):
             module.forward = of_cohere.__get__(module)
 
