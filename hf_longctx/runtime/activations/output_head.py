@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -61,7 +61,7 @@ _APPLY: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "div": lambda x, divisor: x / divisor,
     "tanh": lambda x, _: torch.tanh(x),
     "cast": lambda x, dtype: x.to(dtype),
-    "hide": lambda x, ids: x.index_fill(-1, torch.tensor(ids, device=x.device), torch.finfo(x.dtype).min),
+    "hide": lambda x, ids: x.index_fill(-1, ids, torch.finfo(x.dtype).min),
 }
 # names of operations in torch -> names here
 _NAMES = {
@@ -83,14 +83,24 @@ class LogitChange:
     """Operations that a model applies to each logit after its head, in order; empty if there are none."""
 
     steps: tuple[Step, ...] = ()
+    # token ids of steps on each device, which the tiles of all losses share
+    _copied: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Returns the changed logits."""
-        for name, operand in self.steps:
+        for place, (name, operand) in enumerate(self.steps):
             # many configs have a scale of 1
             if operand != 1:
-                logits = _APPLY[name](logits, operand)
+                given = self._on_device(place, operand, logits.device) if isinstance(operand, tuple) else operand
+                logits = _APPLY[name](logits, given)
         return logits
+
+    def _on_device(self, place: int, ids: tuple[int, ...], device: torch.device) -> Tensor:
+        if (place, device) not in self._copied:
+            # an evaluation may be the first to copy them
+            with torch.inference_mode(False):
+                self._copied[place, device] = torch.tensor(ids, device=device)
+        return self._copied[place, device]
 
     def __str__(self) -> str:
         words = [name if operand is None else f"{name} {operand}" for name, operand in self.steps]

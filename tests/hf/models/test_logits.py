@@ -402,3 +402,25 @@ def test_families_of_other_tests_change_their_logits() -> None:
 
     found = {family: str(logit_change(build_model(ModelCase(family)))) for family in ("granite", "gemma2", "cohere2")}
     assert found == {"granite": "div 2.0", "gemma2": "div 3.0, tanh, mul 3.0", "cohere2": "mul 0.5"}
+
+
+def test_hidden_ids_are_copied_to_the_device_once_and_may_be_copied_by_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = LogitChange((("hide", (1, 3)),))
+    copies: list[object] = []
+    copy = torch.tensor
+
+    def noting(*args: Any, **keywords: Any) -> Tensor:
+        copies.append(args)
+        return copy(*args, **keywords)
+
+    monkeypatch.setattr(torch, "tensor", noting)
+    with torch.inference_mode():
+        change(torch.zeros(1, 2, 5))
+    logits = torch.zeros(1, 2, 5, requires_grad=True)
+    for _ in range(3):
+        change(logits).sum().backward()
+    assert len(copies) == 1
+    assert logits.grad is not None
+    assert logits.grad[0, 0].tolist() == [3, 0, 3, 0, 3]
+    assert change == LogitChange((("hide", (1, 3)),))
+    assert hash(change) == hash(LogitChange((("hide", (1, 3)),)))
