@@ -495,7 +495,7 @@ class TokenCounter:
 
     def _with_images(self, row: UncountedRow) -> int:
         """Returns the number of tokens of a conversation with images, as `tokenise_chat` makes them."""
-        from hf_longctx.hf.data.chat import read_messages, read_tools, render_text
+        from hf_longctx.hf.data.chat import RenderedText, read_messages, read_tools, render_text
         from hf_longctx.hf.data.media.messages import media_of_row, place_media
         from hf_longctx.hf.data.media.processors import MediaTokens, expanded, processor_problem, tokenizer_of
 
@@ -516,6 +516,7 @@ class TokenCounter:
         tokenizer, messages = tokenizer_of(self._images.processor), read_messages(row.value, row.place, True)
         messages, files = place_media(messages, media_of_row(dict(row.images), row.place), self._images.kinds, row.place)
         text = render_text(tokenizer, messages, read_tools(row.tools, row.place), row.place)
+        text = self._images.framed(RenderedText(text, ())).text
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return len(expanded(ids, ids, files, self._images, row.place, -100)[0])
 

@@ -213,6 +213,8 @@ CAUSAL: tuple[Family, ...] = (
         traits=Traits(qk_norms=True, full_every=6, kernels=("norms", "gates", "rotary")),
         wrapper="Gemma3ForConditionalGeneration",
         text="Gemma3TextModel",
+        media=("image",),
+        modules=Modules(both_ways={"Gemma3Attention": "all"}),
     ),
     Family(
         "gemma3n",
@@ -238,6 +240,8 @@ CAUSAL: tuple[Family, ...] = (
         ),
         wrapper="Gemma4ForConditionalGeneration",
         text="Gemma4TextModel",
+        media=("image",),
+        modules=Modules(both_ways={"Gemma4TextAttention": "vision_windows"}),
     ),
     Family(
         "gemma4_unified",

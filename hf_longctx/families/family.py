@@ -196,6 +196,9 @@ class Modules:
     demands_images: tuple[str, ...] = ()
     # layers -> attribute with attention to images, whose result they mask for tokens that read none
     image_attention: Mapping[str, str] = field(default_factory=dict)
+    # attention of layers in which tokens of an image see each other both ways -> in which of them: all, or those with a window if
+    # the config's `use_bidirectional_attention` is "vision"
+    both_ways: Mapping[str, Literal["all", "vision_windows"]] = field(default_factory=dict)
     # towers inside a text model, which rows of text never run
     idle_on_text: tuple[str, ...] = ()
 

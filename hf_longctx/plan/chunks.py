@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from hf_longctx.plan.core.orders import families
 from hf_longctx.plan.core.sharding import LENGTHS_PER_OCTAVE, length_step
-from hf_longctx.plan.core.types import Action, Chunk, SequenceGroup, Span
+from hf_longctx.plan.core.types import Action, Blocks, Chunk, SequenceGroup, Span
 from hf_longctx.plan.model.attention_pairs import SpanRates
 
 # tokens per rank of the shortest and of the longest slice that is tried
@@ -60,13 +60,24 @@ def slice_bounds(num_tokens: int, num_slices: int, rates: SpanRates, rounds: boo
     return tuple(sorted({*bounds, num_tokens}))
 
 
+def outside_blocks(bounds: Sequence[int], blocks: Blocks) -> tuple[int, ...]:
+    """Moves bounds of slices that lie inside a block to the nearer end of it; fewer slices if some would be empty."""
+    found = set()
+    for bound in bounds:
+        begin, end = next(((begin, end) for begin, end in blocks if begin < bound < end), (bound, bound))
+        found.add(begin if bound - begin <= end - bound else end)
+    return tuple(sorted(found))
+
+
 def _planned_length(num_tokens: int) -> int:
     """The length nearest to `num_tokens` for which operators plan; a length stays where these are too far apart."""
     step = length_step(num_tokens)
     return num_tokens if num_tokens < LENGTHS_PER_OCTAVE * step else round(num_tokens / step) * step
 
 
-def sliced_in_step(groups: Sequence[SequenceGroup], num_slices: int, rates: SpanRates) -> tuple[SequenceGroup, ...]:
+def sliced_in_step(
+    groups: Sequence[SequenceGroup], num_slices: int, rates: SpanRates, blocks: Sequence[Blocks] = ()
+) -> tuple[SequenceGroup, ...]:
     """Cuts groups of one chunk each into equally many slices and packs, so that all run one order.
 
     All slices run forward, then backward in reverse order; after them each pack, no larger than the largest slice, runs forward
@@ -75,6 +86,8 @@ def sliced_in_step(groups: Sequence[SequenceGroup], num_slices: int, rates: Span
     The longest sequence of a group is cut if a rank's share of it is more than that of the largest slice of the group with the
     longest one. Other groups run packs in place of slices, too. Dummy chunks fill up what is left: those before slices, so that
     these start late and end early, and those of packs at the end.
+
+    blocks: those of every sequence of the step, in which no slice ends; (): none.
     """
     longest = [max(group.chunks[0].spans, key=lambda span: span.num_tokens, default=None) for group in groups]
     shares = [0.0 if span is None else span.num_tokens / group.degree for span, group in zip(longest, groups, strict=True)]
@@ -82,11 +95,11 @@ def sliced_in_step(groups: Sequence[SequenceGroup], num_slices: int, rates: Span
     span, degree = longest[first], groups[first].degree
     if span is None:
         raise ValueError("groups without sequences cannot be cut into slices")
-    room = max(span.num_tokens for (span,) in _slices(span, num_slices, rates))
+    room = max(span.num_tokens for (span,) in _slices(span, num_slices, rates, blocks))
     cuts: list[_Cut] = []
     for group, own in zip(groups, longest, strict=True):
         own_room = room * group.degree // degree
-        slices = [] if own is None or own.num_tokens <= own_room else _slices(own, num_slices, rates)
+        slices = [] if own is None or own.num_tokens <= own_room else _slices(own, num_slices, rates, blocks)
         cuts.append((slices, _packs([span for span in group.chunks[0].spans if not slices or span != own], own_room)))
     return _run_in_step(groups, cuts)
 
@@ -101,10 +114,11 @@ def even_slice(num_tokens: int, num_slices: int) -> int:
     return size if size < LENGTHS_PER_OCTAVE * step else -(-size // step) * step
 
 
-def cut_evenly(groups: Sequence[SequenceGroup], num_slices: int) -> tuple[SequenceGroup, ...]:
+def cut_evenly(groups: Sequence[SequenceGroup], num_slices: int, blocks: Sequence[Blocks] = ()) -> tuple[SequenceGroup, ...]:
     """Cuts groups of at most one sequence each into slices of equal tokens, so that all run one order.
 
-    Seconds play no part, so that equal lengths are cut alike in every run. Dummy chunks fill up before slices.
+    Seconds play no part, so that equal lengths are cut alike in every run. Dummy chunks fill up before slices. blocks: see
+    `sliced_in_step`.
     """
     cuts: list[_Cut] = []
     for group in groups:
@@ -114,8 +128,7 @@ def cut_evenly(groups: Sequence[SequenceGroup], num_slices: int) -> tuple[Sequen
             continue
         (span,) = chunk.spans
         size = even_slice(span.num_tokens, num_slices)
-        bounds = pairwise([*range(0, span.num_tokens, size), span.num_tokens])
-        cuts.append(([(Span(span.sequence, span.start + start, span.start + stop),) for start, stop in bounds], []))
+        cuts.append((_between(span, [*range(0, span.num_tokens, size), span.num_tokens], blocks), []))
     return _run_in_step(groups, cuts)
 
 
@@ -135,8 +148,13 @@ def _run_in_step(groups: Sequence[SequenceGroup], cuts: Sequence[_Cut]) -> tuple
     return tuple(_with_chunks(group, own, num_chunks, actions) for group, own in zip(groups, slots, strict=True))
 
 
-def _slices(span: Span, num_slices: int, rates: SpanRates) -> list[tuple[Span, ...]]:
-    bounds = slice_bounds(span.num_tokens, num_slices, rates, rounds=True)
+def _slices(span: Span, num_slices: int, rates: SpanRates, blocks: Sequence[Blocks]) -> list[tuple[Span, ...]]:
+    return _between(span, slice_bounds(span.num_tokens, num_slices, rates, rounds=True), blocks)
+
+
+def _between(span: Span, bounds: Sequence[int], blocks: Sequence[Blocks]) -> list[tuple[Span, ...]]:
+    """The slices of a whole sequence between these bounds, moved out of its blocks."""
+    bounds = outside_blocks(bounds, blocks[span.sequence] if blocks else ())
     return [(Span(span.sequence, span.start + start, span.start + stop),) for start, stop in pairwise(bounds)]
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
     Action,
+    Blocks,
     Chunk,
     Estimate,
     GroupShape,
@@ -82,11 +83,19 @@ def _collector_paused() -> Iterator[None]:
 
 
 @_collector_paused()
-def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: PlannerConfig, most_s: float = math.inf) -> StepPlan:
+def plan_step(
+    step: int,
+    lengths: Sequence[int],
+    costs: CostModel,
+    config: PlannerConfig,
+    most_s: float = math.inf,
+    blocks: tuple[Blocks, ...] = (),
+) -> StepPlan:
     """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 
     most_s: seconds of a plan with other stages or shards, which a plan of several stages must beat; the search ends as soon as
-    it cannot. Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit.
+    it cannot. blocks: those of every sequence, on one stage; groups then divide heads, since rings cannot compute them.
+    Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit.
     Raises ValueError for a sequence that fits no allowed group and for settings that do not go together, NotFaster if no plan of
     several stages takes less than `most_s`, and PlanError if a pass broke an invariant.
     """
@@ -96,7 +105,11 @@ def plan_step(step: int, lengths: Sequence[int], costs: CostModel, config: Plann
             "is lent needs the weights of all stages, so set ModelSpec.keeps_all_stages or leave lend_stages out"
         )
     started_s = time.perf_counter()
-    planning = Planning(costs, config)
+    if blocks:
+        if len(config.stages) > 1:
+            raise ValueError("sequences have tokens that see each other both ways, which several stages do not run; set stages=1")
+        costs = replace(costs, method="ulysses")
+    planning = Planning(costs, config, blocks)
     if len(config.stages) > 1:
         search = PipelineSearch(step, lengths, planning, most_s)
         plan = search.plan()
@@ -187,7 +200,13 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
     # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
     ordered, order = problem.longest_first()
     plans = [
-        (build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks), solver)
+        (
+            replace(
+                build_plan(step, problem.lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks),
+                blocks=planning.blocks,
+            ),
+            solver,
+        )
         for placed, solver in _long_ones_apart(ordered, costs, config, tries_all)
     ]
     if len(plans) == 1 or config.activations is None:

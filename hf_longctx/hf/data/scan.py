@@ -87,6 +87,9 @@ class DatasetScan:
     padding: Padding = field(default_factory=Padding)
     # number of features of images and videos in every row; None if no row has any
     media_features: IntArray | None = None
+    # (row, begin, end) of all tokens in a row that stand for a feature without another token between them, [M, 3], in order; None
+    # if no row has any
+    media_blocks: IntArray | None = None
 
     @property
     def sequence_lengths(self) -> IntArray:
@@ -126,6 +129,7 @@ def scan_dataset(
     hashes = {column: xxhash.xxh3_128() for column in _HASHED if column in present}
     documents: list[IntArray] = []
     media_features: list[IntArray] = []
+    media_blocks: list[IntArray] = []
     row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
@@ -147,6 +151,8 @@ def scan_dataset(
             if not problems:
                 padding += padding_of(padded, task.kind != "document")
                 media_features.append(_media_features(table, len(rows)))
+                if media_features[-1].any():
+                    media_blocks.append(_media_blocks(table, rows, placeholders, num_rows - len(rows)))
                 documents += [] if (found_documents := _documents(table)) is None else [found_documents]
                 if (first := first_labels(table, found_documents, task)) is not None:
                     firsts.append(first)
@@ -167,7 +173,8 @@ def scan_dataset(
     joined, first = (np.concatenate(arrays) if arrays else None for arrays in (documents, firsts))
     features = np.concatenate(media_features) if media_features else None
     features = features if features is not None and features.any() else None
-    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding, features)
+    blocks = np.concatenate(media_blocks) if media_blocks else None
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding, features, blocks)
 
 
 def _media_features(table: pa.Table, num_rows: int) -> IntArray:
@@ -176,6 +183,20 @@ def _media_features(table: pa.Table, num_rows: int) -> IntArray:
         return np.zeros(num_rows, dtype=np.int64)
     _, numbers, rows = _media_numbers(table)
     return np.bincount(rows, numbers["num_features"], num_rows).astype(np.int64)
+
+
+def _media_blocks(table: pa.Table, lengths: IntArray, placeholders: tuple[int, ...], first_row: int) -> IntArray:
+    """Returns (row, begin, end) of consecutive placeholders in the rows of a table, [M, 3]; rows count from `first_row`."""
+    is_feature = np.isin(_values(table["input_ids"]).cast(pa.int64(), safe=False).to_numpy(), placeholders)
+    firsts = np.cumsum(lengths) - lengths
+    # a row begins anew
+    begins_row = np.zeros(len(is_feature), dtype=bool)
+    begins_row[firsts] = True
+    before = np.concatenate([[False], is_feature[:-1]]) & ~begins_row
+    after = np.concatenate([is_feature[1:] & ~begins_row[1:], [False]])
+    begins, ends = np.flatnonzero(is_feature & ~before), np.flatnonzero(is_feature & ~after) + 1
+    rows = np.searchsorted(firsts, begins, side="right") - 1
+    return np.stack([first_row + rows, begins - firsts[rows], ends - firsts[rows]], axis=1).astype(np.int64)
 
 
 def _media_numbers(table: pa.Table) -> tuple[IntArray, dict[str, IntArray], IntArray]:
@@ -797,7 +818,7 @@ def _range_problems(name: str, what: str, values: pa.ChunkedArray, limit: int) -
 logger = logging.getLogger(__name__)
 
 # version of the file; raise it if a scan finds other problems or lengths than before, or writes them differently
-_FORMAT = 7
+_FORMAT = 8
 
 
 def scan_on_every_rank(
@@ -918,16 +939,18 @@ def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> Dat
     if sum(count for count in counts if count is not None) != len(numbers) or min((c for c in counts if c), default=1) < 0:
         raise ValueError("counts")
     parts = iter(np.split(numbers, np.cumsum([count for count in counts if count is not None])))
-    lengths, documents, first, features = (None if count is None else next(parts) for count in counts)
+    lengths, documents, first, features, blocks = (None if count is None else next(parts) for count in counts)
     if lengths is None or not isinstance(values["digest"], str) or not isinstance(values["problems"], list):
         raise ValueError("lengths")
     padding = Padding(*map(int, values["padding"]))
-    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding, features)
+    blocks = None if blocks is None else blocks.reshape(-1, 3)
+    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding, features, blocks)
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
     """Writes checksum, header, and the numbers of rows and documents into one file, atomically."""
-    arrays = scan.lengths, scan.documents, scan.first_labels, scan.media_features
+    blocks = None if scan.media_blocks is None else scan.media_blocks.reshape(-1)
+    arrays = scan.lengths, scan.documents, scan.first_labels, scan.media_features, blocks
     values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
     values["padding"] = astuple(scan.padding)
     values["counts"] = [None if array is None else len(array) for array in arrays]

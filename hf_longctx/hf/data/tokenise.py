@@ -366,6 +366,8 @@ class _CompletionEncoder:
             for prompt, completion in pairs
             if completion
         ]
+        if self.images is not None:
+            texts = [self.images.framed(each) for each in texts]
         rows = _encode(self.tokenizer, texts, add_special_tokens=True)
         end = self.tokenizer.eos_token_id
         for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
@@ -420,7 +422,7 @@ class _ChatEncoder:
                     raise DataError(problem)
                 rendered = render_chat(self.tokenizer, messages, tools, own, variables, limit)
                 if rendered.spans:
-                    texts.append(rendered)
+                    texts.append(rendered if self.images is None else self.images.framed(rendered))
                     found.append((where, files))
         rows = _encode(self.tokenizer, texts, add_special_tokens=False)
         return rows if self.images is None else _with_images(rows, found, self.images)

@@ -248,7 +248,8 @@ def longctx_attention(
     if (compressed := compressed_attention(module, query, key, scale, pattern.window, sinks, longctx)) is not None:
         return compressed, None
     of_weights = (dropout, site.name) if dropout and site is not None else (0.0, "")
-    call = LayerCall(scale, module, pattern, sinks, softcap, None if chosen is None else chosen[0], *of_weights)
+    both_ways = sees_both_ways(module)
+    call = LayerCall(scale, module, pattern, sinks, softcap, None if chosen is None else chosen[0], *of_weights, both_ways)
     output_BTHD = sequence_parallel_attention(query, key, value, call, longctx)
     # contiguous like the result of transformers' own functions: some classes take views of it, others would copy it themselves
     return output_BTHD.contiguous(), None
@@ -290,6 +291,16 @@ def _only_chosen(mask: Tensor | None, chosen_BTK: Tensor, query: Tensor, key: Te
     if mask.dtype == torch.bool:
         return mask & ~hidden_BTN.unsqueeze(1)
     return mask.masked_fill(hidden_BTN.unsqueeze(1), torch.finfo(query.dtype).min)
+
+
+def sees_both_ways(module: nn.Module) -> bool:
+    """Whether tokens of an image see each other both ways in an attention layer."""
+    # a user's class may come from it
+    known = (MODULES.both_ways[each.__name__] for each in type(module).__mro__ if each.__name__ in MODULES.both_ways)
+    kind, config = next(known, None), getattr(module, "config", None)
+    if kind == "vision_windows":
+        return getattr(config, "use_bidirectional_attention", None) == "vision" and bool(getattr(module, _WINDOW, None))
+    return kind == "all"
 
 
 def layer_pattern(module: nn.Module, **passed: int | None) -> AttentionPattern:

@@ -4,7 +4,8 @@ The change sits right before the decoder, where every class has merged its input
 positions in time, height and width in classes with M-RoPE, and features that are added after its first layers. Towers run in the
 forward of every chunk with a token of the image, on the ranks that hold these tokens, and only for these images. So no features
 wait between chunks, ranks exchange none, and gradients of trained towers arrive in the chunk's own backward: each rank adds those
-of its own tokens, and the step sums them over ranks like all others.
+of its own tokens, and the step sums them over ranks like all others. Graphs of trained towers are kept until then while the plan
+leaves room for them; otherwise towers run again in the backward, image by image (`TowerGraphs`).
 
 A pipeline has towers on its first stage, whose first layer range takes features. All others get positions alone.
 
@@ -21,20 +22,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from hf_longctx.families.family import MediumKind
+from hf_longctx.hf.models.attention import sees_both_ways
 from hf_longctx.hf.models.heads import inner_decoder
 from hf_longctx.hf.models.towers import text_part, text_path, tower_names, wrapper_family, wrapper_of
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
-# attribute of a decoder: handle of the hook before it
-_HANDLE = "_longctx_media_handle"
+# attribute of a decoder: handle of the hook before it; of the text model with it: its `TowerGraphs`
+_HANDLE, _GRAPHS = "_longctx_media_handle", "_longctx_tower_graphs"
 # fields of a config with the token that stands for a feature of an image or a video
 _TOKENS: dict[MediumKind, tuple[str, ...]] = {
     "image": ("image_token_id", "image_token_index"),
     "video": ("video_token_id", "video_token_index"),
 }
+# attribute of text models whose layers get inputs of their own, which they make of token ids
+_LAYER_INPUTS = "hidden_size_per_layer_input"
 # methods of the module around a text model that run its towers
 _METHODS: dict[MediumKind, str] = {"image": "get_image_features", "video": "get_video_features"}
 
@@ -71,6 +79,11 @@ def tower_arguments(model: nn.Module, kind: MediumKind) -> tuple[str, ...]:
     return tuple(inspect.signature(inspect.unwrap(getattr(around_text(model), _METHODS[kind]))).parameters)
 
 
+def sees_images_both_ways(model: nn.Module) -> bool:
+    """Whether tokens of an image see each other both ways in some layer of a model's text model."""
+    return any(map(sees_both_ways, text_part(model).modules()))
+
+
 class MediaPatch:
     """Gives the decoder features in place of embeddings of images and videos, and their positions."""
 
@@ -83,18 +96,100 @@ class MediaPatch:
         text = text_part(model)
         decoder: Any = inner_decoder(text) or text
         if _HANDLE not in vars(decoder):
-            hook = partial(_with_media, around_text(model), text)
+            hook = partial(_with_media, around_text(model), text, sees_images_both_ways(model))
             setattr(decoder, _HANDLE, decoder.register_forward_pre_hook(hook, with_kwargs=True))
+            vars(text)[_GRAPHS] = TowerGraphs()
 
     def undo(self, model: nn.Module) -> None:
         """Removes the hook."""
         for module in model.modules():
             if (handle := vars(module).pop(_HANDLE, None)) is not None:
                 handle.remove()
+            vars(module).pop(_GRAPHS, None)
+
+
+def tower_graphs(model: nn.Module) -> TowerGraphs | None:
+    """Returns what decides about graphs of a patched model's towers; None for a model whose rows have no images."""
+    return vars(text_part(model)).get(_GRAPHS)
+
+
+class TowerGraphs:
+    """Keeps the graph of an image's towers until the chunk's backward, or runs the towers again in it.
+
+    A graph is kept while all that wait fit into `room_bytes`, which the running plan leaves free on the device; the room is 0
+    until `begin`. One that takes little more than its features, as that of a trained projector behind frozen towers, is always
+    kept, since nothing would be gained. Towers that run again do so image by image, so that at most one graph is made at a time.
+    """
+
+    def __init__(self) -> None:
+        self.room_bytes = 0
+        # bytes of graphs that wait for their backward
+        self.waiting_bytes = 0
+        # number of input elements of an image -> bytes of its graph, counted, and whether it takes little more than its features
+        self._counted: dict[int, tuple[int, bool]] = {}
+
+    def begin(self, room_bytes: int) -> None:
+        """Begins a plan that leaves so many bytes of the device free."""
+        self.room_bytes, self.waiting_bytes = max(0, room_bytes), 0
+
+    def features(self, around: Any, medium: TowerInputs) -> list[Tensor]:
+        """Returns the `feature_tables` of an image or video."""
+        if not torch.is_grad_enabled():
+            return feature_tables(around, medium)
+        num_bytes, is_small = self.graph_bytes(around, medium)
+        if not is_small and self.waiting_bytes + num_bytes > self.room_bytes:
+            # towers draw no random numbers, see `tower_dropout`
+            again: list[Tensor] = checkpoint(feature_tables, around, medium, use_reentrant=False, preserve_rng_state=False)
+            return again
+        tables = feature_tables(around, medium)
+        if not is_small and tables[0].requires_grad:
+            self.waiting_bytes += num_bytes
+            tables[0].register_hook(lambda _: self._free(num_bytes))
+        return tables
+
+    def _free(self, num_bytes: int) -> None:
+        self.waiting_bytes = max(0, self.waiting_bytes - num_bytes)
+
+    def graph_bytes(self, around: Any, medium: TowerInputs) -> tuple[int, bool]:
+        """Returns bytes that the graph of an image keeps for backward, and whether they are little more than its features'.
+
+        Images that have between half and all of the input elements of a counted one are taken to need in proportion as many;
+        for others the towers run once, and what their graph would keep is counted and dropped.
+        """
+        size = sum(each.numel() for each in medium.tensors.values())
+        known = min((other for other in self._counted if size <= other <= 2 * size), default=0)
+        if not known:
+            self._counted[known := size] = _counted_graph(around, medium)
+        num_bytes, is_small = self._counted[known]
+        return num_bytes * size // known, is_small
+
+
+# a graph of at most so many bytes for each byte of features is always kept
+_SMALL_GRAPH = 4
+
+
+def _counted_graph(around: Any, medium: TowerInputs) -> tuple[int, bool]:
+    """Counts bytes that towers save for the backward of an image, without keeping them, and compares them with its features."""
+    known = {StorageWeakRef(weight.untyped_storage()) for weight in around.parameters() if not isinstance(weight, DTensor)}
+    known |= {StorageWeakRef(each.untyped_storage()) for each in medium.tensors.values()}
+    total = 0
+
+    def count(saved: Tensor) -> Tensor:
+        nonlocal total
+        # several operations may save one tensor; no other gets its place, and its memory is free
+        if (storage := StorageWeakRef(saved.untyped_storage())) not in known:
+            known.add(storage)
+            total += saved.untyped_storage().nbytes()
+        return nothing
+
+    nothing = torch.empty(0)
+    with saved_tensors_hooks(count, lambda _: nothing):
+        tables = feature_tables(around, medium)
+    return total, total <= _SMALL_GRAPH * sum(each.nbytes for each in tables)
 
 
 def _with_media(
-    around: Any, text: nn.Module, decoder: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+    around: Any, text: nn.Module, needs_blocks: bool, decoder: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments of a decoder in a chunk with images or videos; None, which leaves them, in any other."""
     context = keywords.get("longctx")
@@ -111,13 +206,24 @@ def _with_media(
     trained = _trained_beside(around, text) if media.reaches_all else []
     if not len(media.places) and not trained:
         return args, changed
-    embeds_1TC = decoder.get_input_embeddings()(keywords["input_ids"])
+    if needs_blocks and len(media.places) and not keywords["longctx"].blocks:
+        raise RuntimeError(
+            f"the plan names no blocks of tokens that see each other both ways, but those of images do in "
+            f"{type(decoder).__name__}; plan steps with `StepSequences`"
+        )
+    ids_1T = keywords["input_ids"]
+    if getattr(decoder, _LAYER_INPUTS, None):
+        # tokens of images are padding there, and for their embeddings, too
+        ids_1T = ids_1T.index_fill(1, media.places, decoder.config.pad_token_id)
+        changed["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_1T)
+    embeds_1TC = decoder.get_input_embeddings()(ids_1T)
     changed["input_ids"] = None
     if trained:
         embeds_1TC = _Reaching.apply(embeds_1TC, *trained)
     if not len(media.places):
         return args, changed | {"inputs_embeds": embeds_1TC}
-    tables = [feature_tables(around, each) for each in media.media]
+    graphs = vars(text)[_GRAPHS]
+    tables = [graphs.features(around, each) for each in media.media]
     # one level for embeddings, then those that layers add
     levels = [torch.cat(level).index_select(0, media.rows).to(embeds_1TC.dtype) for level in zip(*tables, strict=True)]
     changed["inputs_embeds"] = embeds_1TC.index_copy(1, media.places, levels[0].unsqueeze(0))

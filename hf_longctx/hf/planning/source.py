@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,22 @@ import torch.distributed as dist
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
 from hf_longctx.plan.core.settings import PlannerConfig
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.types import StepPlan, StepSequences
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.runtime.process_groups import GroupPool
 
 logger = logging.getLogger(__name__)
 
-# signature of `plan_step`
-Planner = Callable[[int, list[int], CostModel, PlannerConfig], StepPlan]
+# `plan_step`, given at least its first four arguments
+Planner = Callable[..., StepPlan]
 
 # solvers with programs that may take up to `solver_time_limit_s`
 _SLOW_SOLVERS = ("lp", "milp")
 
-# lengths of a step, or a function that returns them after the next step was drawn, or None if the data ended before
-Lengths = list[int] | Callable[[], list[int] | None]
+# lengths of a step, its sequences, or a function that returns lengths after the next step was drawn, or None if the data ended
+# before
+Lengths = list[int] | StepSequences | Callable[[], list[int] | None]
 
 
 def quick(config: PlannerConfig) -> PlannerConfig:
@@ -98,9 +100,12 @@ class PlanSource:
             self.waited_s += (time.perf_counter() - begun_s) * explore
             yield plan
 
-    def solve(self, step: int, lengths: list[int], explore: bool) -> StepPlan:
+    def solve(self, step: int, given: list[int] | StepSequences, explore: bool) -> StepPlan:
         """Plans one step on this rank only, however long that takes."""
         costs, planner = self.costs, self.planner
+        lengths, blocks = (given, ()) if isinstance(given, list) else (list(given.lengths), given.blocks)
+        if blocks:
+            planner = partial(planner, blocks=blocks)
         explores = self._explores(explore)
         self._explore_steps -= explores
 
@@ -121,8 +126,8 @@ class PlanSource:
         # the costs of other degrees were raised on purpose, so the estimate is meaningless
         return replace(plan, estimate=replace(plan.estimate, step_s=0.0, lower_bound_s=0.0))
 
-    def most_host_bytes(self, steps: Iterable[list[int]]) -> int:
-        """Returns the most bytes that plans for these steps, given by their lengths, put on the host of a rank. Collective.
+    def most_host_bytes(self, steps: Iterable[list[int] | StepSequences]) -> int:
+        """Returns the most bytes that plans for these steps, by lengths or sequences, put on the host of a rank. Collective.
 
         0 for steps that cannot be planned, whose error is raised when they run.
         """
@@ -145,7 +150,7 @@ class PlanSource:
         is_known = self.costs.coefficients.is_measured or bool(self.config.static_degree)
         return explore and self.is_timed and self._explore_steps > 0 and not is_known
 
-    def _submit(self, number: int, known: list[int], explore: bool) -> Future[StepPlan] | int:
+    def _submit(self, number: int, known: list[int] | StepSequences, explore: bool) -> Future[StepPlan] | int:
         """Returns the future of a plan on rank 0, the step's number on other ranks."""
         return number if self.pool.rank else self._thread.submit(self.solve, number, known, explore)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from hf_longctx.hf.data.media.processors import processor_problem, tokens_problem
 from hf_longctx.hf.models.facts import ModelFacts
-from hf_longctx.hf.models.media import media_kinds, num_added_levels, tower_dropout
+from hf_longctx.hf.models.media import media_kinds, num_added_levels, sees_images_both_ways, tower_dropout
+from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.setup import Setup
 
 
@@ -38,9 +39,33 @@ def media_problems(facts: ModelFacts, processor: Any, setup: Setup, is_attached:
             f"{facts.name} adds features of images after its first {num_levels} layers, but the first stage begins with {first} "
             f"layers; use fewer stages, or fewer layer ranges in each"
         )
+    if sees_images_both_ways(model) and (problem := _both_ways_problem(facts.name, setup)):
+        problems.append(problem)
     if dropping := tower_dropout(model):
         problems.append(
             f"towers drop at random in training ({', '.join(dropping[:3])}), but an image between two chunks runs in both; set "
             f"the rate to 0 in the config of the tower"
         )
     return problems
+
+
+def _both_ways_problem(name: str, setup: Setup) -> str:
+    """Returns why a run cannot compute images whose tokens see each other both ways; empty if it can."""
+    costs, planner = setup.costs, setup.planner
+    if setup.num_stages > 1:
+        return (
+            f"rows have images whose tokens see each other both ways in {name}, which {setup.num_stages} stages do not train so "
+            f"far; set stages=1"
+        )
+    if costs.method not in ("auto", "ulysses"):
+        what, remedy = f"method={costs.method!r}", "leave it out"
+    elif rings := [degree for degree in planner.degrees if not group_shapes(degree, "ulysses", costs.model, costs.cluster)]:
+        allowed = tuple(degree for degree in planner.degrees if degree not in rings)
+        what = f"groups of {rings[0]} ranks cannot divide {costs.model.num_heads} heads"
+        remedy = f"set degrees={allowed}"
+    else:
+        return ""
+    return (
+        f"rows have images whose tokens see each other both ways in {name}, which rings of ranks do not compute, but {what}; "
+        f"{remedy}, so that ranks of a group divide heads"
+    )

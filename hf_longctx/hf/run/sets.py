@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,15 @@ from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.towers import tower_parameters
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.media import media_problems
 from hf_longctx.hf.start.setup import settings_for
 from hf_longctx.hf.start.stages import own_stage
+from hf_longctx.plan.core.types import Blocks
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.setup import Setup
 
 logger = logging.getLogger(__name__)
@@ -234,6 +237,23 @@ class SequenceSets:
             return None
         return features[index.rows] > 0
 
+    def blocks_of(self, name: str, index: SequenceIndex) -> Callable[[list[int]], tuple[Blocks, ...]]:
+        """Returns a function from sequences of a set's index to their blocks; () if none of them has any.
+
+        Sequences with images are whole rows.
+        """
+        blocks = self._scans[name][1].media_blocks
+        if blocks is None or self._facts is None or not sees_images_both_ways(self._facts.model):
+            return lambda _: ()
+
+        def found(sequences: list[int]) -> tuple[Blocks, ...]:
+            rows = index.rows[sequences]
+            ends = np.searchsorted(blocks[:, 0], np.stack([rows, rows + 1], axis=1)).tolist()
+            each = tuple(tuple((begin, end) for begin, end in blocks[first:stop, 1:].tolist()) for first, stop in ends)
+            return each if any(each) else ()
+
+        return found
+
     def reader(self, name: str) -> FileReader | None:
         """Opens the images and videos of a scanned set; None if its rows have none."""
         if not self.has_media(name):
@@ -303,6 +323,8 @@ class SequenceSets:
             return problems
         lengths = np.where(scan.media_features > 0, scan.lengths, 0)
         row = int(lengths.argmax())
+        if lengths[row] <= self.longest_sequence and sees_images_both_ways(self._facts.model):
+            return self._block_problems(name, row, scan)
         if lengths[row] <= self.longest_sequence or self.config.long_sequences == "error":
             return []
         return [
@@ -310,6 +332,18 @@ class SequenceSets:
             f"{self.longest_sequence}, and rows with images are not cut so far; raise max_length, lower the number of pixels in "
             f"the processor's settings, or remove such rows"
         ]
+
+    def _block_problems(self, name: str, row: int, scan: DatasetScan) -> list[str]:
+        """Problem with the longest row with images if these see each other both ways, and no plan has room for it."""
+        assert scan.media_blocks is not None
+        index = SequenceIndex.build(scan.lengths[row : row + 1], self.longest_sequence, "truncate")
+        own = scan.media_blocks[scan.media_blocks[:, 0] == row, 1:].tolist()
+        blocks = (tuple((begin, end) for begin, end in own),)
+        try:
+            plan_step(0, index.lengths.tolist(), self.setup.costs, self.setup.planner, blocks=blocks)
+        except ValueError as error:
+            return [f"{name} row {row} has images whose tokens see each other both ways, and cannot be planned alone: {error}"]
+        return []
 
     def _late_media_problems(self, name: str) -> list[str]:
         """Problem with images in a set that comes after the start, if shards of towers were made for rows of text."""

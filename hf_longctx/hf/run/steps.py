@@ -25,6 +25,7 @@ from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.log_probs.rewards import passes_of
 from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
 from hf_longctx.hf.models.dropout import check_rates
+from hf_longctx.hf.models.media import tower_graphs
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together, sums_over_ranks
 from hf_longctx.hf.ranks.stopping import OrderlyStop
 from hf_longctx.hf.run.free_memory import FreeMemory, failed_bytes
@@ -201,7 +202,7 @@ class StepRunner:
             plan = batch["step"].plan if "step" in batch else None
             if self.read is None or plan is None or plan.estimate.peak_bytes <= self.free.limit_bytes:
                 continue
-            (again,) = self.run.source.plans([(plan.step, list(plan.lengths))], explore=False)
+            (again,) = self.run.source.plans([(plan.step, plan.sequences)], explore=False)
             if again.estimate.peak_bytes < plan.estimate.peak_bytes:
                 found = True
                 batches[place] = self.read(replace(batch["step"], plan=again))
@@ -296,6 +297,8 @@ class StepRunner:
             executor.route([(each["step"].plan.for_rank(rank), each["chunks"]) for each in self._batches], engine)
         self._batches = []
         tally = TokenTally(run.args.device) if self._counts_tokens else None
+        if (graphs := tower_graphs(executor.model)) is not None:
+            graphs.begin(self.free.limit_bytes - plan.estimate.peak_bytes)
         result = executor.run(rank_plan, chunks, total_weight, ends_step, plan.estimate.peak_bytes, engine, tally)
         self.free.saw(plan)
         self._done.append(PlanWithInputs(step, chunks, engine))

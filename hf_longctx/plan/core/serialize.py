@@ -20,6 +20,7 @@ from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
     Action,
     ActivationPolicy,
+    Blocks,
     Chunk,
     Estimate,
     LayerPolicy,
@@ -179,9 +180,18 @@ def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
         return _integers(value, path)
     if annotation.startswith("tuple[tuple[int"):
         return tuple(_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+    if annotation == "tuple[Blocks, ...]":
+        return tuple(_decode_blocks(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if not isinstance(value, str):
         raise ValueError(f"{path}: expected a string, found {shown(value)}")
     return value
+
+
+def _decode_blocks(data: Any, path: str) -> Blocks:
+    found = [_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(data, path))]
+    if wrong := [each for each in found if len(each) != 2]:
+        raise ValueError(f"{path}: expected [begin, end], found {shown(list(wrong[0]))}")
+    return tuple((begin, end) for begin, end in found)
 
 
 def _decode_span(data: Any, path: str) -> Span:

@@ -222,6 +222,8 @@ class LayerRange:
     num_layers: int
 
 
+# ascending ranges [begin, end) of a sequence's tokens that see each other both ways, as those of an image do in some models
+Blocks = tuple[tuple[int, int], ...]
 # layer ranges of every stage (several with interleaving)
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
@@ -348,6 +350,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSequences:
+    """The sequences of a step: their tokens, and the blocks of each; (): no sequence has any."""
+
+    lengths: tuple[int, ...]
+    blocks: tuple[Blocks, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """One rank's path through a step: its group and stage in every micro-batch in which it takes part."""
 
@@ -359,17 +369,18 @@ class RankPlan:
     forwards_first: bool = False
     # index in `rounds` of every forward and backward in running order; (): one round after the other
     turns: tuple[int, ...] = ()
+    # those of the plan
+    blocks: tuple[Blocks, ...] = ()
+
+    def blocks_of(self, chunk: Chunk) -> tuple[Blocks, ...]:
+        """Returns the blocks of each document of a chunk; () if none of them has any."""
+        found = tuple(self.blocks[span.sequence] for span in chunk.spans) if self.blocks else ()
+        return found if any(found) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything that all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`.
-
-    shard_ranks: with sharded parameters, the number of consecutive positions that share one copy of them and run every
-    micro-batch together; 0: all positions of a stage.
-    turns: one schedule through the step. For every stage, the micro-batch of each of its forwards and backwards in running
-    order, so that a micro-batch begins while those before it still drain; (): one micro-batch after the other.
-    """
+    """Everything that all ranks do for one optimizer update. `rank = stage * ranks_per_stage + position`."""
 
     step: int
     lengths: tuple[int, ...]
@@ -378,13 +389,23 @@ class StepPlan:
     parameters: Parameters
     micro_batches: tuple[MicroBatch, ...]
     estimate: Estimate = Estimate()
+    # with sharded parameters, the number of consecutive positions that share one copy of them and run every micro-batch
+    # together; 0: all positions of a stage
     shard_ranks: int = 0
+    # one schedule through the step: for every stage, the micro-batch of each of its forwards and backwards in running order, so
+    # that a micro-batch begins while those before it still drain; (): one micro-batch after the other
     turns: tuple[tuple[int, ...], ...] = ()
+    # the blocks of every sequence, in which no slice ends; (): no sequence has any
+    blocks: tuple[Blocks, ...] = ()
 
     @property
     def block_ranks(self) -> int:
         """Number of consecutive positions that share one copy of the parameters."""
         return 1 if self.parameters == "replicated" else self.shard_ranks or self.ranks_per_stage
+
+    @property
+    def sequences(self) -> StepSequences:
+        return StepSequences(self.lengths, self.blocks)
 
     @property
     def num_ranks(self) -> int:
@@ -458,7 +479,7 @@ class StepPlan:
         ]
         rounds = {index: place for place, (index, _) in enumerate(found)}
         turns = tuple(rounds[index] for index in self.turns[stage] if index in rounds) if self.turns else ()
-        return RankPlan(rank, self.step, self.parameters, tuple(own for _, own in found), self.forwards_first, turns)
+        return RankPlan(rank, self.step, self.parameters, tuple(own for _, own in found), self.forwards_first, turns, self.blocks)
 
 
 def _times(text: str, sign: str, count: int) -> str:

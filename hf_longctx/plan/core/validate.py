@@ -243,6 +243,7 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
     """
     _check_shape(plan)
     _check_cover(plan)
+    _check_blocks(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
         _check_positions(plan, index, micro_batch)
         for group in micro_batch.groups:
@@ -415,6 +416,36 @@ def _check_cover(plan: StepPlan) -> None:
             reached = stop
         if reached != length:
             raise PlanError(f"sequence {sequence}: tokens {reached} to {length} are never planned")
+
+
+def _check_blocks(plan: StepPlan) -> None:
+    """Checks that blocks are ranges of their sequences, that no slice ends inside one, and that no ring runs one."""
+    if not plan.blocks:
+        return
+    if len(plan.blocks) != len(plan.lengths):
+        raise PlanError(f"blocks are given for {len(plan.blocks)} sequences, but the plan has {len(plan.lengths)}")
+    for sequence, (blocks, length) in enumerate(zip(plan.blocks, plan.lengths, strict=True)):
+        ends = [0, *(end for _, end in blocks)]
+        wrong = [block for before, block in zip(ends, blocks, strict=False) if not before <= block[0] < block[1] <= length]
+        if wrong:
+            raise PlanError(
+                f"sequence {sequence}: block {wrong[0]} is empty, overlaps the one before, or lies outside its {length} tokens"
+            )
+    for index, micro_batch in enumerate(plan.micro_batches):
+        for group in micro_batch.groups:
+            spans = [span for chunk in group.chunks for span in chunk.spans if plan.blocks[span.sequence]]
+            if spans and group.shape.num_blocks > 1:
+                raise PlanError(
+                    f"micro-batch {index}, group {group.positions}: sequence {spans[0].sequence} has tokens that see each other "
+                    f"both ways, which rings do not compute; let groups divide heads (method 'ulysses')"
+                )
+            for span in spans:
+                for begin, end in plan.blocks[span.sequence]:
+                    if begin < span.stop < end:
+                        raise PlanError(
+                            f"{span} ends inside the block ({begin}, {end}), whose tokens see each other both ways; cut the "
+                            f"sequence at one of its ends"
+                        )
 
 
 def _check_positions(plan: StepPlan, index: int, micro_batch: MicroBatch) -> None:

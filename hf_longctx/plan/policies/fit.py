@@ -27,6 +27,7 @@ from hf_longctx.plan.core.sharding import PART_ELEMENTS, shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
+    Blocks,
     Chunk,
     GroupShape,
     LayerPolicy,
@@ -266,13 +267,14 @@ _PRECISION = 256
 
 
 def in_equal_slices(
-    groups: Sequence[SequenceGroup], model: ModelSpec, budget: ActivationBudget, num_slices: int
+    groups: Sequence[SequenceGroup], model: ModelSpec, budget: ActivationBudget, num_slices: int, blocks: Sequence[Blocks] = ()
 ) -> list[SequenceGroup]:
     """Groups of at most one sequence each, cut into equal slices that run in step, under policies that keep only layer inputs.
 
-    Each input lies on one side: those of the first slices and layers on the host, as far as it has room.
+    Each input lies on one side: those of the first slices and layers on the host, as far as it has room. blocks: see
+    `sliced_in_step`.
     """
-    cut = cut_evenly(groups, num_slices) if num_slices > 1 else groups
+    cut = cut_evenly(groups, num_slices, blocks) if num_slices > 1 else groups
     return [_lean(group, model, budget) for group in cut]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.settings import PlannerConfig
-from hf_longctx.plan.core.types import Parameters, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import Blocks, Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic
 from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
@@ -248,14 +248,15 @@ def _num_forwards(stage: StagePlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Inputs for planning one step, and two caches that all plans of the step share.
-
-    known: bytes and runs of groups predicted so far, those of pipelines with gathers. fitted: groups that were made to fit.
-    """
+    """Inputs for planning one step, and two caches that all plans of the step share."""
 
     costs: CostModel
     config: PlannerConfig
+    # those of every sequence; (): none has any
+    blocks: tuple[Blocks, ...] = ()
+    # bytes and runs of groups predicted so far, those of pipelines with gathers
     known: PredictionCache = field(default_factory=lambda: PredictionCache(counts_gathers=True))
+    # groups that were made to fit
     fitted: FittedGroups = field(default_factory=FittedGroups)
     _runs: dict[int, tuple[StepPlan, Evaluation]] = field(default_factory=dict)
 

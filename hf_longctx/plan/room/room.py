@@ -37,6 +37,7 @@ from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
+    Blocks,
     FloatArray,
     GroupShape,
     LayerPolicy,
@@ -140,7 +141,7 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     costs, caches = planning.costs, (planning.known, planning.fitted)
     room: GroupRoom | PipelineRoom
     if plan.num_stages == 1:
-        room = GroupRoom(costs, budget, not planning.config.one_micro_batch, *caches)
+        room = GroupRoom(costs, budget, not planning.config.one_micro_batch, *caches, plan.blocks)
     else:
         room = PipelineRoom(plan, costs, budget, True, *caches)
     return replace(plan, micro_batches=tuple(MicroBatch(room.fitting(plan, each)) for each in plan.micro_batches))
@@ -237,7 +238,7 @@ class Room(ABC):
 
 
 class GroupRoom(Room):
-    """Makes room for groups on one stage: policies, and slices if `allows_slices`."""
+    """Makes room for groups on one stage: policies, and slices if `allows_slices`. blocks: those of every sequence."""
 
     def __init__(
         self,
@@ -246,9 +247,11 @@ class GroupRoom(Room):
         allows_slices: bool = True,
         known: PredictionCache | None = None,
         fitted: FittedGroups | None = None,
+        blocks: Sequence[Blocks] = (),
     ) -> None:
         super().__init__(costs, budget, known, fitted)
         self.allows_slices = allows_slices
+        self.blocks = blocks
         self._gathers = whole_gathers(costs)
         self._accumulated_bytes = self.byte_model.accumulated(costs.parameters, costs.shard_ranks)
 
@@ -272,7 +275,11 @@ class GroupRoom(Room):
                 return [Trial(made, 0.0, (0.0,)) for made in self._in_step([group])]
             return []
 
-        return self.fitted.fit(group, search, self._nothing_fits, "alone")
+        return self.fitted.fit(group, search, self._nothing_fits, ("alone", self._blocks_in(group)))
+
+    def _blocks_in(self, group: SequenceGroup) -> tuple[Blocks, ...]:
+        """The blocks of every sequence of a group, on which its slices depend."""
+        return tuple(self.blocks[span.sequence] for chunk in group.chunks for span in chunk.spans) if self.blocks else ()
 
     def _in_step(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
         """Makes room for groups that run one order of actions: all keep their one chunk, or all are cut in step.
@@ -296,7 +303,7 @@ class GroupRoom(Room):
         for count in sorted({count for group in busy for count in self._slice_counts(group)}) if tries else ():
             if max(self._least_sliced_s(group, count) for group in busy) >= best_s:
                 break
-            made = self._cut(sliced_in_step(groups, count, self._rates))
+            made = self._cut(sliced_in_step(groups, count, self._rates, self.blocks))
             seconds = self._together_s(made) if made else math.inf
             if seconds < best_s:
                 best, best_s = made, seconds
@@ -412,7 +419,7 @@ class GroupRoom(Room):
         pairs = zip(shapes, groups, strict=True)
         plain = [SequenceGroup.of(shape, group.positions, group.chunks, group.stages) for shape, group in pairs]
         for num_slices in ways:
-            trials = [self.trial(group) for group in in_equal_slices(plain, costs.model, self.budget, num_slices)]
+            trials = [self.trial(group) for group in in_equal_slices(plain, costs.model, self.budget, num_slices, self.blocks)]
             if all(trial.fits for trial in trials):
                 return trials
         return []

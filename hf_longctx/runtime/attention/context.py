@@ -279,6 +279,8 @@ class GroupContext:
     chunk_sequences: tuple[int, ...] = ()
     # keys of this rank's tokens for dropout; None in a model without it
     tokens: DropoutTokens | None = None
+    # for each document of the chunk its ranges of tokens that see each other both ways, in layers that let images do so; (): none
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
     # images and videos of this rank's tokens; None without any in the chunk's documents
     media: ChunkMedia | None = None
 

@@ -57,11 +57,13 @@ class AttentionRule:
     stacks: StackChecks | None = None
     # dropout of attention weights, if any
     dropout: WeightDropout | None = None
+    # for each document of the chunk its ranges of tokens that see each other both ways; (): none in any document
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def needs_positions(self) -> bool:
         """Whether the positions of rows and keys matter beyond the pattern."""
-        return self.chosen_TK is not None or self.dropout is not None
+        return self.chosen_TK is not None or self.dropout is not None or bool(self.blocks)
 
     def choosing(self, chosen_TK: Tensor | None) -> AttentionRule:
         """Returns the rule for all tokens of the block, given the keys chosen for this rank's tokens."""
@@ -73,7 +75,10 @@ class AttentionRule:
             return self
         chosen_TK = None if self.chosen_TK is None else self.chosen_TK[rows]
         dropout = None if self.dropout is None else self.dropout.of_rows(document, start)
-        return replace(self, chosen_TK=chosen_TK, dropout=dropout)
+        # dummy tokens come after all documents
+        blocks = self.blocks[document] if document < len(self.blocks) else ()
+        pattern = replace(self.pattern, blocks=blocks) if blocks else self.pattern
+        return replace(self, chosen_TK=chosen_TK, dropout=dropout, pattern=pattern)
 
 
 def rows_forward(

@@ -57,6 +57,8 @@ class LayerCall:
     dropout: float = 0.0
     # name of the layer in the model, which seeds dropout masks
     name: str = ""
+    # whether the context's `blocks` see each other both ways
+    sees_both_ways: bool = False
 
 
 def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> Tensor:
@@ -80,12 +82,17 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
         mine = shares[context.block.index]
         sinks_h = call.sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTE.dtype, torch.float32))
     head_dim = max(q_1HTD.shape[3], v_1GTE.shape[3])
-    is_masked = call.chosen_TK is not None or call.dropout > 0
+    blocks = context.blocks if call.sees_both_ways else ()
+    if blocks and context.ring.num_blocks > 1:
+        raise ValueError(
+            "tokens of images see each other both ways, which rings do not compute; let groups divide heads (Ulysses)"
+        )
+    is_masked = call.chosen_TK is not None or call.dropout > 0 or bool(blocks)
     shares_calls = not is_masked and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
     bounds, gather = context.bounds if shares_calls else None, partial(gather_tokens, block=context.block)
     dropout = context.weight_dropout(call.dropout, call.name, shares[context.block.index])
     scores = Scores(call.scale, call.softcap)
-    rule = AttentionRule(readers, scores, call.pattern, call.chosen_TK, gather, bounds, context.stacks, dropout)
+    rule = AttentionRule(readers, scores, call.pattern, call.chosen_TK, gather, bounds, context.stacks, dropout, blocks)
     if context.block.num_ranks == 1:
         return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
@@ -114,7 +121,7 @@ def _attention(
     # with values of another head size, torch's own attention would fall back to plain matrices; and it would save keys and values
     # once per query head, while operators for several documents save them once
     has_one_size = q_1hSD.shape[3] == v_1gSE.shape[3]
-    sees_all = rule.pattern == CAUSAL and rule.chosen_TK is None and rule.dropout is None
+    sees_all = rule.pattern == CAUSAL and not rule.needs_positions
     is_plain = rule.bounds is None and sees_all and sinks_h is None and not rule.scores.softcap and has_one_size
     if not context.slices and record is None and is_plain:
         return packed_attention(q_1hSD, k_1gSD, v_1gSE, rule.readers, rule.scores.scale, context.cu_seqlens)

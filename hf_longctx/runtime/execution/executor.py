@@ -131,7 +131,7 @@ class StepExecutor:
             check_weights(self.stage, self.pool, weights, bool(self.all_stages), self.added_code())
         self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
-        host = self._host(num_label_tokens, engine, tally)
+        host = self._host(plan, num_label_tokens, engine, tally)
         rounds = [
             LentRound(host, group, stage, inputs[index], index)
             if is_lent(group)
@@ -337,7 +337,7 @@ class StepExecutor:
         self.parameters.check(plan.parameters)
         plan = forward_only(plan)
         self._check(plan, engine)
-        host = self._host(1, engine, wanted if isinstance(wanted, TokenTally) else None)
+        host = self._host(plan, 1, engine, wanted if isinstance(wanted, TokenTally) else None)
         made = [
             Round(host, group, stage, inputs[index], index, is_counted, wanted)
             for index, (group, stage) in enumerate(plan.rounds)
@@ -362,7 +362,9 @@ class StepExecutor:
         if self.stage.dropout is not None:
             self.stage.dropout.begin_plan(plan.step)
 
-    def _host(self, num_label_tokens: float, engine: ActivationEngine | None, tally: TokenTally | None) -> RoundHost:
+    def _host(
+        self, plan: RankPlan, num_label_tokens: float, engine: ActivationEngine | None, tally: TokenTally | None
+    ) -> RoundHost:
         links = self.pool.links
         return RoundHost(
             pool=self.pool,
@@ -380,6 +382,7 @@ class StepExecutor:
             token_loss=self.token_loss,
             tally=tally,
             teacher_head=None if self.teacher is None else self.teacher.head,
+            blocks_of=plan.blocks_of,
         )
 
     def _check(self, plan: RankPlan, engine: ActivationEngine | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_longctx.plan.core.orders import running_order
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import Action, ActivationPolicy, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import Action, ActivationPolicy, Blocks, Chunk, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
 from hf_longctx.runtime.attention.context import GroupContext
@@ -74,6 +74,8 @@ class RoundHost:
     tally: TokenTally | None = None
     # the head of a teacher; None without one, and on stages before the last
     teacher_head: OutputHead | None = None
+    # see `RankPlan.blocks_of`
+    blocks_of: Callable[[Chunk], tuple[Blocks, ...]] = lambda _: ()
 
     def targets(self, inputs: ChunkInputs) -> Targets:
         """Returns the targets of a chunk's tokens, on the device of `inputs`."""
@@ -324,7 +326,8 @@ class Round:
 
     def _forward(self, action: Action, following: Action | None) -> None:
         key, chunk = (action.layer_range, action.chunk), self.group.chunks[action.chunk]
-        context = replace(self.host.pool.context(self.group, chunk, self.books[0]), state_book=self.state_book)
+        context = self.host.pool.context(self.group, chunk, self.books[0])
+        context = replace(context, state_book=self.state_book, blocks=self.host.blocks_of(chunk))
         policy, engine = self.policies.get(key), self.host.engine
         if policy is None and engine is not None and engine.partners is not None:
             # other ranks may replay layers in which this rank must take part

@@ -8,6 +8,9 @@ must lie between the same two multiples of C. The band of a window is cut into c
 edge of the window, and fully visible rectangles for the rest. A far-edge square becomes causal if its queries and keys are
 reversed: with keys from i - W + 1 on for its first query i, its row r sees keys r and later.
 
+Tokens of an image may see each other both ways (`blocks`): query i then also sees the later keys of its block, in one more
+square, whose row r sees keys r + 1 and later. A window hides none of them.
+
 Squares of W (or C) tokens at regular distances form one tile of several blocks, computed as if each block were a set of heads.
 """
 
@@ -41,19 +44,24 @@ class PatternTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Restriction of causal attention inside a document; 0 means no such restriction.
+    """Restriction of causal attention inside a document, or an exception from it; 0 and () mean none."""
 
-    window: most tokens that a query sees, including its own. chunk: a query sees the tokens of its document from the last
-    multiple of `chunk` positions on (the attention chunks of Llama 4, not the chunks of a plan).
-    """
-
+    # most tokens that a query sees, including its own
     window: int = 0
+    # a query sees the tokens of its document from the last multiple of `chunk` positions on (the attention chunks of Llama 4, not
+    # the chunks of a plan)
     chunk: int = 0
+    # ascending ranges [begin, end) of the document whose tokens see each other both ways
+    blocks: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.window and self.chunk:
             raise ValueError(
                 f"attention has a window of {self.window} tokens and chunks of {self.chunk} tokens; only one of them is supported"
+            )
+        if self.chunk and self.blocks:
+            raise ValueError(
+                f"attention has chunks of {self.chunk} tokens and tokens that see later ones; only one of them is supported"
             )
         if min(self.window, self.chunk) < 0:
             raise ValueError(f"{self} has a negative setting; use 0 for no window or no chunks")
@@ -74,7 +82,28 @@ class AttentionPattern:
         return self.front_tiles(start, num_tokens, first_key, num_keys)
 
     def own_tiles(self, start: int, num_tokens: int) -> tuple[PatternTile, ...]:
-        """Returns tiles of `num_tokens` queries from position `start` with their own keys; every row's first tile is causal."""
+        """Returns tiles of `num_tokens` queries from position `start` with their own keys; every row's first tile is causal.
+
+        A block in which the queries end has later keys behind theirs. Raises ValueError if they begin inside a block.
+        """
+        return self._backward_tiles(start, num_tokens) + self._block_tiles(start, num_tokens)
+
+    def _block_tiles(self, start: int, num_tokens: int) -> tuple[PatternTile, ...]:
+        """Returns tiles of queries with the later keys of their blocks."""
+        tiles = []
+        for begin, end in ((begin - start, end - start) for begin, end in self.blocks):
+            if begin < 0 < end:
+                raise ValueError(f"tokens from {start} on begin inside a block whose tokens see each other both ways")
+            # the last token of a block sees no later one
+            last = min(num_tokens, end - 1)
+            if 0 <= begin < last:
+                tiles.append(PatternTile(slice(begin, last), slice(begin + 1, last + 1), "reversed"))
+                if last + 1 < end:
+                    tiles.append(PatternTile(slice(begin, last), slice(last + 1, end), "full"))
+        return tuple(tiles)
+
+    def _backward_tiles(self, start: int, num_tokens: int) -> tuple[PatternTile, ...]:
+        """Returns tiles of queries with their own and earlier keys."""
         size = self.window or self.chunk
         # windows are cut from the first row on, attention chunks at their boundaries
         head = min(num_tokens, -start % self.chunk) if self.chunk else 0

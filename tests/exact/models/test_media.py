@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers.models.any_model import wide_floats
-from helpers.models.media_rows import CASES, MediaCase, TinyReader, num_labels, plain_step, worst_errors
+from helpers.models.media_rows import CASES, MediaCase, TinyReader, blocks_of, num_labels, plain_step, worst_errors
 from helpers.plans.layouts import plan_of
 from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
@@ -23,9 +24,11 @@ from hf_longctx.hf.data.collator import ChangedRow, LongContextCollator, Planned
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.attention import num_attention_layers
 from hf_longctx.hf.models.layers import layer_modules
+from hf_longctx.hf.models.media import tower_graphs
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.towers import unit_classes
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.chunk_inputs import ChunkMedia
@@ -33,8 +36,10 @@ from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters.sharded import shard_model
 from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.tiles.patterns import AttentionPattern
 
-HERE = sorted({*CASES} & {*dir(transformers)})
+GEMMA = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"}
+HERE = sorted(({*CASES} - GEMMA) & {*dir(transformers)})
 # families that differ in positions, masks, layers with a state, and what layers add
 FIRST = sorted(f"{name}ForConditionalGeneration" for name in ("Qwen3VL", "Qwen3_5", "Qwen2_5_VL", "Llava"))
 TOLERANCE = 1e-12
@@ -47,10 +52,13 @@ def inputs_of(plan: Any, rows: Any, reader: Any, rank: int, have_media: Any = No
     return LongContextCollator(have_media)([dataset[PlannedStep(plan, tuple(range(len(rows))), rank)]])["chunks"]
 
 
-def planned_step(case: MediaCase, plan: Any, rows: Any, reader: Any, pool: GroupPool | None = None) -> Any:
-    """Loss and gradients of one step of a plan on this rank."""
+def planned_step(case: MediaCase, plan: Any, rows: Any, reader: Any, pool: GroupPool | None = None, room_bytes: int = 0) -> Any:
+    """Loss and gradients of one step of a plan on this rank, which leaves so many bytes free for graphs of towers."""
     model, pool = case.build(), pool or GroupPool((1,), 1.0)
     patch_model(model)
+    graphs = tower_graphs(model)
+    assert graphs is not None
+    graphs.begin(room_bytes)
     cpu = torch.device("cpu")
     has_policies = any(stage.activations for b in plan.micro_batches for group in b.groups for stage in group.stages)
     engine = ActivationEngine(layer_modules(model), HostTier.on(cpu, 2**24)) if has_policies else None
@@ -66,9 +74,9 @@ def step_on_rank(case: MediaCase, plan_json: str) -> Any:
     return planned_step(case, plan_from_json(plan_json), *case.rows(case.build()), group_pool())
 
 
-def slices_of(lengths: list[int]) -> Any:
+def slices_of(lengths: list[int], sizes: Sequence[int] = ()) -> Any:
     """Chunks that cut the first document inside its images, the last one together with all other documents."""
-    chunks = [[span] for span in cut(0, (8, lengths[0] - 24, 16))]
+    chunks = [[span] for span in cut(0, sizes or (8, lengths[0] - 24, 16))]
     chunks[-1] += [(i, 0, length) for i, length in enumerate(lengths) if i]
     return chunks
 
@@ -114,6 +122,73 @@ def test_groups_and_rings_of_two_ranks_are_exact_with_images_on_either_or_both(n
             assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
             assert gradients.keys() == expected.keys()
             assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_towers_are_exact_and_run_once_where_plans_leave_room_for_their_graphs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = MediaCase(name)
+    model = case.build()
+    rows, reader = case.rows(model)
+    _, expected = plain_step(model, rows, reader)
+    lengths = [len(row["input_ids"]) for row in rows]
+    runs: list[int] = []
+    tables = media_module.feature_tables
+
+    def noting(around: Any, medium: Any) -> Any:
+        runs.append(len(runs))
+        return tables(around, medium)
+
+    monkeypatch.setattr(media_module, "feature_tables", noting)
+    numbers = {}
+    for room_bytes in (0, 2**30):
+        runs.clear()
+        _, gradients = planned_step(case, plan_of([[(1, (0, 1, 2, 3))]], lengths, 1), rows, reader, room_bytes=room_bytes)
+        assert max(worst_errors(gradients, expected).values()) <= TOLERANCE
+        numbers[room_bytes] = len(runs)
+    # five images: once more in the backward, without room for their graphs
+    assert numbers[0] - numbers[2**30] == 5
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_bytes_of_graphs_are_those_that_are_saved(name: str) -> None:
+    model = MediaCase(name).build()
+    patch_model(model)
+    _, reader = MediaCase(name).rows(model)
+    around, graphs = media_module.around_text(model), tower_graphs(model)
+    assert graphs is not None
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    for medium in reader.opened:
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
+
+        with wide_floats(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            _tables = media_module.feature_tables(around, medium)
+        given = {each.data_ptr() for each in medium.tensors.values()}
+        counted = sum(each.untyped_storage().nbytes() for place, each in saved.items() if place not in weights | given)
+        with wide_floats():
+            predicted, is_small = graphs.graph_bytes(around, medium)
+        assert not is_small
+        # a smaller image counts in proportion to a counted one, whose windows may keep more
+        most = 1.15 if medium is not reader.opened[0] else 1.02
+        assert 0.95 * counted <= predicted <= most * counted
+
+
+def test_a_trained_projector_behind_a_frozen_tower_never_runs_it_again() -> None:
+    case = MediaCase("LlavaForConditionalGeneration", frozen=("vision_tower",))
+    model = case.build()
+    patch_model(model)
+    _, reader = case.rows(model)
+    graphs = tower_graphs(model)
+    assert graphs is not None
+    with wide_floats():
+        num_bytes, is_small = graphs.graph_bytes(media_module.around_text(model), reader.opened[0])
+    assert num_bytes > 0
+    assert is_small
 
 
 @pytest.mark.parametrize("name", FIRST)
@@ -177,6 +252,76 @@ def test_a_step_without_images_leaves_towers_without_gradients() -> None:
     _, gradients = planned_step(case, plan_of([[(1, (0, 1))]], lengths, 1), rows, reader)
     assert gradients
     assert not any("visual" in name for name in gradients)
+
+
+# classes in which tokens of an image see each other both ways in all layers, in those with a window, and in none
+BOTH_WAYS = {
+    "Gemma3": MediaCase("Gemma3ForConditionalGeneration"),
+    "Gemma4": MediaCase("Gemma4ForConditionalGeneration"),
+    "small Gemma4": MediaCase("Gemma4ForConditionalGeneration", text={"sliding_window": 3}),
+}
+
+
+def blocks_plans(case: MediaCase, rows: Any, num_ranks: int) -> dict[str, Any]:
+    """Plans of packs and of slices that end at images."""
+    lengths, blocks = [len(row["input_ids"]) for row in rows], blocks_of(rows)
+    begin, end = blocks[0][0]
+    sliced = sliced_plan(lengths, slices_of(lengths, (begin, end + 4 - begin, lengths[0] - end - 4)), num_ranks=num_ranks)
+    replays = [replayed(0.5)] * num_attention_layers(case.build())
+    plans = {
+        "pack": plan_of([[(num_ranks, (0, 1, 2, 3))]], lengths, num_ranks),
+        "slices": sliced,
+        "replayed": same_policy(sliced, *replays),
+        "replayed pack": same_policy(plan_of([[(num_ranks, (0, 1, 2, 3))]], lengths, num_ranks), *replays),
+    }
+    return {name: replace(plan, blocks=blocks) for name, plan in plans.items()}
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_images_that_see_themselves_both_ways_are_exact_in_packs_and_slices(name: str) -> None:
+    case = BOTH_WAYS[name]
+    model = case.build()
+    rows, reader = case.rows(model)
+    expected_loss, expected = plain_step(model, rows, reader)
+    for kind, plan in blocks_plans(case, rows, 1).items():
+        loss, gradients = planned_step(case, validate_plan(plan), rows, reader)
+        errors = worst_errors(gradients, expected)
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE), kind
+        assert max(errors.values()) <= TOLERANCE, (kind, errors)
+        assert errors.keys() >= {"text", "tower"}
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_images_that_see_themselves_both_ways_are_exact_in_groups(name: str, ranks: Any) -> None:
+    case = BOTH_WAYS[name]
+    model = case.build()
+    rows, reader = case.rows(model)
+    expected_loss, expected = plain_step(model, rows, reader)
+    for kind, plan in blocks_plans(case, rows, 2).items():
+        for loss, gradients in ranks(2).run(step_on_rank, case, plan_to_json(plan)):
+            errors = worst_errors(gradients, expected)
+            assert loss == pytest.approx(expected_loss, rel=TOLERANCE), kind
+            assert max(errors.values()) <= TOLERANCE, (kind, errors)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4"])
+def test_images_that_are_causal_by_mistake_change_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BOTH_WAYS[name]
+    model = case.build()
+    rows, reader = case.rows(model)
+    _, expected = plain_step(model, rows, reader)
+    monkeypatch.setattr(AttentionPattern, "_block_tiles", lambda *_: ())
+    for plan in blocks_plans(case, rows, 1).values():
+        _, gradients = planned_step(case, plan, rows, reader)
+        assert max(worst_errors(gradients, expected).values()) > 0.1
+
+
+def test_a_plan_without_blocks_is_refused_where_images_see_themselves_both_ways() -> None:
+    case = BOTH_WAYS["Gemma3"]
+    rows, reader = case.rows(case.build())
+    plan = replace(blocks_plans(case, rows, 1)["pack"], blocks=())
+    with pytest.raises(RuntimeError, match="the plan names no blocks of tokens that see each other both ways"):
+        planned_step(case, plan, rows, reader)
 
 
 def one_kind_of_position(media: ChunkMedia) -> ChunkMedia:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.data.media.rows import Medium
 from hf_longctx.hf.models.media import MediaPositions, around_text, feature_tables, media_kinds, token_of
+from hf_longctx.plan.core.types import Blocks
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
 IMAGE, VIDEO, START, END = 60, 61, 58, 59
@@ -77,6 +80,21 @@ def _video(model: Any, generator: torch.Generator, number: int) -> dict[str, Ten
     return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[times, height, width]])}
 
 
+def _gemma4(model: Any, generator: torch.Generator, number: int) -> dict[str, Tensor]:
+    vision = model.config.vision_config
+    height, width = (vision.pooling_kernel_size * each for each in ((2, 2), (2, 3), (3, 1))[number % 3])
+    places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(1, -1, 2)
+    pixels = torch.rand(1, height * width, 3 * vision.patch_size**2, generator=generator, dtype=torch.float64)
+    # images have as many patches as the largest
+    missing = 6 * vision.pooling_kernel_size**2 - height * width
+    pads = F.pad(pixels, (0, 0, 0, missing)), F.pad(places, (0, 0, 0, missing), value=-1)
+    return dict(zip(("pixel_values", "image_position_ids"), pads, strict=True))
+
+
+_GEMMA4 = {
+    **{"model_type": "gemma4_vision", "patch_size": 4, "num_hidden_layers": 2, "position_embedding_size": 16, "hidden_size": 32},
+    **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2},
+}
 _LLAMA4 = {
     **_CLIP,
     **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim", "hidden_size"), 32),
@@ -122,6 +140,23 @@ CASES: dict[str, tuple[dict[str, Any], Pixels]] = {
     "Idefics3ForConditionalGeneration": ({"vision_config": _CLIP, "scale_factor": 2}, _tiles(1, 2)),
     "SmolVLMForConditionalGeneration": ({"vision_config": _CLIP, "scale_factor": 2}, _tiles(1, 2)),
     "Llama4ForConditionalGeneration": ({"vision_config": _LLAMA4}, _tiles(2)),
+    "Gemma3ForConditionalGeneration": (
+        {
+            **{"vision_config": _CLIP | {"image_size": 32}, "mm_tokens_per_image": 16},
+            "text_config": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+        },
+        _tiles(1, sizes=[(32, 32)], has_sizes=False),
+    ),
+    "Gemma4ForConditionalGeneration": (
+        {
+            "vision_config": _GEMMA4,
+            "text_config": {
+                **{"use_bidirectional_attention": "vision", "sliding_window": 3, "hidden_size_per_layer_input": 0},
+                "num_kv_shared_layers": 0,
+            },
+        },
+        _gemma4,
+    ),
     "Lfm2VlForConditionalGeneration": ({"vision_config": _CLIP | {"num_patches": 16}}, _lfm),
 }
 
@@ -136,10 +171,13 @@ class MediaCase:
     frozen: tuple[str, ...] = ()
     # 0: that of the settings
     num_layers: int = 0
+    # settings of the text model in place of those in `CASES`
+    text: Mapping[str, Any] | None = None
 
     def build(self) -> Any:
         """The tiny model."""
         settings, _ = CASES[self.name]
+        settings = settings if self.text is None else settings | {"text_config": dict(self.text)}
         has_video = self.name not in ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
         tokens = _TOKENS if has_video else {"image_token_id": IMAGE}
         if self.num_layers:
@@ -240,8 +278,8 @@ def plain_step(model: Any, rows: list[dict[str, Any]], reader: TinyReader) -> tu
             names = {name for each in given for name in each}
             inputs: dict[str, Any] = {name: _batched([each[name] for each in given if name in each]) for name in names}
             ids = torch.tensor([row["input_ids"]])
-            if reader.of_document is not None and given:
-                inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+            if given and (named := token_types(model)):
+                inputs[named] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
             if seconds := [item["seconds"] for item in row["media"] if item["seconds"]]:
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
             logits = model(input_ids=ids, **inputs, use_cache=False).logits[0, :-1].double()
@@ -249,6 +287,22 @@ def plain_step(model: Any, rows: list[dict[str, Any]], reader: TinyReader) -> tu
             total += float(loss.detach())
             loss.backward()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def token_types(model: Any) -> str:
+    """The keyword by which a class gets the types of tokens; empty if it needs none."""
+    keywords = inspect.signature(type(around_text(model)).forward).parameters
+    return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in keywords), "")
+
+
+def blocks_of(rows: list[dict[str, Any]]) -> tuple[Blocks, ...]:
+    """The ranges of each row's tokens that stand for features of an image."""
+    found = []
+    for row in rows:
+        groups = itertools.groupby(range(len(row["input_ids"])), key=lambda place: row["input_ids"][place] == IMAGE)
+        places = [list(group) for is_image, group in groups if is_image]
+        found.append(tuple((each[0], each[-1] + 1) for each in places))
+    return tuple(found)
 
 
 def _batched(tensors: list[Tensor]) -> Tensor:

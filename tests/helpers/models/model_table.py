@@ -60,7 +60,8 @@ too, and keeps everything.
 _MEDIA = """
 Errors of loss and of every gradient of text, projector and tower are below 1e-12 in packs, in slices that cut images, and
 recomputed; four of them are also tested in groups and rings of two ranks. The four are also tested in shards; they, Mistral 3 and
-Llama 4 are in stages. Their towers may be trained, with adapters, or frozen.
+Llama 4 are in stages. Their towers may be trained, with adapters, or frozen. Images of Gemma 3 and 4 see themselves both ways:
+slices end between them, and rings and stages refuse them.
 """
 _OTHER_WRAPPERS = "## Other multimodal classes, which are refused"
 _PLACES = {"ring": "rings", "recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}

@@ -16,7 +16,7 @@ from PIL import Image
 _TOKENS = (
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>"),
     *("<fake_token_around_image>", "<global-img>", "<|image|>", "<img>", "</img>", "<IMG_CONTEXT>"),
-    *("<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
 # template with parts, which marks what the assistant says; `{image}` stands for a family's own text of an image
@@ -92,6 +92,20 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str]] = {
         {},
         "<|begin_of_image|><|image|><|end_of_image|>",
     ),
+    "gemma3": (
+        "Gemma3Processor",
+        "Gemma3ImageProcessorPil",
+        {"size": {"height": 32, "width": 32}},
+        {"image_seq_length": 16},
+        "<start_of_image>",
+    ),
+    "gemma4": (
+        "Gemma4Processor",
+        "Gemma4ImageProcessorPil",
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        {"feature_extractor": None, "video_processor": None, "image_seq_length": 70},
+        "<|image|>",
+    ),
 }
 FOLDERS = tuple(_FAMILIES)
 
@@ -112,6 +126,12 @@ def tiny_processor(folder: str, has_videos: bool = False) -> Any:
             setattr(tokenizer, f"{token}_token", value)
             setattr(tokenizer, f"{token}_token_id", tokenizer.convert_tokens_to_ids(value))
         tokenizer.video_token = "<|video_pad|>"
+    if folder.startswith("gemma"):
+        own = "<image_soft_token>" if folder == "gemma3" else "<|image|>"
+        ends = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "boa": "<|vision_start|>", "eoa": "<|vision_end|>"}
+        for token, value in (ends | {"image": own}).items():
+            setattr(tokenizer, f"{token}_token", value)
+            setattr(tokenizer, f"{token}_token_id", tokenizer.convert_tokens_to_ids(value))
     made = getattr(transformers, image_processor)(**of_images)
     kind = getattr(transformers, name)
     if has_videos:
@@ -135,7 +155,11 @@ def tiny_processor(folder: str, has_videos: bool = False) -> Any:
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return ["image_processor", "tokenizer"]
+            return [
+                "image_processor",
+                "tokenizer",
+                *(name for name in settings if name in ("feature_extractor", "video_processor")),
+            ]
 
     Tiny.__name__ = Tiny.__qualname__ = name
     return Tiny(image_processor=made, tokenizer=tokenizer, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models.any_model import build_any, wide_floats
+from helpers.models.media_rows import CASES, token_types
 from helpers.models.reference import relative_error
 from helpers.models.tiny_processors import file_of, picture, tiny_processor
+from helpers.plans.layouts import tiny_costs
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import training_arguments
 from peft import LoraConfig, get_peft_model
@@ -22,7 +25,10 @@ from torch.nn import functional as F
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer, tokenise_chat
 from hf_longctx.hf.data.media.images import open_image
 from hf_longctx.hf.data.media.processors import MediaTokens
+from hf_longctx.hf.models.media import tower_arguments
 from hf_longctx.hf.models.towers import tower_parameters
+from hf_longctx.hf.rules.media import _both_ways_problem
+from hf_longctx.plan.core.settings import PlannerConfig
 
 SETTINGS = LongContextConfig(tokens_per_rank=256, report_steps=False, timeline_steps=0)
 STEPS: dict[str, Any] = {
@@ -40,8 +46,8 @@ def chat(number: int, *parts: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, answer], "images": images}
 
 
-def rows_and_processor() -> tuple[datasets.Dataset, Any]:
-    processor = tiny_processor("qwen3_vl")
+def rows_and_processor(folder: str = "qwen3_vl") -> tuple[datasets.Dataset, Any]:
+    processor = tiny_processor(folder)
     rows = [
         *(chat(0, IMAGE, "what is this?"), chat(1, "one two", IMAGE, "and", IMAGE, "said hello"), chat(2, "the cat sat")),
         chat(3, "what is this?", IMAGE),
@@ -56,6 +62,18 @@ def qwen3_vl(processor: Any, **changes: Any) -> Any:
     text = {"num_hidden_layers": 3, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
     settings = {"vision_config": VISION, "text_config": text, **tokens, "vision_end_token_id": 0} | changes
     return build_any("Qwen3VLForConditionalGeneration", "sdpa", **settings)
+
+
+def gemma3(processor: Any, **changes: Any) -> Any:
+    tokenizer = processor.tokenizer
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "sliding_window": 11}
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    settings = {"text_config": text, "mm_tokens_per_image": 16, "image_token_id": MediaTokens(processor).feature} | changes
+    settings["vision_config"] = CASES["Gemma3ForConditionalGeneration"][0]["vision_config"]
+    return build_any("Gemma3ForConditionalGeneration", "sdpa", **settings)
+
+
+MAKERS = {"qwen3_vl": qwen3_vl, "gemma3": gemma3}
 
 
 def plain_training(model: Any, rows: Any, processor: Any) -> dict[str, torch.Tensor]:
@@ -74,7 +92,8 @@ def plain_training(model: Any, rows: Any, processor: Any) -> dict[str, torch.Ten
                 if row["media_files"]:
                     images = [open_image(file["path"], file["bytes"], "row") for file in row["media_files"]]
                     found = processor.image_processor(images, return_tensors="pt")
-                    inputs = dict(found) | {"mm_token_type_ids": (ids == tokens.feature).long()}
+                    inputs = {name: each for name, each in found.items() if name in tower_arguments(model, "image")}
+                    inputs[token_types(model)] = (ids == tokens.feature).long()
                 logits = model(input_ids=ids, **inputs, use_cache=False).logits[0, :-1].double()
                 loss = F.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="sum") / count
                 loss.backward()
@@ -111,10 +130,10 @@ def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_process
     assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
 
 
-def training_on_rank(folder: str, parameters: str) -> dict[str, torch.Tensor]:
+def training_on_rank(folder: str, parameters: str, kind: str = "qwen3_vl") -> dict[str, torch.Tensor]:
     """Trains two steps on this rank of a pool; returns the whole weights."""
-    rows, processor = rows_and_processor()
-    model = qwen3_vl(processor)
+    rows, processor = rows_and_processor(kind)
+    model = MAKERS[kind](processor)
     trainer = trainer_with(model, processor, rows, Path(folder), per_device=2, parameters=parameters)
     with wide_floats():
         trainer.train()
@@ -188,6 +207,59 @@ def test_stages_without_the_layers_after_which_features_are_added_and_lent_ones_
         assert "rows have images, but stages that lend their ranks have no towers for them; set lend_stages=False" in message
 
 
+def test_images_that_see_themselves_both_ways_are_trained_as_in_plain_transformers(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor("gemma3")
+    expected = plain_training(gemma3(processor), rows, processor)
+    model = gemma3(processor)
+    with wide_floats():
+        trainer = trainer_with(model, processor, rows, tmp_path)
+        trainer.train()
+        assert trainer.evaluate(rows)["eval_loss"] > 0
+    after = dict(model.named_parameters())
+    assert max(relative_error(after[name], expected[name]) for name in expected) <= 1e-9
+
+
+@pytest.mark.parametrize("parameters", ["sharded", "replicated"])
+def test_two_ranks_train_images_that_see_themselves_both_ways(parameters: str, ranks: Any, tmp_path: Path) -> None:
+    rows, processor = rows_and_processor("gemma3")
+    expected = plain_training(gemma3(processor), rows, processor)
+    for after in ranks(2).run(training_on_rank, str(tmp_path), parameters, "gemma3"):
+        # no loss reaches the pooling head; shards give it gradients of zero, by which it decays
+        after = {name: weight for name, weight in after.items() if not re.search(r"vision.*head", name)}
+        assert max(relative_error(after[name], expected[name]) for name in after) <= 1e-9
+
+
+def test_rings_are_refused_by_name_for_images_that_see_themselves_both_ways(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor("gemma3")
+    said = r"images whose tokens see each other both ways in Gemma3.*but method='ring'; leave it out"
+    with pytest.raises(ValueError, match=said):
+        trainer_with(gemma3(processor), processor, rows, tmp_path, method="ring")
+    # rows of text alone may run in rings
+    text = rows.filter(lambda row: not row["media"])
+    trainer_with(gemma3(processor), processor, text, tmp_path, method="ring")
+
+
+def refused_gemma_stages(folder: str) -> str:
+    rows, processor = rows_and_processor("gemma3")
+    with pytest.raises(ValueError) as refused:
+        trainer_with(gemma3(processor), processor, rows, Path(folder), 2, stages=2, parameters="replicated")
+    return str(refused.value)
+
+
+def test_stages_are_refused_by_name_for_images_that_see_themselves_both_ways(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(refused_gemma_stages, str(tmp_path)):
+        assert "both ways in Gemma3ForConditionalGeneration, which 2 stages do not train so far; set stages=1" in message
+
+
+def test_degrees_above_the_heads_are_refused_where_images_see_themselves_both_ways() -> None:
+    costs = tiny_costs(8)
+    setup = SimpleNamespace(costs=costs, planner=PlannerConfig(64, (1, 2, 8)), num_stages=1)
+    heads = costs.model.num_heads
+    assert heads < 8
+    problem = _both_ways_problem("Gemma3ForConditionalGeneration", setup)
+    assert f"groups of 8 ranks cannot divide {heads} heads; set degrees=(1, 2)" in problem
+
+
 def with_lora(model: Any) -> Any:
     torch.manual_seed(5)
     adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"))
@@ -243,9 +315,9 @@ def test_rows_with_images_are_refused_without_processor_and_for_classes_without_
     with pytest.raises(ValueError, match="row 0 has images, but the model reads text alone; use a multimodal model"):
         trainer_with(text, processor, rows, tmp_path)
     sizes, token = {"vocab_size": len(processor.tokenizer)}, MediaTokens(processor).feature
-    gemma = build_any("Gemma3ForConditionalGeneration", "sdpa", text_config=sizes, image_token_id=token)
-    with pytest.raises(ValueError, match="rows have images, but Gemma3ForConditionalGeneration trains rows of text alone"):
-        trainer_with(gemma, processor, rows, tmp_path)
+    other = build_any("Cohere2VisionForConditionalGeneration", "sdpa", text_config=sizes, image_token_id=token)
+    with pytest.raises(ValueError, match="rows have images, but Cohere2VisionForConditionalGeneration trains rows of text alone"):
+        trainer_with(other, processor, rows, tmp_path)
 
 
 def test_rows_with_images_are_never_cut(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ trains on them.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_longctx.families.family import MediumKind
-from hf_longctx.hf.data.chat import DataError
+from hf_longctx.hf.data.chat import DataError, RenderedText
 from hf_longctx.hf.data.media.images import MediaFile, image_size, open_image
 from hf_longctx.hf.data.media.rows import Medium
 from hf_longctx.hf.data.media.videos import Clip, clip_of, open_frames
@@ -74,8 +75,9 @@ class MediaTokens:
     @cached_property
     def feature(self) -> int:
         """Id of the token that stands for a feature of an image."""
-        # Llama 4 has another one than its placeholder
-        name = getattr(self.processor, "patch_token", None) or self.processor.image_token
+        # Llama 4 and Gemma 3 have another one than their placeholders
+        own = getattr(self.processor.tokenizer, "image_token", None) if hasattr(self.processor, "boi_token") else None
+        name = getattr(self.processor, "patch_token", None) or own or self.processor.image_token
         return int(self.processor.tokenizer.convert_tokens_to_ids(name))
 
     @cached_property
@@ -143,16 +145,47 @@ class MediaTokens:
             ) from error
 
     def _expansion(self, found: Mapping[str, Any], kind: MediumKind, where: str) -> Expansion:
-        ids, own = tuple(found["input_ids"][0].tolist()), self.features[kind]
-        special = self.processor.tokenizer.added_tokens_decoder
-        if not ids or ids[0] not in special or ids[-1] not in special or own not in ids:
+        before, ids, after = self._parts(found["input_ids"][0].tolist())
+        own = self.features[kind]
+        if own not in ids or (before, after) != (self.ends if kind == "image" else ("", "")):
             raise DataError(
-                f"{where}: {type(self.processor).__name__} puts text at the ends of {'an' if kind == 'image' else 'a'} {kind}, "
-                f"which a tokenizer may join with the text beside it, or names no features; such processors are not supported"
+                f"{where}: {type(self.processor).__name__} names no features, or puts text at the ends of "
+                f"{'an' if kind == 'image' else 'a'} {kind} that depends on it; switch that off (do_pan_and_scan=False), or use "
+                f"another model"
             )
         grid = tuple(found[f"{kind}_grid_thw"][0].tolist()) if f"{kind}_grid_thw" in found else ()
         seconds = float(found["second_per_grid_ts"][0]) if kind == "video" and "second_per_grid_ts" in found else 0.0
-        return Expansion(ids, ids.count(own), grid, seconds)
+        return Expansion(tuple(ids), ids.count(own), grid, seconds)
+
+    @cached_property
+    def ends(self) -> tuple[str, str]:
+        """Text that the processor puts before and after an image, which a tokenizer may join with the text beside it."""
+        from PIL import Image as images
+
+        ids = self._run(images.new("RGB", (64, 64), _GREY), "an image")["input_ids"][0].tolist()
+        before, _, after = self._parts(ids)
+        return before, after
+
+    def framed(self, rendered: RenderedText) -> RenderedText:
+        """Returns a text with these ends around all placeholders, and its spans moved."""
+        if not any(self.ends):
+            return rendered
+        text, (before, after), placeholder = rendered.text, self.ends, self.processor.image_token
+        found = [match.start() for match in re.finditer(re.escape(placeholder), text)]
+
+        def moved(place: int) -> int:
+            return place + sum(len(before) * (each < place) + len(after) * (each + len(placeholder) <= place) for each in found)
+
+        spans = tuple((moved(start), moved(stop)) for start, stop in rendered.spans)
+        return RenderedText(text.replace(placeholder, before + placeholder + after), spans)
+
+    def _parts(self, ids: Sequence[int]) -> tuple[str, list[int], str]:
+        """Divides the tokens of an image into text, tokens from the first special one to the last, and text."""
+        special = self.processor.tokenizer.added_tokens_decoder
+        places = [place for place, token in enumerate(ids) if token in special] or [len(ids), len(ids) - 1]
+        texts = (list(ids[: places[0]]), list(ids[places[-1] + 1 :]))
+        before, after = (self.processor.tokenizer.decode(each) for each in texts)
+        return before, list(ids[places[0] : places[-1] + 1]), after
 
     def of_size(self, width: int, height: int, where: str) -> Expansion:
         """Returns the tokens of an image of this size. Raises DataError if the processor refuses it."""
@@ -163,12 +196,19 @@ class MediaTokens:
         return self._known[width, height]
 
     def read(self, image: Any, where: str) -> tuple[Expansion, Mapping[str, Any]]:
-        """Returns an image's tokens, and all that the processor makes of it. Raises DataError if the processor refuses it."""
+        """Returns an image's tokens without `ends`, and all that the processor makes of it.
+
+        Raises DataError if the processor refuses it.
+        """
+        found = self._run(image, where)
+        return self._expansion(found, "image", where), found
+
+    def _run(self, image: Any, where: str) -> Mapping[str, Any]:
         with self._refusals(f"{image.width} x {image.height} pixels", where):
-            found = self.processor(
+            found: Mapping[str, Any] = self.processor(
                 text=[self.processor.image_token], images=[[image]], return_tensors="pt", add_special_tokens=False
             )
-        return self._expansion(found, "image", where), found
+        return found
 
     def check_number(self, number: int, where: str) -> None:
         """Raises DataError for a row with more images than the processor treats one by one."""
