@@ -19,6 +19,7 @@ import pyarrow as pa
 from jinja2 import meta, nodes
 
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
+from hf_longctx.hf.models.facts import TOKEN_TYPES, TokenTypes
 
 # columns of tokenised rows with their images and videos: places among the tokens, and files
 MEDIA, MEDIA_FILES = "media", "media_files"
@@ -97,10 +98,11 @@ TOKEN_COLUMNS: dict[str, Column] = {
     **{
         name: Column("not read", "what tokenizers return beside tokens")
         for name in (
-            *("special_tokens_mask", "token_type_ids", "offset_mapping", "overflow_to_sample_mapping", "num_truncated_tokens"),
+            *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "num_truncated_tokens"),
             *("length", "word_ids"),
         )
     },
+    TOKEN_TYPES: Column("not read", "types of tokens; refused if the model would compute something else by them"),
     **{
         name: Column("refused", _NOT_TOKENS)
         for name in (
@@ -307,6 +309,25 @@ def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
             f"give rows with images to tokenise_chat and the model's processor, or remove such rows, then the column"
         )
     return named_column_problem({column: is_text for column, is_text in columns.items() if column not in TOKEN_COLUMNS}, name)
+
+
+def token_types_problem(rows: Iterable[Any], name: str, agrees: TokenTypes) -> str | None:
+    """Describes a row whose types of tokens the model would read, which plans do not; None without one.
+
+    rows: mappings, or lists of types. agrees: when a model without types computes the same.
+    """
+    if agrees == "always":
+        return None
+    for number, row in enumerate(rows):
+        types = row.get(TOKEN_TYPES) if isinstance(row, Mapping) else row
+        if types is not None and (agrees == "never" or any(types)):
+            what = "" if agrees == "never" else ", which are not all 0"
+            return (
+                f"{name} row {number} has {TOKEN_TYPES!r}{what}, by which the model's class computes something else (tokens that "
+                f"see later ones, or other embeddings), and plans do not read them; remove the column, and the model trains as "
+                f"without types"
+            )
+    return None
 
 
 def listed_column_problem(name: str, lengths: list[int], others: Mapping[str, list[int | None]], per: str) -> str | None:

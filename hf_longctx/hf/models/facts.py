@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,12 +12,17 @@ from transformers import PreTrainedModel
 from hf_longctx.families.family import Family, Mixer
 from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
+from hf_longctx.hf.models.attention import sees_both_ways
 from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.heads import HeadKind, head_kind, is_generic, num_outputs
 from hf_longctx.hf.models.packed_experts import packed_weights
 from hf_longctx.hf.models.quantised import block_layers, four_bit_layers, fp8_layers
 from hf_longctx.hf.models.towers import text_class, text_family, text_part
 from hf_longctx.plan.core.types import Ranges
+
+# column with a type for each token, and when a model without it computes the same
+TOKEN_TYPES = "token_type_ids"
+TokenTypes = Literal["always", "if all are 0", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,18 @@ class ModelFacts:
     def packs_weights(self) -> bool:
         """Whether frozen weights are in four bits, of linear modules or of experts."""
         return self.has_four_bits or self.has_packed_experts
+
+    @property
+    def token_types(self) -> TokenTypes:
+        """Whether a row with `token_type_ids` gives the model's class the loss that plans compute without them."""
+        is_known = isinstance(self.base, PreTrainedModel)
+        if not is_known or TOKEN_TYPES not in inspect.signature(type(self.base).forward).parameters:
+            return "always"
+        modules = list(self.base.named_modules())
+        # types of images, which plans find by their tokens
+        if any(map(sees_both_ways, self.text.modules())):
+            return "always"
+        return "if all are 0" if any(name.endswith("token_type_embeddings") for name, _ in modules) else "never"
 
     @property
     def mixer(self) -> Mixer | None:

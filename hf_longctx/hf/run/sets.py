@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.fields import unread_columns
+from hf_longctx.hf.data.fields import token_types_problem, unread_columns
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels
 from hf_longctx.hf.data.later_pieces import RowChanged, tables_of
 from hf_longctx.hf.data.media.processors import FileReader
@@ -25,7 +26,7 @@ from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
-from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.facts import TOKEN_TYPES, ModelFacts
 from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.towers import tower_parameters
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
@@ -283,6 +284,7 @@ class SequenceSets:
             tokens_per_step=config.tokens_per_step,
             drop_last=args.dataloader_drop_last,
             placeholders=self.setup.placeholders,
+            token_types="always" if self._facts is None else self._facts.token_types,
             collate=self.collation.stream_row,
             num_rows=stream_length(stream, config),
         )
@@ -304,6 +306,8 @@ class SequenceSets:
                     f"{name} has no rows once its trainer has cut them to max_length={limit} and dropped those without a label "
                     f"that counts; raise max_length in the trainer's arguments, or check the dataset's path, split and labels"
                 ]
+            if not problems and self._facts is not None and (problem := self._types_problem(name, sets[name])):
+                problems = [problem]
             if not problems and scan.media_features is not None:
                 problems = self._media_problems(name, scan) + self._late_media_problems(name)
             if not problems and self.config.long_sequences == "error":
@@ -315,6 +319,16 @@ class SequenceSets:
                 problems = self._label_problems(name, sets[name], scan, task)
             scans[name] = replace(scan, problems=problems)
         return scans
+
+    def _types_problem(self, name: str, dataset: Any) -> str | None:
+        """Problem with types of tokens in rows that the model would read."""
+        assert self._facts is not None
+        if isinstance(dataset, datasets.Dataset):
+            rows = dataset.with_format(None)[TOKEN_TYPES] if TOKEN_TYPES in dataset.column_names else ()
+            return token_types_problem(rows, name, self._facts.token_types)
+        # all rows have the columns of the first
+        rows = (dataset[number] for number in range(len(dataset) if TOKEN_TYPES in dataset[0] else 0))
+        return token_types_problem(rows, name, self._facts.token_types)
 
     def _media_problems(self, name: str, scan: DatasetScan) -> list[str]:
         """Problems with images in rows: of the run, or of the longest row that would have to be cut."""

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader
 
 from hf_longctx.hf.checkpoints.values import Unwritable
 from hf_longctx.hf.data.collator import TokenSequence, shift
-from hf_longctx.hf.data.fields import unread_columns
+from hf_longctx.hf.data.fields import token_types_problem, unread_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.data.resume import Anchor, Cursor
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import RowTokens, listed_in_rows, row_tokens, too_long
 from hf_longctx.hf.data.streams.sources import begin_epoch, keeps_state, load_state, take_state
+from hf_longctx.hf.models.facts import TokenTypes
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class StreamRules:
     drop_last: bool
     # token ids that no row may have, since they stand for padding, images, sound or video
     placeholders: tuple[int, ...] = ()
+    # when a model without types of tokens computes the same
+    token_types: TokenTypes = "always"
     # applies the user's collator to one row; None if rows stay as they are
     collate: Callable[[Any], Any] | None = None
     # length of the stream, from which the trainer computes steps per epoch; None if unknown
@@ -218,6 +221,8 @@ class SequenceReader:
                             logger.warning("%s: columns not read: %s", rules.name, ", ".join(unread))
                         if problem := listed_in_rows([row], rules.name):
                             raise ValueError(problem)
+                    if problem := token_types_problem([row], rules.name, rules.token_types):
+                        raise ValueError(problem)
                     tokens = row_tokens(row, self._columns or (), self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
                     self._log_padding(tokens)
                     yield tokens, number == len(rows)
