@@ -106,7 +106,8 @@ def test_ready_configs_and_their_samples_are_read(tmp_path: Path, monkeypatch: p
 
 
 def test_every_folder_of_a_task_has_a_config_a_sample_and_a_page() -> None:
-    for folder in (RECIPES / "tasks").iterdir():
+    # rows with images are made by code, in recipes/images.py
+    for folder in {*(RECIPES / "tasks").iterdir()} - {RECIPES / "tasks" / "images"}:
         kinds = {file.suffix for file in folder.iterdir()}
         assert {".yaml", ".jsonl", ".md"} <= kinds, folder
     page = (RECIPES / "models" / "README.md").read_text()

@@ -55,6 +55,7 @@ from hf_longctx.runtime.core.dropout import SITE
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.sharded import free_gathered
 from hf_longctx.runtime.process_groups import sum_over_ranks
 
 # keyword of a forward that requests the balance of the experts
@@ -318,9 +319,9 @@ class TwoPasses:
 
         Raises ValueError on every rank if the backward has reached a weight, or values that the second pass does not train.
         """
-        before = {name: _gradient_mark(weight) for name, weight in model.named_parameters()}
+        before = _gradient_marks(model)
         yield
-        reached = [name for name, weight in model.named_parameters() if _gradient_mark(weight) != before.get(name)]
+        reached = [name for name, mark in _gradient_marks(model).items() if mark != before[name]]
         found = [f"the weight {name} (a penalty on weights, or a module that the loss called)" for name in reached[:1]]
         others = [item for each in self._waiting for item in each.others.items()]
         found += [f"the values {name!r} of tokens" for name, x in others if x.grad is not None and bool(x.grad.any())]
@@ -441,9 +442,12 @@ def outside_autocast(model: nn.Module) -> AbstractContextManager[None]:
     return torch.autocast(next(model.parameters()).device.type, enabled=False)
 
 
-def _gradient_mark(weight: nn.Parameter) -> tuple[int, int] | None:
-    """Returns a value that changes whenever a backward adds to the gradient of `weight`."""
-    return None if weight.grad is None else (id(weight.grad), weight.grad._version)
+def _gradient_marks(model: nn.Module) -> dict[str, tuple[int, int] | None]:
+    """Returns for each weight a value that changes whenever a backward adds to its gradient."""
+    # shards have the gradients; those that are gathered for a next pass stand in their place
+    free_gathered(model)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return {name: None if each is None else (id(each), each._version) for name, each in gradients.items()}
 
 
 def token_places(chunk: Chunk, group: SequenceGroup, position: int, firsts: Sequence[int]) -> IntArray:
