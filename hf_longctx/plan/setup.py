@@ -1106,6 +1106,7 @@ def _adapters(memory: DeviceMemory, placement: Placement) -> Iterator[_Change]:
         yield _Change(name, setting, replace(memory, model=frozen, lora_rank=rank), placement)
     if frozen.packed.is_empty and not frozen.experts.num_experts:
         packed = replace(frozen, packed=PackedSpec.nf4(frozen), can_keep_qkv=False, cuts_heads=False)
+        packed = replace(packed, adapters=lora_adapters(packed, rank, frozen.adapters.on_experts))
         whole = ", attention in one piece" if frozen.head_pieces() > 1 else ""
         name = f"adapters over weights of four bits{whole} (QLoRA): --lora-rank {rank} --quantize nf4"
         # adapters that a run has already may be of another size

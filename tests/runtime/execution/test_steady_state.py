@@ -59,7 +59,7 @@ def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: b
         patch.object(dist, "new_group", forbidden),
         patch.object(torch.cuda, "synchronize", forbidden),
         # the end of a plan asks once whether memory ran out on a rank
-        patch.object(StepExecutor, "_tells_failures", lambda *_: False),
+        patch.object(StepExecutor, "_others_wait", lambda *_: "no rank tells"),
         replaced(round_module, "step_loss", waiting if bug else original),
         Recorder() as recorder,
     ):

@@ -63,7 +63,7 @@ def test_communicators_are_a_row_of_the_memory_of_gpus() -> None:
 
 def test_gathers_are_told_beside_the_seconds_unless_they_were_measured() -> None:
     found = forecast()
-    weights = WeightSeconds((0.5,) * 4, 0.25, 0.125)
+    weights = WeightSeconds((0.5,) * 4, sum_s=0.25, update_s=0.125)
     steps = tuple(replace(step, execution=replace(step.execution, weights=weights)) for step in found.steps)
     text = forecast_text(replace(found, steps=steps))
     assert "gathers of sharded weights take 500 ms, sums of gradients over copies take 250 ms, the optimizer takes 125 ms" in text
