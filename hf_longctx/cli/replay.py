@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--gpus", type=int, metavar="N", help="number of ranks of the new plans; needs --hardware")
     add_machine_arguments(parser, is_required=False)
     add_how_arguments(parser)
-    parser.set_defaults(run=run, slow_network=0.0, parser=parser)
+    parser.set_defaults(run=run, slow_network=0.0, teacher="", parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:

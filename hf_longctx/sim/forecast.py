@@ -107,7 +107,8 @@ class Forecast:
         """Mean seconds of a step for moving weights and gradients, as if nothing else ran."""
         found = [step.execution.weights for step in self.steps]
         parts = [
-            [each.gather_s, each.sum_s, each.update_s, each.hidden_s, each.away_s, each.copies_s, each.drains] for each in found
+            [each.gather_s, each.sum_s, each.update_s, each.hidden_s, each.away_s, each.copies_s, each.teacher_s, each.drains]
+            for each in found
         ]
         gather_s, *others_s = (_mean(list(column)) for column in zip(*parts, strict=True))
         return WeightSeconds((gather_s,), *others_s)

@@ -315,7 +315,7 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
     except TypeError as error:
         names = ", ".join(sorted(set(own) - set(LongContextConfig.__dataclass_fields__))) or str(error)
         raise RefusedRun.of(
-            [f"long_context has {names}, which are no fields of LongContextConfig; leave them out"], _HEADLINE
+            [f"LongContextConfig has no {names}, which long_context names; leave it out"], _HEADLINE
         ) from None
     except ValueError as error:
         raise RefusedRun.of([*problems, f"long_context: {error}"], _HEADLINE) from None

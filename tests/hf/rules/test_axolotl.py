@@ -137,7 +137,7 @@ def test_what_has_no_counterpart_is_refused_by_name(name: str) -> None:
 REFUSED = [
     ({"later_loss": "other"}, "later_loss is 'other', and is no field that the plugin knows; leave it out"),
     ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins has axolotl.integrations.kd.KDPlugin, which may change"),
-    ({"long_context": {"max_lenght": 5}}, "long_context has max_lenght, which are no fields of LongContextConfig"),
+    ({"long_context": {"max_lenght": 5}}, "LongContextConfig has no max_lenght, which long_context names"),
     ({"long_context": {"max_length": 0}}, "long_context: max_length is 0"),
     ({"long_context": "sharded"}, "long_context is 'sharded'; give fields of LongContextConfig"),
     ({"optimizer": "muon"}, "optimizer is 'muon', which axolotl makes itself"),
