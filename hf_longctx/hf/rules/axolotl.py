@@ -314,9 +314,7 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
         config = LongContextConfig(**own)
     except TypeError as error:
         names = ", ".join(sorted(set(own) - set(LongContextConfig.__dataclass_fields__))) or str(error)
-        raise RefusedRun.of(
-            [f"LongContextConfig has no {names}, which long_context names; leave it out"], _HEADLINE
-        ) from None
+        raise RefusedRun.of([f"LongContextConfig has no {names}, which long_context names; leave it out"], _HEADLINE) from None
     except ValueError as error:
         raise RefusedRun.of([*problems, f"long_context: {error}"], _HEADLINE) from None
     changes: dict[str, Any] = {name: FIELDS[name].off for name in asked if name in FIELDS and FIELDS[name].state == "no effect"}
