@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.settings import GroupMethod, PlannerConfig
@@ -106,12 +106,10 @@ class Forecast:
     def weights(self) -> WeightSeconds:
         """Mean seconds of a step for moving weights and gradients, as if nothing else ran."""
         found = [step.execution.weights for step in self.steps]
-        parts = [
-            [each.gather_s, each.sum_s, each.update_s, each.hidden_s, each.away_s, each.copies_s, each.teacher_s, each.drains]
-            for each in found
-        ]
-        gather_s, *others_s = (_mean(list(column)) for column in zip(*parts, strict=True))
-        return WeightSeconds((gather_s,), *others_s)
+        # gathers stand first, for every rank
+        _, *others = fields(WeightSeconds)
+        means = {each.name: _mean([getattr(weights, each.name) for weights in found]) for each in others}
+        return WeightSeconds((_mean([weights.gather_s for weights in found]),), **means)
 
     @property
     def gap(self) -> float:

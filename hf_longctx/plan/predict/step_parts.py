@@ -41,9 +41,9 @@ def step_parts(plan: StepPlan, planning: Planning, bound_s: float) -> StepParts:
             again[:, places] += (under_s - kept_s - (under.gathers - kept.gathers)).sum(axis=(0, 2, 3))[:, None]
             gathers[:, places] += under.gathers.sum(axis=(0, 2, 3))[:, None]
     busiest = np.unravel_index(np.argmax(work + again + gathers), work.shape)
-    once_s, mean_s = planning.predict(plan).once_s, float(work.mean())
-    gathers_s = float(gathers[busiest]) + planning.predict(plan).gathers_s
-    above_s = once_s + mean_s - bound_s, float(work[busiest]) - mean_s, float(again[busiest]), gathers_s
+    run, mean_s = planning.predict(plan), float(work.mean())
+    gathers_s = float(gathers[busiest]) + run.gathers_s
+    above_s = run.once_s + mean_s - bound_s, float(work[busiest]) - mean_s, float(again[busiest]), gathers_s
     return StepParts(bound_s, *above_s, planning.counted_s(plan) - bound_s - sum(above_s))
 
 
