@@ -18,7 +18,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.exit_message import RefusedRun
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.hf.rules import deepspeed
-from hf_longctx.hf.rules.training_arguments import translate
+from hf_longctx.hf.rules.training_arguments import opened, translate
 from hf_longctx.plan.core.messages import listed, shown
 
 State = Literal["kept", "translated", "no effect", "refused"]
@@ -340,9 +340,11 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
     arguments: dict[str, Any] = {"average_tokens_across_devices": True}
     if asked.get("curriculum_sampling"):
         arguments["train_sampling_strategy"] = "sequential"
-    config, lines, found = _placement(asked, config, launch, arguments)
+    config, lines, found = _placement(given, asked, config, launch, arguments)
     problems += found
-    config, rows, line, found = _rows(asked, config, launch.num_ranks)
+    counts = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    of_deepspeed = {_YAML_NAMES.get(name, name): arguments.pop(name) for name in counts if name in arguments}
+    config, rows, line, found = _rows({**asked, **of_deepspeed}, config, launch.num_ranks)
     problems += found
     if problems:
         raise RefusedRun.of(problems, _HEADLINE)
@@ -394,9 +396,16 @@ def _plugin_problems(asked: Mapping[str, Any]) -> list[str]:
 
 
 def _placement(
-    asked: Mapping[str, Any], config: LongContextConfig, launch: LaunchEnvironment, arguments: dict[str, Any]
+    given: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    config: LongContextConfig,
+    launch: LaunchEnvironment,
+    arguments: dict[str, Any],
 ) -> tuple[LongContextConfig, list[str], list[str]]:
-    """The config with the settings that FSDP, DeepSpeed and checkpointing become; fills `arguments`; lines and problems."""
+    """The config with the settings that FSDP, DeepSpeed and checkpointing become; fills `arguments`; lines and problems.
+
+    given: the fields of the YAML; asked: those that are not empty.
+    """
     lines, problems = list[str](), list[str]()
     has_fsdp = bool(asked.get("fsdp") or asked.get("fsdp_config"))
     if has_fsdp or asked.get("gradient_checkpointing") or asked.get("activation_offloading"):
@@ -412,15 +421,15 @@ def _placement(
             config = replace(config, shard_ranks=block)
     if source := asked.get("deepspeed"):
         read = deepspeed.translated(source, launch.num_ranks, config.may_have_stages)
-        defaults = LongContextConfig()
-        opened = {name: value for name, value in read.config.items() if getattr(config, name) == getattr(defaults, name)}
+        changes, line = opened(config, read)
         wanted = {_YAML_NAMES.get(name, name): value for name, value in read.arguments.items()}
-        named = {name: value for name, value in wanted.items() if asked.get(name) not in (None, "auto")}
-        problems += [*read.problems, *deepspeed.differing(named, asked)]
+        # 0 and False are values, too
+        named = {name: value for name, value in wanted.items() if given.get(name) not in (None, "auto")}
+        problems += [*read.problems, *deepspeed.differing(named, given)]
         if not problems:
-            config = replace(config, **opened)
+            config = replace(config, **changes)
             arguments |= {name: value for name, value in read.arguments.items() if _YAML_NAMES.get(name, name) not in named}
-        lines.append(read.line)
+        lines.append(line)
     return config, lines, problems
 
 

@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.ranks.launch import LaunchEnvironment, without_plugins
-from hf_longctx.hf.rules.deepspeed import DECIDED, asked_deepspeed, decided, differing, translated
+from hf_longctx.hf.rules.deepspeed import DECIDED, DeepSpeedSettings, asked_deepspeed, decided, differing, translated
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.types import Parameters, frees_every_round
@@ -571,14 +571,19 @@ def _with_deepspeed(config: LongContextConfig, args: TrainingArguments) -> tuple
             ["accelerate's launcher asks for DeepSpeed, but the training arguments were made before; make them after"],
         )
     found = translated(source, args.world_size, config.may_have_stages, vars(args))
+    changes, line = opened(config, found)
+    asked = {name: value for name, value in found.arguments.items() if name not in DECIDED}
+    problems = [*found.problems, *differing(asked, vars(args))]
+    return (config if problems else replace(config, **changes)), line, problems
+
+
+def opened(config: LongContextConfig, found: DeepSpeedSettings) -> tuple[dict[str, Any], str]:
+    """The settings of DeepSpeed's configuration that the user left open here, and the line that says what became of it."""
     defaults = LongContextConfig()
     own = {name: getattr(config, name) for name in found.config}
     changes = {name: value for name, value in found.config.items() if own[name] == getattr(defaults, name)}
     kept = [f"{name}={value!r}" for name, value in own.items() if name not in changes and value != found.config[name]]
-    line = found.line + (f"; {', '.join(kept)} of LongContextConfig stays" if kept else "")
-    asked = {name: value for name, value in found.arguments.items() if name not in DECIDED}
-    problems = [*found.problems, *differing(asked, vars(args))]
-    return (config if problems else replace(config, **changes)), line, problems
+    return changes, found.line + (f"; {', '.join(kept)} of LongContextConfig stays" if kept else "")
 
 
 def _checkpointing(args: TrainingArguments, asked: _Fsdp | None) -> str:

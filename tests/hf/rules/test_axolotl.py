@@ -120,6 +120,22 @@ def test_arguments_of_deepspeed_are_those_of_the_training() -> None:
         from_axolotl({**PLAIN, **given, "learning_rate": 2e-3}, EIGHT)
 
 
+@pytest.mark.parametrize("name,wanted", [("weight_decay", 0.1), ("max_grad_norm", 1.0), ("bf16", True)])
+def test_nothing_is_a_value_that_deepspeed_does_not_replace(name: str, wanted: Any) -> None:
+    decay = {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}
+    source = {"weight_decay": decay, "max_grad_norm": {"gradient_clipping": 1.0}, "bf16": {"bf16": {"enabled": True}}}[name]
+    assert from_axolotl({**PLAIN, "deepspeed": source}, EIGHT).arguments[name] == wanted
+    with pytest.raises(ValueError, match=f"asks for {name}={wanted}, but {name} is (0|False)"):
+        from_axolotl({**PLAIN, "deepspeed": source, name: type(wanted)(0)}, EIGHT)
+
+
+def test_rows_that_deepspeed_accumulates_are_counted() -> None:
+    given = {**PLAIN, "gradient_accumulation_steps": None, "deepspeed": {"gradient_accumulation_steps": 4}}
+    found = from_axolotl(given, EIGHT)
+    assert found.changes["gradient_accumulation_steps"] == 4 and "gradient_accumulation_steps" not in found.arguments
+    assert from_axolotl({**given, "sample_packing": True}, EIGHT).config.tokens_per_step == 2 * 4 * 8 * 2048
+
+
 def on(name: str) -> Any:
     return 2 if name.endswith(("_size", "_ratio")) else True
 
