@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from hf_longctx.hf.checkpoints.optimizer_states import load_whole_optimizer
 from hf_longctx.hf.checkpoints.weight_source import WeightSource, weight_problems
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.log_probs.documents import LocalDocuments
-from hf_longctx.hf.log_probs.rewards import RewardPasses
-from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel, TwoPasses
+from hf_longctx.hf.log_probs.rewards import RewardPasses, passes_of
+from hf_longctx.hf.log_probs.two_passes import Remembered, ScoredModel
 from hf_longctx.hf.models.dropout import check_rates
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.ranks.agreement import failing_together
@@ -121,9 +122,7 @@ class LongContextEngine:
         self.run = start_run(RunRequest(config, facts, args, None, problems, token_loss=token_loss))
         self.model, self.temperature, self.device = model, temperature, args.device
         most, placeholders = self.run.sets.longest_sequence, self.run.setup.placeholders
-        self._passes: TwoPasses = TwoPasses(self.run.source, most, placeholders, temperature)
-        if self._has_values:
-            self._passes = RewardPasses(self.run.source, most, self.run.task)
+        self._passes = passes_of(self.run.source, most, placeholders, temperature, self.run.task)
         self._scored = ScoredModel(self._executor, self.run.activations.engine, Remembered())
         self._kept: StepExecutor | None = None
         # calls of `forward_backward` so far, each of which drops other values
@@ -241,7 +240,8 @@ class LongContextEngine:
 
     def weights(self) -> WeightSource:
         """Whole weights as a checkpoint has them, with adapters added; all ranks walk through them, one tensor at a time."""
-        return WeightSource(self.model, self._place)
+        self._place()
+        return WeightSource(self.model, partial(self.to_device, states=False))
 
     def save(self, folder: str) -> None:
         """Writes a checkpoint of transformers or PEFT to `folder`, which all ranks see, and the states of the optimizer.
@@ -366,14 +366,15 @@ class LongContextEngine:
         passes = self._passes
         passes.scoring = Scoring(self._wanted(temperature), with_extras=True)
         self._begin_dropout()
-        lengths = [len(row.ids) for row in rows]
+        lengths, found = [len(row.ids) for row in rows], list[LocalDocuments]()
 
         def read() -> LocalDocuments:
-            return passes.checked(_documents(rows, self.device, is_shifted=not self._has_values))
+            found.append(passes.checked(_documents(rows, self.device, is_shifted=not self._has_values)))
+            return found[0]
 
         if isinstance(passes, RewardPasses):
             leaf = passes.numbers(self._scored, read, is_trained)
-            marks_T = _marks(rows, self.device)
+            marks_T = found[0].rows_T2[:, 1] != IGNORE_INDEX
             return RowValues(values=list(leaf.new_zeros(len(marks_T)).masked_scatter(marks_T, leaf).split(lengths))), leaf
         values = passes.values(self._scored, read, is_trained)
 
@@ -423,12 +424,6 @@ def _documents(rows: Sequence[TokenRow], device: torch.device, is_shifted: bool 
     # without a row there is one column of padding
     kept_BS = torch.ones(1, len(rows_T2), dtype=torch.bool, device=device) if parts else torch.zeros(1, 1, dtype=torch.bool)
     return LocalDocuments(rows_T2, [len(part) for part in parts], kept_BS.to(device))
-
-
-def _marks(rows: Sequence[TokenRow], device: torch.device) -> Tensor:
-    """Returns which tokens [T] of all rows are scored."""
-    marks = [torch.ones(len(row.ids)) if row.is_scored is None else torch.as_tensor(row.is_scored) for row in rows]
-    return torch.cat([torch.zeros(0, dtype=torch.bool), *(each.bool().cpu() for each in marks)]).to(device)
 
 
 def _columns(rows: Sequence[TokenRow], columns: Sequence[Sequence[Any]], device: torch.device) -> Tensor:

@@ -65,7 +65,6 @@ class WeightSource:
     """
 
     def __init__(self, model: nn.Module, place: Callable[[], None] = lambda: None) -> None:
-        place()
         if found := weight_problems(model):
             raise ValueError(found[0])
         self.model, self._place = model, place

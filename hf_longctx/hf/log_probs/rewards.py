@@ -115,7 +115,7 @@ def _own_labels(batch: Batch) -> slice:
 
 
 def passes_of(source: PlanSource, max_length: int, placeholders: Sequence[int], temperature: float, task: HeadTask) -> TwoPasses:
-    """Makes the two passes of a TRL trainer: of rewards for a model that classifies documents, else of log-probabilities."""
-    if task.kind == "document":
+    """Makes the two passes of a model: of its numbers if its head classifies documents or tokens, else of log-probabilities."""
+    if task.kind != "next_token":
         return RewardPasses(source, max_length, task)
     return TwoPasses(source, max_length, placeholders, temperature)

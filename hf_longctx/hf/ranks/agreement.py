@@ -12,7 +12,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -193,7 +193,8 @@ def failing_together(group: dist.ProcessGroup | None, timeout_s: float, headline
         waits_in_vain.daemon = True
         waits_in_vain.start()
         try:
-            gather_objects(([text], {}), group)
+            with suppress(RefusedRun):
+                raise_together([text], group, headline)
         finally:
             waits_in_vain.cancel()
         raise
