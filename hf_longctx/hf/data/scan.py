@@ -185,9 +185,14 @@ def _media_features(table: pa.Table, num_rows: int) -> IntArray:
     return np.bincount(rows, numbers["num_features"], num_rows).astype(np.int64)
 
 
+def _are_features(table: pa.Table, placeholders: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Returns whether each token of a table stands for a feature."""
+    return np.isin(_values(table["input_ids"]).cast(pa.int64(), safe=False).to_numpy(), placeholders)
+
+
 def _media_blocks(table: pa.Table, lengths: IntArray, placeholders: tuple[int, ...], first_row: int) -> IntArray:
     """Returns (row, begin, end) of consecutive placeholders in the rows of a table, [M, 3]; rows count from `first_row`."""
-    is_feature = np.isin(_values(table["input_ids"]).cast(pa.int64(), safe=False).to_numpy(), placeholders)
+    is_feature = _are_features(table, placeholders)
     firsts = np.cumsum(lengths) - lengths
     # a row begins anew
     begins_row = np.zeros(len(is_feature), dtype=bool)
@@ -224,12 +229,11 @@ def _media_problems(name: str, first_row: int, table: pa.Table, lengths: IntArra
         ]
     starts, stops, features = numbers["start"], numbers["stop"], numbers["num_features"]
     firsts = np.cumsum(lengths) - lengths
-    ids = _values(table["input_ids"]).cast(pa.int64(), safe=False).to_numpy()
-    sums = np.concatenate([[0], np.cumsum(np.isin(ids, placeholders))])
+    sums = np.concatenate([[0], np.cumsum(_are_features(table, placeholders))])
     before = np.concatenate([[0], stops[:-1]]) if len(stops) else stops
     before[(np.cumsum(counts) - counts)[counts > 0]] = 0
     wrong = (starts < before) | (stops <= starts) | (stops > lengths[rows]) | (features < 1)
-    inside = np.clip(firsts[rows] + starts, 0, len(ids)), np.clip(firsts[rows] + stops, 0, len(ids))
+    inside = np.clip(firsts[rows] + starts, 0, len(sums) - 1), np.clip(firsts[rows] + stops, 0, len(sums) - 1)
     wrong |= sums[inside[1]] - sums[inside[0]] != features
     bad = set(rows[wrong].tolist())
     totals = sums[firsts + lengths] - sums[firsts]

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from hf_longctx.families.family import Family, Mixer
 from hf_longctx.families.registry import family_of
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.attention import sees_both_ways
 from hf_longctx.hf.models.cutting import loaded_ranges
 from hf_longctx.hf.models.heads import HeadKind, head_kind, is_generic, num_outputs
+from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.packed_experts import packed_weights
 from hf_longctx.hf.models.quantised import block_layers, four_bit_layers, fp8_layers
 from hf_longctx.hf.models.towers import text_class, text_family, text_part
@@ -87,11 +87,11 @@ class ModelFacts:
         is_known = isinstance(self.base, PreTrainedModel)
         if not is_known or TOKEN_TYPES not in inspect.signature(type(self.base).forward).parameters:
             return "always"
-        modules = list(self.base.named_modules())
         # types of images, which plans find by their tokens
-        if any(map(sees_both_ways, self.text.modules())):
+        if sees_images_both_ways(self.base):
             return "always"
-        return "if all are 0" if any(name.endswith("token_type_embeddings") for name, _ in modules) else "never"
+        has_types = any(name.endswith("token_type_embeddings") for name, _ in self.base.named_modules())
+        return "if all are 0" if has_types else "never"
 
     @property
     def mixer(self) -> Mixer | None:

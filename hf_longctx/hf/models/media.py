@@ -193,9 +193,9 @@ def _with_media(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments of a decoder in a chunk with images or videos; None, which leaves them, in any other."""
     context = keywords.get("longctx")
-    media = None if context is None else context.media
-    if media is None:
+    if context is None or context.media is None:
         return None
+    media = context.media
     changed = dict(keywords)
     if media.positions is not None:
         # the first row counts tokens, as masks read it
@@ -206,7 +206,7 @@ def _with_media(
     trained = _trained_beside(around, text) if media.reaches_all else []
     if not len(media.places) and not trained:
         return args, changed
-    if needs_blocks and len(media.places) and not keywords["longctx"].blocks:
+    if needs_blocks and len(media.places) and not context.blocks:
         raise RuntimeError(
             f"the plan names no blocks of tokens that see each other both ways, but those of images do in "
             f"{type(decoder).__name__}; plan steps with `StepSequences`"

@@ -77,6 +77,10 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
 
 
+def _is_model(value: Any) -> bool:
+    return isinstance(value, PreTrainedModel) or (isinstance(value, nn.Module) and hasattr(value, "peft_config"))
+
+
 # argument of a constructor -> the check of its value, and the kind of value that passes
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "args": (lambda each: isinstance(each, TrainingArguments), "TrainingArguments"),
@@ -85,7 +89,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("data_collator", "compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"),
         (callable, "a function, or leave it out"),
     ),
-    "teacher": (lambda each: isinstance(each, PreTrainedModel) or hasattr(each, "peft_config"), "a loaded transformers model"),
+    "teacher": (_is_model, "a loaded transformers model"),
     # `Trainer` adds it to a list of its own
     "callbacks": (lambda each: isinstance(each, list), "a list of TrainerCallbacks"),
     "optimizers": (
@@ -992,8 +996,7 @@ def fit_problems(model_config: PretrainedConfig, processing_class: Any, config: 
 
 
 def _is_no_model(run: Facts) -> bool:
-    is_adapter = isinstance(run.model, nn.Module) and hasattr(run.model, "peft_config")
-    return run.model is not None and not isinstance(run.model, PreTrainedModel) and not is_adapter
+    return run.model is not None and not _is_model(run.model)
 
 
 # objects that are neither a model of transformers nor one with adapters

@@ -126,7 +126,7 @@ class Reader:
         return TowerInputs("image", {"pixel_values": pixels, "image_grid_thw": grid}, medium.num_features)
 
     def positions(self, ids: Tensor, found: Sequence[Medium]) -> Tensor | None:
-        return self.positions_of.of(ids, [(each.kind, each.start, each.stop, each.grid) for each in found])
+        return self.positions_of.of(ids, [(each.kind, each.start, each.stop, each.grid, each.seconds) for each in found])
 
 
 def row_of(num_images: int) -> dict[str, Any]:

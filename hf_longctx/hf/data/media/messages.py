@@ -46,7 +46,8 @@ def place_media(
     """
     waiting = {kind: list(enumerate(values)) for kind, values in given.items()}
     found: dict[MediumKind, list[MediaFile]] = {"image": [], "video": []}
-    num_parts: dict[MediumKind, int] = {"image": 0, "video": 0}
+    if others := [kind for kind, values in given.items() if values and kind not in placeholders]:
+        raise DataError(f"{where} has a column with a {others[0]}, which the processor does not read; remove the row")
     placed = []
     for number, message in enumerate(messages):
         content = message.get("content")
@@ -54,20 +55,19 @@ def place_media(
             parts = []
             for part in content:
                 kind: MediumKind = part.get("type")
-                if kind not in num_parts:
+                if kind not in found:
                     parts.append(part)
                     continue
                 if kind not in placeholders:
                     raise DataError(f"{where} message {number} has a {kind}, which the processor does not read; remove the row")
-                num_parts[kind] += 1
-                found[kind].append(_file(kind, part, waiting.setdefault(kind, []), f"{where} message {number}"))
+                found[kind].append(_file(kind, part, waiting[kind], f"{where} message {number}"))
                 parts.append({"type": kind})
             message = message | {"content": parts}
         placed.append(message)
     lone: list[MediumKind] = []
     for kind, placeholder in placeholders.items():
-        left = waiting.get(kind, [])
-        if left and num_parts[kind]:
+        left = waiting[kind]
+        if left and found[kind]:
             raise DataError(
                 f"{where} has {len(given[kind])} {kind}s in its columns, but {len(given[kind]) - len(left)} parts "
                 f"{{type: {kind}}} for them; give as many parts as {kind}s"

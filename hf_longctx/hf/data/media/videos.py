@@ -104,11 +104,12 @@ def open_frames(file: MediaFile, clip: Clip, where: str) -> Tensor:
 
 def _decoded(file: MediaFile, numbers: Sequence[float], where: str) -> list[Any]:
     found: dict[float, Any] = {}
+    wanted, last = {*numbers}, max(numbers)
     with _opened(file, where) as (container, stream):
         for number, frame in enumerate(container.decode(stream)):
-            if number in numbers:
+            if number in wanted:
                 found[number] = frame.to_ndarray(format="rgb24")
-            if number >= max(numbers):
+            if number >= last:
                 break
     if missing := [number for number in numbers if number not in found]:
         raise DataError(f"{where}{named(file.path)} ends before its frame {missing[0]}; correct the file, or remove the row")

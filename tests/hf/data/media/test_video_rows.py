@@ -15,6 +15,7 @@ from helpers.models.tiny_processors import file_of, picture, tiny_processor
 from hf_longctx import tokenise_chat
 from hf_longctx.hf.data.chat import DataError
 from hf_longctx.hf.data.media.images import MediaFile
+from hf_longctx.hf.data.media.messages import place_media
 from hf_longctx.hf.data.media.processors import FileReader, MediaTokens
 from hf_longctx.hf.data.media.rows import Medium
 from hf_longctx.hf.data.media.videos import Clip, clip_of, open_frames, video_of
@@ -66,6 +67,11 @@ def test_a_processor_without_videos_refuses_them_by_message() -> None:
     rows = datasets.Dataset.from_list([{"messages": chat({**VIDEO, "path": "a.mp4"}, "what?")}])
     with pytest.raises(DataError, match="message 0 has a video, which the processor does not read"):
         tokenise_chat(rows, tiny_processor("llava"))
+
+
+def test_a_processor_without_videos_refuses_a_column_of_them() -> None:
+    with pytest.raises(DataError, match="row 3 has a column with a video, which the processor does not read"):
+        place_media(chat("what?"), {"image": [], "video": ["a.mp4"]}, {"image": "<image>"}, "row 3")
 
 
 def movie(folder: Path, count: int = 12, rate: int = 4) -> str:
