@@ -199,13 +199,18 @@ def copy_weights(model: nn.Module, folder: str, also: Mapping[str, str], is_part
         )
 
 
-def checkpoint_files(folder: str) -> list[Path]:
-    """Safetensors files of a Hugging Face checkpoint; raises ValueError if one is missing."""
-    index, single = Path(folder) / INDEX_FILE, Path(folder) / WEIGHTS_FILE
-    files = [single]
+def listed_files(folder: Path) -> list[Path]:
+    """Safetensors files that a Hugging Face checkpoint has, by its index if it has one."""
+    index, single = folder / INDEX_FILE, folder / WEIGHTS_FILE
     # like transformers, prefer a single file to an index
     if index.exists() and not single.exists():
-        files = [Path(folder) / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [single]
+
+
+def checkpoint_files(folder: str) -> list[Path]:
+    """Safetensors files of a Hugging Face checkpoint; raises ValueError if one is missing."""
+    files = listed_files(Path(folder))
     for file in files:
         if not file.exists():
             raise ValueError(f"{folder} has no {file.name}; give a folder that this trainer or save_pretrained() wrote")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -18,12 +19,13 @@ from hf_longctx.hf.models.heads import HeadKind
 from hf_longctx.hf.rules.arguments import least_heads, setup_problems
 from hf_longctx.hf.rules.rule import Facts, Rule, refusals
 from hf_longctx.hf.rules.trl import is_scored
+from hf_longctx.runtime.core.loss import Distillation
 from hf_longctx.runtime.parameters.sharded import is_sharded
 
 # numbers of a weight by which ranks compare their teachers
 _FEW = 16
 # settings that a teacher reads
-_SETTINGS = ("distillation_beta", "distillation_temperature", "distillation_weight", "distillation_top_k")
+_SETTINGS = tuple(f"distillation_{each.name}" for each in fields(Distillation))
 
 
 def _unused(run: Facts) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Starts a run, for `LongContextTrainer` and the callback alike: builds everything that plans need.
 
-The start has six phases, each a function: ranks *meet*, *read* which labels the model learns, *check* settings and rows, *set up*
-costs and limits, *take* the model (patch it, cut it, make process groups and engines), and *try* plans in the self-test. Changes
-that a phase has made to model and ranks are undone in reverse if it, or a later one, fails.
+The start has seven phases, each a function: ranks *meet*, *read* which labels the model learns, *check* settings and rows, *set
+up* costs and limits, *take* the model (patch it, cut it, make process groups and engines), *try* plans in the self-test, and
+*teach*, which tests and places a teacher if there is one. Changes that a phase has made to model and ranks are undone in reverse
+if it, or a later one, fails; a teacher stays frozen and where it was placed.
 """
 
 from __future__ import annotations
@@ -240,9 +241,8 @@ class Run:
     all_stages: tuple[StageModel, ...] = ()
     # the loss of a token; None for cross-entropy
     token_loss: AnyLoss = None
-    # runs the forwards of a teacher, and the user's code on it at the start; None without one
+    # runs the forwards of a teacher; None without one
     teacher: Teacher | None = None
-    teacher_code: CodeAtStart | None = None
     # keys of the model's dropout modules; None if it has none
     dropout: DropoutKeys | None = None
     # alpha of the noise that the embedding adds in training (NEFTune); None without noise
@@ -277,9 +277,9 @@ class Run:
     def _added_code(self, model: nn.Module) -> str:
         """Describes code that was put on the model, or on its teacher, since the start; empty if there is none."""
         problem = self.code.problem(model)
-        if problem or self.teacher is None or self.teacher_code is None:
+        if problem or self.teacher is None:
             return problem
-        of_teacher = self.teacher_code.problem(self.teacher.executor.model)
+        of_teacher = self.teacher.executor.added_code()
         return f"the teacher: {of_teacher}" if of_teacher else ""
 
     def make_room(self, plan: StepPlan) -> None:
@@ -321,7 +321,7 @@ def meet(config: LongContextConfig, args: TrainingArguments | None, problems: Se
 
 
 def start_run(request: RunRequest) -> Run:
-    """Starts a run in six phases. Needs no `Trainer` object. Collective over all ranks.
+    """Starts a run in seven phases. Needs no `Trainer` object. Collective over all ranks.
 
     Raises ValueError on every rank, listing all problems. Model and process groups are then as they were, except for the control
     group, from which slower ranks may still read the problems.
@@ -412,8 +412,8 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     sets = SequenceSets(config, args, setup, control, checked.task, *given, is_attached=request.gives_back)
     if request.mode.steps:
         sets.check(checked.facts, request.datasets)
-        has_images = request.teacher is not None and sets.reads_media
-        raise_together(refusals(TAUGHT_ROWS, Facts(given={"has_images": has_images})), control)
+        if request.teacher is not None:
+            raise_together(refusals(TAUGHT_ROWS, Facts(given={"has_images": sets.reads_media})), control)
     return _Basis(setup, sets, fused, kernels_line)
 
 
@@ -614,8 +614,7 @@ def _teach(checked: _Checked, run: Run, mesh: DeviceMesh | None) -> Run:
     # no gradient is ever summed
     model.requires_grad_(False)
     if isinstance(second.placement, ShardedPlacement | StagedPlacement) and second.placement.shards is not None:
-        shards = replace(second.placement.shards, layers_on_host=False, spreads_experts=False)
-        ShardedPlacement(shards, run.control).prepare(model)
+        replace(second.placement.shards, layers_on_host=False, spreads_experts=False).divide(model)
     else:
         second.placement.prepare(model)
         model.to(args.device)
@@ -623,9 +622,9 @@ def _teach(checked: _Checked, run: Run, mesh: DeviceMesh | None) -> Run:
     head = OutputHead(output_head(model), change=logit_change(model)) if is_last else None
     if head is not None:
         run.undo.callback(head.unbind)
-    teacher = Teacher(second.executor(model), head)
     # code that plans put on the teacher stays there
-    return replace(run, teacher=teacher, teacher_code=CodeAtStart(facts, config.self_test, None))
+    second = replace(second, code=CodeAtStart(facts, config.self_test, None))
+    return replace(run, teacher=Teacher(second.executor(model), head))
 
 
 def _note_rounded(config: LongContextConfig, model: Any, args: TrainingArguments, control: dist.ProcessGroup | None) -> None:

@@ -236,10 +236,11 @@ class StepRunner:
             except torch.OutOfMemoryError as error:
                 # otherwise the other ranks wait inside the plan
                 is_known = batch["step"].plan.num_ranks == 1 or isinstance(error, OutOfMemoryTogether)
+                most = failed_bytes(batch["step"].plan, self.free.limit_bytes) / 2**30
+                # lowers the limit
                 found = self._for_less(batch, early_updates) if is_known else ""
                 if isinstance(found, str):
                     why = f". The step cannot run again: {found}" if found else ""
-                    most = failed_bytes(batch["step"].plan, self.free.limit_bytes) / 2**30
                     raise type(error)(f"{error}{why}; train on from the last checkpoint with device_gib={most:.3g}") from error
                 batch = found
             # the error is gone, and with it the tensors of its frames

@@ -7,6 +7,7 @@ Other places where stock transformers takes a loss (`model.loss_function`, `loss
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def chosen_loss(
     task: the labels of the run. taught_by: the settings of a run with a teacher.
     """
     if taught_by is not None:
-        return Distillation(*(getattr(taught_by, f"distillation_{name}") for name in ("beta", "temperature", "weight", "top_k")))
+        return Distillation(**{each.name: getattr(taught_by, f"distillation_{each.name}") for each in fields(Distillation)})
     if task.has_values and token_loss is None:
         return SquaredError() if task.problem == "regression" else BinaryCrossEntropy()
     factor = float(args.label_smoothing_factor)

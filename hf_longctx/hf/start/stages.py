@@ -6,7 +6,6 @@ stages are then unknown to the loader, which never reads them. It handles rename
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -18,7 +17,6 @@ from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_longctx.hf.checkpoints.deferred import (
     config_of,
@@ -28,7 +26,7 @@ from hf_longctx.hf.checkpoints.deferred import (
     take_experts_out,
     unquantised,
 )
-from hf_longctx.hf.checkpoints.weights import checkpoint_files
+from hf_longctx.hf.checkpoints.weights import checkpoint_files, listed_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.cutting import RANGES, check_ties, cut_model, drop_embedding, find_pieces
@@ -70,9 +68,8 @@ def local_folder(name_or_path: str, settings: dict[str, Any]) -> tuple[str, dict
     within = f"{inner}/" if inner else ""
     try:
         folder = Path(snapshot_download(name_or_path, allow_patterns=[f"{within}*.json", f"{within}*.py"], **place), inner)
-        index = folder / SAFE_WEIGHTS_INDEX_NAME
-        names = {SAFE_WEIGHTS_NAME} if not index.is_file() else set(json.loads(index.read_text())["weight_map"].values())
-        snapshot_download(name_or_path, allow_patterns=[f"{within}{name}" for name in sorted(names)], **place)
+        names = [file.relative_to(folder).as_posix() for file in listed_files(folder)]
+        snapshot_download(name_or_path, allow_patterns=[f"{within}{name}" for name in names], **place)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name_or_path} is not a folder, nor a checkpoint on the hub that could be downloaded ({type(error).__name__}: "
