@@ -93,8 +93,13 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
+        """Mean seconds of a step, without those of a teacher."""
         return _mean([step.execution.step_s for step in self.steps])
+
+    @property
+    def taught_step_s(self) -> float:
+        """Mean seconds of a step with the forwards of a teacher, if there is one."""
+        return self.step_s + self.weights.teacher_s
 
     @property
     def step_bounds_s(self) -> tuple[float, float]:
@@ -127,7 +132,7 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(sum(step.plan.lengths) for step in self.steps) / sum(step.execution.step_s for step in self.steps)
+        return sum(sum(step.plan.lengths) for step in self.steps) / len(self.steps) / self.taught_step_s
 
     @property
     def peak_tokens(self) -> int:

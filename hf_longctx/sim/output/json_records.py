@@ -97,11 +97,11 @@ def execution_record(plan: StepPlan, execution: Execution, costs: CostModel, mem
 
 
 def _weights_record(of: Execution | Forecast) -> dict[str, float]:
-    """Returns seconds of gathers of weights and sums of gradients, which `step_s` excludes, and of a step with them."""
+    """Returns seconds of gathers, sums of gradients and a teacher, which `step_s` excludes, and of a step with them."""
     least_s, most_s = of.step_bounds_s
     weights = of.weights
     parts = {"gather_s": weights.gather_s, "sum_s": weights.sum_s, "update_s": weights.update_s}
-    parts |= {"away_s": weights.away_s, "copies_s": weights.copies_s}
+    parts |= {"away_s": weights.away_s, "copies_s": weights.copies_s, "teacher_s": weights.teacher_s}
     return {**parts, "least_step_s": least_s, "most_step_s": most_s}
 
 

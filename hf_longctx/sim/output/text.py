@@ -119,7 +119,9 @@ def _step(forecast: Forecast) -> list[str]:
     counted = f"takes {duration(counted_s)} with them and " if counts_gathers else ""
     over = f"mean of {len(forecast.steps)} steps" if len(forecast.steps) > 1 else "one step"
     return [
-        f"STEP  {duration(forecast.step_s)} ({over} of {len(first.lengths):,} sequences), {forecast.tokens_per_s:,.0f} tokens/s",
+        f"STEP  {duration(forecast.taught_step_s)} ({over} of {len(first.lengths):,} sequences), "
+        f"{forecast.tokens_per_s:,.0f} tokens/s",
+        *_teacher_lines(forecast.weights, "the bound and the comparisons below"),
         f"  lower bound for {limits}: {duration(bound_s)}; this plan {counted}is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
         *_weights_lines(forecast.weights, forecast.step_bounds_s),
@@ -446,7 +448,9 @@ def execution_lines(plan: StepPlan, execution: Execution, costs: CostModel, memo
     return [
         f"step {plan.step}: {len(plan.lengths):,} sequences, {sum(plan.lengths):,} tokens, {plan.num_ranks} ranks, "
         f"{_micro_batches(plan)} {_shortened(plan.folded_layout)}",
-        f"  {duration(execution.step_s)}; {_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
+        f"  {duration(execution.step_s + weights.teacher_s)}; "
+        f"{_shares(*(execution.share(s) for s in ('compute_s', 'exchange_s', 'idle_s')))}",
+        *_teacher_lines(weights, "the seconds of ranks"),
         *_weights_lines(weights, execution.step_bounds_s),
         f"  peak {_gib(max(peaks))} GiB of {_gib(memory.usable_bytes)} GiB usable",
         *_use_lines(memory_use(plan, execution, costs, memory)),
@@ -474,13 +478,18 @@ def _shares(compute: float, exchange: float, idle: float) -> str:
     return f"rank-seconds: {compute:.0%} computing, {exchange:.0%} communication, {idle:.0%} waiting"
 
 
+def _teacher_lines(weights: WeightSeconds, without: str) -> list[str]:
+    """Makes a line about the forwards of a teacher, if there is one. without: what does not count them."""
+    named = f"  {duration(weights.teacher_s)} of it are forwards of the teacher, which {without} leave out"
+    return [named] if weights.teacher_s else []
+
+
 def _weights_lines(weights: WeightSeconds, step_bounds_s: tuple[float, float]) -> list[str]:
-    """Makes a line about gathers of weights, sums, the optimizer and a teacher, which other seconds do not include."""
+    """Makes a line about gathers of weights, sums and the optimizer, which other seconds do not include."""
     from_host = ", with copies of shards from the host," if weights.away_s else ""
     parts = [f"gathers of sharded weights{from_host} take {duration(weights.gather_s)}"] if weights.gather_s else []
     parts += [f"copies into and out of their buffers take {duration(weights.copies_s)}"] if weights.copies_s else []
     parts += [f"sums of gradients over copies take {duration(weights.sum_s)}"] if weights.sum_s else []
-    parts += [f"forwards of the teacher take {duration(weights.teacher_s)}"] if weights.teacher_s else []
     parts += [f"the optimizer takes {duration(weights.update_s)}"] if weights.update_s else []
     parts += [f"shards leave and come back in {duration(weights.away_s)}"] if weights.away_s else []
     if not parts:

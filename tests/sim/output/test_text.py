@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.forecasts import MEMORY, changed, cost_model, forecast, scenario
 
+from hf_longctx.plan.core.messages import duration
 from hf_longctx.plan.predict.planning import WeightSeconds
 from hf_longctx.sim.execution import execute_plan
 from hf_longctx.sim.forecast import make_forecast
@@ -34,6 +35,23 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
     assert text.startswith("You can train sequences up to 168 tokens; a step with one takes ")
     assert "2 times the ranks: --gpus 8" not in text
     assert "beyond them its RoPE or position embeddings must be extended" in text
+
+
+def test_a_step_beside_a_teacher_counts_its_forwards() -> None:
+    costs = scenario().costs
+    of = changed(scenario(), costs=replace(costs, teacher=costs), memory=replace(MEMORY, usable_bytes=1 << 20))
+    found = forecast(of=of)
+    [step] = found.steps
+    # a teacher as large as the model, whose forwards take a third of all passes
+    teacher_s = found.weights.teacher_s
+    assert 0.2 < teacher_s / (step.execution.step_s - costs.coefficients.step_s) < 0.4
+    total_s = step.execution.step_s + teacher_s
+    text = forecast_text(found)
+    assert f"STEP  {duration(total_s)} (one step of 14 sequences), {sum(step.plan.lengths) / total_s:,.0f} tokens/s" in text
+    assert f"  {duration(teacher_s)} of it are forwards of the teacher, which the bound" in text
+    assert f"{step.plan.num_ranks} ranks" in (alone := execution_text(step.plan, step.execution, of.costs, of.memory))
+    assert f"\n  {duration(total_s)}; rank-seconds" in alone and "forwards of the teacher, which the seconds of ranks" in alone
+    assert "teacher" not in forecast_text(forecast())
 
 
 def test_no_line_ends_in_blanks_and_no_table_is_empty() -> None:
