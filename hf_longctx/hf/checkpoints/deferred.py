@@ -53,13 +53,17 @@ from hf_longctx.runtime.core.binding import class_name
 from hf_longctx.runtime.core.products import FP8Linear
 from hf_longctx.runtime.parameters.gradients import first_row
 
-# attribute of a model whose weights are still to be read
-SOURCE = "longctx_source"
+# attributes of a model whose weights are still to be read: where they are, and what removes its hook
+SOURCE, _HOOK = "longctx_source", "longctx_hidden"
 # parts of names that PEFT, and parametrizations of packed weights, add to those of a model's own weights
 _ADDED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|parametrizations)(?=\.)|\.original0$")
 # arguments that say where a checkpoint on the hub is
 _PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
 _WHOLE = "load the whole model with AutoModelForCausalLM.from_pretrained instead"
+_UNREAD = (
+    "weights that are still to be read, as a LongContextTrainer does when it starts; call save_model of the trainer, or load "
+    "the model with AutoModelForCausalLM.from_pretrained"
+)
 
 
 @dataclass(frozen=True)
@@ -201,8 +205,9 @@ def defer_experts(model: Any, folder: str, weights: dict[str, Tensor]) -> None:
 
 
 def _mark(model: nn.Module, source: WeightSource) -> None:
-    """Marks `model` as one whose weights are still to be read, which writes no files until then."""
+    """Marks `model` as one whose weights are still to be read, which writes no files until then, nor do its adapters."""
     setattr(model, SOURCE, source)
+    setattr(model, _HOOK, model.register_state_dict_post_hook(_hide_unread))
     # models with weights in fp8 refuse for good
     vars(model).setdefault("save_pretrained", MethodType(_save_pretrained, model))
 
@@ -210,10 +215,25 @@ def _mark(model: nn.Module, source: WeightSource) -> None:
 def _save_pretrained(model: Any, *args: Any, **keywords: Any) -> Any:
     if source_of(model) is None:
         return type(model).save_pretrained(model, *args, **keywords)
-    raise RuntimeError(
-        f"save_pretrained of {class_name(model)} would write NaN for weights that are still to be read, as a LongContextTrainer "
-        f"does when it starts; call save_model of the trainer, or load the model with AutoModelForCausalLM.from_pretrained"
-    )
+    raise RuntimeError(f"save_pretrained of {class_name(model)} would write NaN for {_UNREAD}")
+
+
+def _hide_unread(model: Any, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    """Takes the values of all tensors in `state` that are NaN, or computed from such, so that a file cannot have them.
+
+    Raises RuntimeError if adapters train a copy of a weight, for which PEFT would write NaN.
+    """
+    source = source_of(model)
+    assert source is not None
+    for name in [name for name in state if name.startswith(prefix)]:
+        value, own = state[name], _own_name(name.removeprefix(prefix))
+        if value.is_meta or not (is_unread(value) or (own not in source.shapes and bool(value.isnan().any()))):
+            continue
+        if ".modules_to_save." in name:
+            raise RuntimeError(
+                f"{own} (modules_to_save) would be NaN in the state_dict() of {class_name(model)}, among {_UNREAD}"
+            )
+        state[name] = torch.empty_like(value, device="meta")
 
 
 def source_of(model: Any) -> WeightSource | None:
@@ -226,6 +246,7 @@ def forget_source(model: Any) -> None:
     """Marks `model` as one that has its weights."""
     base = base_of(model)
     delattr(base, SOURCE)
+    vars(base).pop(_HOOK).remove()
     if getattr(vars(base).get("save_pretrained"), "__func__", None) is _save_pretrained:
         del vars(base)["save_pretrained"]
 
