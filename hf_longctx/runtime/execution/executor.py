@@ -110,7 +110,7 @@ class StepExecutor:
         takes part in the sums at the end of the plan, after which all ranks raise OutOfMemoryTogether; other ranks would wait for
         it inside a pass. With `routers`, call `route` before the first plan of a step that has several.
         """
-        with self._forgetting_broken_steps(), self._taught(plan, inputs) as inputs:
+        with self._forgetting_broken_steps():
             return self._run(plan, inputs, num_label_tokens, reduce, predicted_bytes, engine, tally)
 
     def _run(
@@ -132,29 +132,24 @@ class StepExecutor:
         self._is_in_step = not reduce
         is_counted = self._begin_routing(plan, inputs, is_whole_step=reduce, engine=engine)
         host = self._host(plan, num_label_tokens, engine, tally)
-        rounds = [
-            LentRound(host, group, stage, inputs[index], index)
-            if is_lent(group)
-            else Round(host, group, stage, inputs[index], index, is_counted)
-            for index, (group, stage) in enumerate(plan.rounds)
-        ]
+        rounds: list[Round] = []
         with self.parameters.computing():
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            others_wait = self._others_wait(plan)
-            memory, failure, tells_failures = StepMemory(), "", not others_wait and self.pool.num_ranks > 1
+            memory, failure = StepMemory(), ""
+            # plans that lend ranks sum over all stages, in another group
+            early_group = self.pool.early if reduce and not self.all_stages else None
             try:
-                # plans that lend ranks sum over all stages, in another group
-                with self.parameters.in_step(self.pool.early if reduce and not self.all_stages else None, self._send(reduce)):
+                with self.parameters.in_step(early_group, self._send(reduce)), self._taught(plan, inputs) as taught:
+                    rounds += [
+                        LentRound(host, group, stage, taught[index], index)
+                        if is_lent(group)
+                        else Round(host, group, stage, taught[index], index, is_counted)
+                        for index, (group, stage) in enumerate(plan.rounds)
+                    ]
                     memory = run_rounds(host, plan, rounds, f"step {plan.step}", predicted_bytes)
             except torch.OutOfMemoryError as error:
-                if self.pool.num_ranks == 1:
-                    raise
-                if not others_wait and any(group.degree > 1 for group, _ in plan.rounds):
-                    others_wait = "ranks that share its sequences wait for this one"
-                if others_wait:
-                    raise torch.OutOfMemoryError(f"{error}. The step cannot run again for less memory: {others_wait}") from error
-                failure = str(error) or type(error).__name__
+                failure = self._told_later(plan, error)
             if failure:
                 # the error is gone, and with it the tensors of its frames
                 rounds.clear()
@@ -173,12 +168,8 @@ class StepExecutor:
                     # rounds fp32 sums, which frees memory for weights that come back
                     self._reduce()
                     is_bad = has_nonfinite_gradient(self.model.parameters(), self.device, self.pool.num_ranks)
-                own = [total, is_bad, *([torch.full_like(total, bool(failure))] if tells_failures else [])]
-                sums = torch.cat([torch.stack(own), *([] if tally is None else [tally.sums_3])])
-                total, num_bad, *tallied = sum_over_ranks(sums, self.pool.everyone)
-                # waits for the device, as the sums of gradients do
-                if tells_failures and (num_failed := int(tallied.pop(0))):
-                    raise OutOfMemoryTogether(failure or f"step {plan.step}: {num_failed} other rank(s) ran out of device memory")
+                own = torch.cat([torch.stack([total, is_bad]), *([] if tally is None else [tally.sums_3])])
+                total, num_bad, *tallied = self._sum_or_fail(plan, own, failure, f"step {plan.step}")
             if self.device.type == "cuda":
                 memory = replace(memory, device_peak=active_bytes(self.device)[1])
         aux_loss, self._aux_loss = self._aux_loss, None
@@ -188,6 +179,27 @@ class StepExecutor:
         if self.routers is not None and reduce:
             self.routers.forget()
         return StepResult(total, host.clock, memory, aux_loss, router_load, num_bad, tuple(tallied))
+
+    def _told_later(self, plan: RankPlan, error: torch.OutOfMemoryError) -> str:
+        """Returns the words of an error of which `_sum_or_fail` is to tell all ranks; raises it if it cannot."""
+        if self.pool.num_ranks == 1:
+            raise error
+        others_wait = self._others_wait(plan)
+        if not others_wait and any(group.degree > 1 for group, _ in plan.rounds):
+            others_wait = "ranks that share its sequences wait for this one"
+        if others_wait:
+            raise torch.OutOfMemoryError(f"{error}. It cannot run again for less memory: {others_wait}") from error
+        return str(error) or type(error).__name__
+
+    def _sum_or_fail(self, plan: RankPlan, own: Tensor, failure: str, where: str) -> Tensor:
+        """Sums a vector over all ranks; raises OutOfMemoryTogether on all of them if one has a `failure`. Collective."""
+        if self.pool.num_ranks == 1 or self._others_wait(plan):
+            return sum_over_ranks(own, self.pool.everyone)
+        sums = sum_over_ranks(torch.cat([own, own.new_full((1,), bool(failure))]), self.pool.everyone)
+        # waits for the device, as the sums of gradients do
+        if num_failed := int(sums[-1]):
+            raise OutOfMemoryTogether(failure or f"{where}: {num_failed} other rank(s) ran out of device memory")
+        return sums[:-1]
 
     def _others_wait(self, plan: RankPlan) -> str:
         """Describes why a rank that runs out of memory cannot take part in the sums at the end of a plan; equal on all ranks.
@@ -212,11 +224,15 @@ class StepExecutor:
     ) -> Tensor:
         """Returns the weighted loss sum over all ranks' label tokens (fp64 scalar). Runs only forwards, otherwise like `run`.
 
-        tally: counts this rank's label tokens.
+        tally: counts this rank's label tokens. Raises OutOfMemoryTogether on all ranks where `run` does.
         """
-        with self._taught(plan, inputs) as inputs:
-            total = self._run_forwards(plan, inputs, "evaluation", engine, wanted=tally or "loss")
-        return sum_over_ranks(total, self.pool.everyone)
+        total, failure = self._sum_of([]), ""
+        try:
+            with self._taught(plan, inputs) as taught:
+                total = self._run_forwards(plan, taught, "evaluation", engine, wanted=tally or "loss")
+        except torch.OutOfMemoryError as error:
+            failure = self._told_later(plan, error)
+        return self._sum_or_fail(plan, total.reshape(1), failure, f"evaluation {plan.step}")[0]
 
     def score(
         self,

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models.reference import random_rows, relative_error
+from helpers.models.teachers import teacher_beside
 from helpers.models.tiny_models import ModelCase, build_model
+from helpers.models.token_losses import TOKEN_LOSSES
 from helpers.plans.layouts import plan_of
 from helpers.ranks.rank_steps import rank_inputs
 from torch import Tensor
@@ -50,13 +52,13 @@ class Failing(torch.nn.Module):
 def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, place: str) -> Any:
     """Runs four steps on this rank, of which the third fails; returns its error, and the gradients of the others.
 
-    place: "forward", "backward", or "sum": the one in fp32 that a gradient in bf16 is added to.
+    place: "forward", "backward", "sum": the one in fp32 that a gradient in bf16 is added to, "teacher": the forward of one, or
+    "evaluation": the same, where the third step only evaluates.
     """
     plan, rank = plan_from_json(plan_json), dist.get_rank()
-    model = build_model(ModelCase())
+    case = ModelCase(loss="jsd", teacher="qwen3") if place in ("teacher", "evaluation") else ModelCase()
+    model = build_model(case)
     patch_model(model)
-    # in the first layer, whose backward is the last, when sums of the others have started
-    failing = model.model.layers[0].mlp = Failing(model.model.layers[0].mlp, num_tokens, place == "backward")
     absorb, weight = gradients.GradientSum._absorb, model.model.embed_tokens.weight
     if place == "sum":
         model.bfloat16()
@@ -68,7 +70,11 @@ def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, place:
         absorb(self, parameter)
 
     pool = GroupPool((1, 2), timeout_s=60.0, sums_early=True)
-    executor = StepExecutor(whole_model(model, 2), pool, CPU)
+    executor = StepExecutor(whole_model(model, 2), pool, CPU, token_loss=TOKEN_LOSSES[case.loss])
+    executor.teacher = teacher_beside(case, plan, pool)
+    # in the first layer, whose backward is the last, when sums of the others have started
+    layer = (model if executor.teacher is None else executor.teacher.executor.model).model.layers[0]
+    failing = layer.mlp = Failing(layer.mlp, num_tokens, place == "backward").train(layer.training)
     chunks = rank_inputs(plan, ROWS, rank)["chunks"]
     found, error = [], None
     with mock.patch.object(gradients, "_EARLY_BUCKET_BYTES", 4096), mock.patch.object(gradients.GradientSum, "_absorb", absorbed):
@@ -76,6 +82,8 @@ def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, place:
             model.zero_grad(set_to_none=True)
             failing.is_failing = step == 2 and rank == failing_rank
             try:
+                if step == 2 and place == "evaluation":
+                    executor.evaluate(plan.for_rank(rank), chunks)
                 executor.run(plan.for_rank(rank), chunks, sum(LENGTHS) - len(LENGTHS))
                 found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
             except torch.OutOfMemoryError as raised:
@@ -85,13 +93,18 @@ def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, place:
     return error, found, has_early
 
 
-@pytest.mark.parametrize(("num_tokens", "place"), [(5, "forward"), (7, "backward"), (0, "sum")])
+PLACES = [(5, "forward"), (7, "backward"), (0, "sum"), (7, "teacher"), (5, "evaluation")]
+
+
+@pytest.mark.parametrize(("num_tokens", "place"), PLACES)
 def test_all_ranks_raise_at_the_end_of_the_plan_and_go_on_with_equal_gradients(ranks: Any, num_tokens: int, place: str) -> None:
     # rank 1 runs documents 1 and 3
     results = ranks(2).run(gradients_on_rank, plan_to_json(ALONE), 1, num_tokens, place, timeout_s=60.0)
     (error, found, has_early), (own_error, own, _) = results
-    assert error == (OutOfMemoryTogether.__name__, "step 0: 1 other rank(s) ran out of device memory")
+    what = "evaluation" if place == "evaluation" else "step"
+    assert error == (OutOfMemoryTogether.__name__, f"{what} 0: 1 other rank(s) ran out of device memory")
     assert own_error[0] == OutOfMemoryTogether.__name__ and "The device said: planted" in own_error[1]
+    assert own_error[1].startswith("teacher 0, round") == (place in ("teacher", "evaluation"))
     assert has_early and len(found) == len(own) == 3
     for first, last, other in zip((found[0], found[1]), (found[2], found[2]), (own[2], own[2]), strict=True):
         assert first.keys() == last.keys() == other.keys() and first
