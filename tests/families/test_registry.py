@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import transformers
 from helpers.models.any_model import class_names
+from helpers.models.model_table import images_section
 from helpers.models.versions import newest
 
 from hf_longctx.families.family import Family, Modules
@@ -79,7 +80,9 @@ def test_an_unknown_type_has_the_traits_of_llama_but_no_kernels() -> None:
     assert unknown.gated_mlp and unknown.tiles_norms and not unknown.kernels and not unknown.cuts_heads
 
 
-def test_the_page_of_models_names_every_class_with_images() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    section = page.split("## Images in rows")[1].split("\n## ")[0]
-    assert set(re.findall(r"\w+ForConditionalGeneration", section)) == {family.wrapper for family in FAMILIES if family.media}
+def test_pages_name_and_count_the_classes_with_images_and_videos() -> None:
+    folder = Path(__file__).resolve().parents[2]
+    assert "\n".join(images_section()) in (folder / "docs" / "models.md").read_text()
+    images, videos = (sum(kind in family.media for family in FAMILIES) for kind in ("image", "video"))
+    assert f" on text, {images} of them [with images, {videos} with video](" in (folder / "README.md").read_text()
+    assert f"\n{images} multimodal classes give the loss" in (folder / "docs" / "guides" / "images.md").read_text()

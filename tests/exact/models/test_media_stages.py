@@ -1,4 +1,7 @@
-"""Rows with images give the loss and every gradient of plain transformers in pipelines, in fp64, on gloo ranks."""
+"""Rows with images and videos give the loss and every gradient of plain transformers in pipelines, in fp64, on gloo ranks.
+
+Classes of which no other test has groups, rings and shards have them here, too.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exact.models.test_media import TOLERANCE, inputs_of
+from exact.models.test_media import FIRST, HERE, TOLERANCE, inputs_of, sharded_step, step_on_rank
 from helpers.models.any_model import wide_floats
 from helpers.models.media_rows import MediaCase, num_labels, plain_step, worst_errors
+from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.plans.policies import num_policies, replayed, with_policies
-from helpers.plans.sliced_plans import cut
+from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.pipeline_steps import stage_mesh, stage_pool
 from helpers.ranks.rank_steps import whole
 
@@ -22,7 +26,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.patch import patch_model
-from hf_longctx.hf.models.towers import unit_classes
+from hf_longctx.hf.models.towers import num_text_layers, unit_classes
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
@@ -61,10 +65,12 @@ def staged_step(case: MediaCase, plan_json: str) -> Any:
     return float(result.loss), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(case: MediaCase, plan: StepPlan, pool: Any, expected_loss: float, expected: dict[str, torch.Tensor]) -> None:
-    """Asserts that stages together have the loss and every gradient of plain transformers."""
+def check(
+    case: MediaCase, plan: StepPlan, pool: Any, expected_loss: float, expected: dict[str, torch.Tensor], step: Any = staged_step
+) -> None:
+    """Asserts that ranks together have the loss and every gradient of plain transformers."""
     found: set[str] = set()
-    for loss, gradients in pool.run(staged_step, case, plan_to_json(plan)):
+    for loss, gradients in pool.run(step, case, plan_to_json(plan)):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         if "lm_head.weight" not in expected and "lm_head.weight" in gradients:
             # tied, and summed over both ends
@@ -137,6 +143,50 @@ def test_interleaved_stages_in_shards_are_exact(ranks: Any) -> None:
     plan = pipeline_plan(lengths, groups, 2, "interleaved", 8, num_ranges=2, parameters="gathered_per_step")
     check(case, plan, ranks(4), loss, expected)
     check(replace(case, frozen=TOWERS), plan, ranks(4), loss, expected)
+
+
+VIDEOS = ((5, "v", 7, "i", 9), (11,), ("v", 12, "v", 3), (4, "i", 6))
+# positions by time as text, by seconds, and layers with a state
+WITH_VIDEOS = [f"{name}ForConditionalGeneration" for name in ("Qwen3VL", "Qwen2_5_VL", "Qwen3_5")]
+
+
+@pytest.mark.wide(*WITH_VIDEOS[1:])
+@pytest.mark.parametrize("name", WITH_VIDEOS)
+def test_videos_are_exact_in_stages_and_in_shards(name: str, ranks: Any) -> None:
+    case = MediaCase(name, VIDEOS, num_layers=4)
+    lengths, loss, expected = reference(case)
+    # the first document is cut inside its video
+    check(case, pipeline_plan(lengths, [[(1, slices_of(lengths))]], 2, num_layers=4), ranks(2), loss, expected)
+    # the second rank has no video, and then no tokens
+    alone = plan_of([[(1, (0, 2, 3)), (1, (1,))]], lengths, 2)
+    for plan in (sliced_plan(lengths, slices_of(lengths), num_ranks=2), alone):
+        check(case, replace(plan, parameters="sharded"), ranks(2), loss, expected, sharded_step)
+    check(
+        replace(case, frozen=TOWERS),
+        pipeline_plan(lengths, [[(1, slices_of(lengths))]], 2, num_layers=4),
+        ranks(2),
+        loss,
+        expected,
+    )
+
+
+# classes that other tests of this folder do not have in groups, rings, shards and stages
+OTHERS = sorted({*HERE} - {*FIRST})
+# a convolution with a state, latent attention, and experts under M-RoPE
+_DIFFERENT = {f"{name}ForConditionalGeneration" for name in ("Lfm2Vl", "Kimi_K25", "Ernie4_5_VLMoe")}
+
+
+@pytest.mark.wide(*({*OTHERS} - _DIFFERENT))
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_other_classes_are_exact_in_rings_groups_shards_and_stages(name: str, ranks: Any) -> None:
+    # Qwen3-VL's experts add features after two layers
+    case = MediaCase(name, num_layers=4 if name.startswith("Qwen3VL") else 0)
+    lengths, loss, expected = reference(case)
+    chunks, num_layers = slices_of(lengths), num_text_layers(case.build())
+    check(case, sliced_plan(lengths, chunks, num_ranks=2, ulysses=1), ranks(2), loss, expected, step_on_rank)
+    pack = plan_of([[(2, (0, 1, 2, 3))]], lengths, 2)
+    check(case, replace(pack, parameters="sharded"), ranks(2), loss, expected, sharded_step)
+    check(case, pipeline_plan(lengths, [[(1, chunks)]], 2, num_layers=num_layers), ranks(2), loss, expected)
 
 
 def mistaken_step(case: MediaCase, plan_json: str) -> Any:

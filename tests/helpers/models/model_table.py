@@ -58,10 +58,13 @@ it got none here, or some that no token stands for or reads. IDEFICS runs the ML
 too, and keeps everything.
 """
 _MEDIA = """
-Errors of loss and of every gradient of text, projector and tower are below 1e-12 in packs, in slices that cut images, and
-recomputed; four of them are also tested in groups and rings of two ranks. The four are also tested in shards; they, Mistral 3 and
-Llama 4 are in stages. Their towers may be trained, with adapters, or frozen. Images of Gemma 3 and 4 see themselves both ways:
-slices end between them, and rings and stages refuse them.
+Errors of loss and of every gradient of text, projector and tower are below 1e-12 in packs, in slices that cut images, in groups
+of two ranks, in shards, in rings and in two stages. Towers may be trained, with adapters, or frozen. Images of Gemma 3 and 4 see
+themselves both ways: slices end between them, and rings and stages refuse them.
+"""
+_VIDEOS = """
+Videos are tested in packs, in slices that cut them and in groups of two ranks; those of Qwen2.5-VL, Qwen3-VL and Qwen3.5 also in
+shards and stages.
 """
 _OTHER_WRAPPERS = "## Other multimodal classes, which are refused"
 _PLACES = {"ring": "rings", "recomputed": "recomputed", "sharded": "sharded", "stages": "stages"}
@@ -107,7 +110,7 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
         "|---|---|",
         *(f"| {name} | {summary} |" for name, summary in sorted(refused.items())),
         "",
-        *_images(),
+        *images_section(),
         "## Wrapped text models",
         "",
         " ".join(_WRAPPED.split()),
@@ -122,14 +125,14 @@ def table(outcomes: dict[str, dict[str, str]], refused: dict[str, str], wrapped:
     return "\n".join(lines) + "\n"
 
 
-def _images() -> list[str]:
+def images_section() -> list[str]:
+    """Lines of the page about rows with images."""
     from hf_longctx.families.registry import FAMILIES
 
-    names = ", ".join(sorted(family.wrapper for family in FAMILIES if "image" in family.media))
-    videos = ", ".join(sorted(family.wrapper for family in FAMILIES if "video" in family.media))
-    said = f"Rows of these classes may have [images](guides/images.md): {names}. {' '.join(_MEDIA.split())}"
-    said += f" Rows of these may have videos, too, which are tested in packs, slices and groups of two ranks: {videos}."
-    return ["## Images in rows", "", said, ""]
+    names, videos = (sorted(family.wrapper for family in FAMILIES if kind in family.media) for kind in ("image", "video"))
+    said = f"Rows of these {len(names)} classes may have [images](guides/images.md): {', '.join(names)}. "
+    said += f"{' '.join(_MEDIA.split())} Rows of these {len(videos)} may have videos, too: {', '.join(videos)}."
+    return ["## Images in rows", "", said, "", " ".join(_VIDEOS.split()), ""]
 
 
 def _refused_wrappers() -> list[str]:
