@@ -237,9 +237,9 @@ def in_process(method: str, arguments: Sequence[str]) -> Row:
     command = [sys.executable, *(first if is_patched else words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     printed = done.stdout.splitlines()
-    # lines in which our trainer describes itself and its plans
+    # lines in which our trainer describes itself and its plans, and those of settings that a rival may have changed
     for line in printed:
-        if line.startswith(("attention:", "self-test", "step ")):
+        if line.startswith(("attention:", "self-test", "step ", "unsloth:")):
             print(f"    {line}")
     line = next((line for line in printed if line.startswith(MARK)), None)
     if line is None:
@@ -345,13 +345,19 @@ def _train_unsloth(job: Job, method: str, times: DeviceTimes) -> Row:
             learning_rate=1e-4,
             lr_scheduler_type="constant",
             logging_steps=1,
-            bf16=True,
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
             optim="adamw_torch_fused",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
         trainer = trl.SFTTrainer(model=model, processing_class=tokenizer, args=args, train_dataset=data, callbacks=[times])
+        # it leaves packing out, with a warning, where it does not support it
+        packing, found_rows = trainer.args.packing, len(trainer.train_dataset)
+        print(f"unsloth: packing={packing}, padding_free={trainer.args.padding_free}, {found_rows} rows of {len(rows)} documents")
+        if (packing, found_rows) != (is_packed, num_rows):
+            return Row(method, f"failed: packing={packing} with {found_rows} rows, but {is_packed} with {num_rows} was asked for")
         trainer.train()
     step_s = median(times.seconds[1:] or times.seconds)
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +99,39 @@ def test_other_systems_are_named_with_their_settings_or_why_they_are_left_out(
     assert all(state.startswith("skipped: ") for state in states.values())
     said = capsys.readouterr().out
     assert "SFTConfig(packing=True, max_length=limit)" in said and "packages: torch" in said
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_rival_that_leaves_packing_out_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], packs: bool
+) -> None:
+    """unsloth warns and trains unpacked rows if it cannot pack them; stand-ins take the places of both packages."""
+    job = trainings.Job(is_toy=True, layers=1, limit=64, tokens=128, steps=0)
+
+    class SFTTrainer:
+        def __init__(self, args: Any, train_dataset: Any, **others: Any) -> None:
+            self.args, self.state = args, SimpleNamespace(log_history=[{"loss": 1.0}])
+            self.args.packing = self.args.packing and packs
+            self.train_dataset = train_dataset.select(range(2)) if self.args.packing else train_dataset
+
+        def train(self) -> None:
+            times.seconds.append(2.0)
+
+    unsloth, trl = ModuleType("unsloth"), ModuleType("trl")
+    unsloth.FastLanguageModel = SimpleNamespace(  # type: ignore[attr-defined]
+        from_pretrained=lambda folder, **settings: (None, None), get_peft_model=lambda model, **settings: model
+    )
+    trl.pack_dataset = lambda data, length: data.select(range(2))  # type: ignore[attr-defined]
+    trl.SFTTrainer = SFTTrainer  # type: ignore[attr-defined]
+    trl.SFTConfig = lambda **settings: SimpleNamespace(padding_free=False, **settings)  # type: ignore[attr-defined]
+    for each in (unsloth, trl):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    times = trainings.DeviceTimes()
+    row = trainings._train_unsloth(job, "unsloth, packed", times)
+    count = len(job.lengths())
+    assert f"unsloth: packing={packs}, padding_free=False, {2 if packs else count} rows of {count}" in capsys.readouterr().out
+    assert row.state == "ok" if packs else row.state.startswith(f"failed: packing=False with {count} rows")
+    assert trainings._train_unsloth(job, "unsloth", times).state == "ok"
 
 
 def test_a_model_with_states_is_built_as_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
