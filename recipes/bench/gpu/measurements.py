@@ -2,6 +2,7 @@
 
     python recipes/bench/gpu/measurements.py a b [--folder outputs/measurements]
     python recipes/bench/gpu/measurements.py       # lists the steps, with their limits
+    python recipes/bench/gpu/measurements.py --toy b c d e f g h    # small sizes, also without a GPU
 
 A step that is late is ended with all its processes, and the next one begins. What a step prints is printed as it comes, and kept
 in the folder, beside the rows that its script appends to a file as soon as they are measured. Exits with
@@ -35,6 +36,8 @@ class Step:
     words: tuple[str, ...]
     # the script appends its rows to the file that this option names
     rows: str = "--json"
+    # words that make it small enough for a CPU
+    toy: tuple[str, ...] = ("--toy",)
 
 
 STEPS = {
@@ -69,13 +72,20 @@ STEPS = {
         200,
         ("-m", "hf_longctx.cli.main", "calibrate", "--model", "llama-3.1-8b", "--seconds", "120", "--compile-layers"),
         "--output",
+        # of options that stand twice, the last counts; without a name the model is small
+        ("--model", "", "--seconds", "20", "--no-compile-layers"),
     ),
     "f": Step(
         "bytes of 4 layers of 8B at 1,048,576 tokens against the prediction",
         540,
         ("trainings.py", "--layers", "4", "--tokens", "1048576", "--limit", "1048576", "--steps", "0", "--methods", "hf_longctx"),
     ),
-    "g": Step("8 layers of Qwen3-30B-A3B with adapters on experts: apart, merged by PEFT", 120, ("adapted_experts.py",)),
+    "g": Step(
+        "8 layers of Qwen3-30B-A3B with adapters on experts: apart, merged by PEFT",
+        120,
+        ("adapted_experts.py",),
+        toy=("--tiny", "--layers", "2", "--tokens", "48"),
+    ),
     "h": Step("rates of products, also in fp8, of copies and of attention", 240, ("ceilings.py",)),
 }
 
@@ -87,22 +97,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("outputs/measurements"), help="where results go (default: %(default)s)"
     )
+    parser.add_argument("--toy", action="store_true", help="small sizes, also without a GPU, in three times the time")
     options = parser.parse_args(arguments)
     if not options.steps:
         for letter, step in STEPS.items():
-            print(f"{letter}  {step.limit_s:4d} s  {step.what}\n           {' '.join(_command(step, None)[1:])}")
+            print(f"{letter}  {step.limit_s:4d} s  {step.what}\n           {' '.join(_command(step, None, options.toy)[1:])}")
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
-    return max(run(letter, STEPS[letter], options.folder) for letter in options.steps)
+    return max(run(letter, STEPS[letter], options.folder, options.toy) for letter in options.steps)
 
 
-def run(letter: str, step: Step, folder: Path) -> int:
+def run(letter: str, step: Step, folder: Path, is_toy: bool = False) -> int:
     """Runs one step; returns 1 if it failed or was late."""
-    print(f"({letter}) {step.what}: at most {step.limit_s} s", flush=True)
+    limit_s = 3 * step.limit_s if is_toy else step.limit_s
+    print(f"({letter}) {step.what}{', in toy sizes' if is_toy else ''}: at most {limit_s} s", flush=True)
     start_s = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    command = _command(step, folder / f"{letter}.json")
+    command = _command(step, folder / f"{letter}.json", is_toy)
     # a group of its own, so that processes which it has started end with it
     done = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
@@ -113,7 +125,7 @@ def run(letter: str, step: Step, folder: Path) -> int:
         late.append(True)
         _end_group(done)
 
-    timer = Timer(step.limit_s, end)
+    timer = Timer(limit_s, end)
     timer.start()
     try:
         with (folder / f"{letter}.txt").open("w") as kept:
@@ -135,8 +147,8 @@ def _end_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _command(step: Step, rows: Path | None) -> list[str]:
-    first, *rest = step.words
+def _command(step: Step, rows: Path | None, is_toy: bool) -> list[str]:
+    first, *rest = (*step.words, *(step.toy if is_toy else ()))
     script = [first] if first == "-m" else [str(_HERE / first)]
     return [sys.executable, *script, *rest, *([] if rows is None else [step.rows, str(rows)])]
 

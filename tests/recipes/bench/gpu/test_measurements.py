@@ -45,12 +45,15 @@ def test_every_step_is_a_command_that_its_script_understands(capsys: pytest.Capt
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[::2]] == list("abcdefgh")
     for step in measurements.STEPS.values():
         script, *words = step.words
+        toy = [*words, *step.toy]
         if script == "ranks.py":
             ranks.parse(words)
+            assert ranks.parse(toy).toy
         if script == "adapted_experts.py":
             assert words == []
         if script == "-m":
             build_parser().parse_args([*words[1:], "--output", "hardware.json"])
+            assert not build_parser().parse_args([*toy[1:], "--output", "hardware.json"]).model
             named_model(words[words.index("--model") + 1])
         if script == "trainings.py":
             methods = words[words.index("--methods") + 1 :]
