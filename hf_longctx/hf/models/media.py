@@ -159,7 +159,7 @@ class TowerGraphs:
         size = sum(each.numel() for each in medium.tensors.values())
         known = min((other for other in self._counted if size <= other <= 2 * size), default=0)
         if not known:
-            self._counted[known := size] = _counted_graph(around, medium)
+            self._counted[known := size] = counted_graph(around, medium)
         num_bytes, is_small = self._counted[known]
         return num_bytes * size // known, is_small
 
@@ -168,7 +168,7 @@ class TowerGraphs:
 _SMALL_GRAPH = 4
 
 
-def _counted_graph(around: Any, medium: TowerInputs) -> tuple[int, bool]:
+def counted_graph(around: Any, medium: TowerInputs) -> tuple[int, bool]:
     """Counts bytes that towers save for the backward of an image, without keeping them, and compares them with its features."""
     known = {StorageWeakRef(weight.untyped_storage()) for weight in around.parameters() if not isinstance(weight, DTensor)}
     known |= {StorageWeakRef(each.untyped_storage()) for each in medium.tensors.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_longctx.hf.models.layers import adapter_spec, cuts_heads, final_norm, ha
 from hf_longctx.hf.models.logits import logit_change
 from hf_longctx.hf.models.positions import first_position, max_positions
 from hf_longctx.hf.models.quantised import own_elements, packed_layers, packed_spec
-from hf_longctx.hf.models.towers import num_text_layers, text_layers, text_part, tower_parameters
+from hf_longctx.hf.models.towers import num_text_layers, text_layers, text_part, tower_names, tower_parameters, wrapper_of
 from hf_longctx.plan.core.settings import GENERIC_CPU, GENERIC_GPU, USABLE_SHARE, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.profiles import profile_of_device
@@ -28,6 +29,7 @@ from hf_longctx.plan.model.config import config_fields
 from hf_longctx.plan.model.layers import Windows, config_states, config_windows, plain_windows, with_states
 from hf_longctx.plan.model.mixers import StateSpec
 from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.model.towers import TowerSpec
 from hf_longctx.runtime.parameters.rounded import rounded_weights
 
 # settings of layers and of configs that hide some earlier tokens from attention
@@ -89,6 +91,8 @@ _AGREES = 0.05
 # parts of the names of weights that adapters add, and of routed experts
 _ADDED = ("lora_", "modules_to_save")
 _EXPERTS = ".experts."
+# parts of the names of weights before the layers of towers
+_EMBEDDINGS = ("embed", "patch_conv")
 _QK_NORMS = (".q_norm", ".q_layernorm", ".qk_norm")
 
 
@@ -186,7 +190,8 @@ def _capped_bytes(model: PreTrainedModel, spec: ModelSpec) -> int:
 
 def config_spec(config: PretrainedConfig, bytes_per_element: int = 4) -> ModelSpec:
     """The shapes of a model from its loaded config; `ModelSpec.from_config` reads the same from its file."""
-    return ModelSpec.from_config(_fields(config), bytes_per_element)
+    spec, tower = ModelSpec.from_config(_fields(config), bytes_per_element), TowerSpec.from_config(config.to_dict())
+    return replace(spec, tower=tower, tower_parameters=tower.num_parameters)
 
 
 def windows_of(config: PretrainedConfig) -> Windows:
@@ -218,6 +223,29 @@ def _tower_elements(model: PreTrainedModel) -> int:
     towers = {id(parameter) for parameter in tower_parameters(model)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in towers and "lora_" not in name}
     return 0 if hasattr(model, RANGES) else sum(count for name, count in own_elements(model).items() if name in names)
+
+
+def trained_tower(model: PreTrainedModel, spec: TowerSpec) -> TowerSpec:
+    """Returns the tower with what is trained of it, by steps with images; `model_spec` counts it as frozen."""
+    trained = sum(weight.numel() for weight in tower_parameters(model) if weight.requires_grad)
+    return replace(spec, trained_parameters=trained, graph_layers=_graph_layers(model, spec))
+
+
+def _graph_layers(model: PreTrainedModel, spec: TowerSpec) -> int:
+    """Number of layers of a tower from the first trained one on; all of them if their embeddings are trained."""
+    wrapper = wrapper_of(model)
+    if wrapper is None:
+        return 0
+    for name in tower_names(wrapper):
+        tower = wrapper.get_submodule(name)
+        lists = (module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module) == spec.num_layers)
+        if (layers := next(lists, None)) is None:
+            continue
+        before = [weight for path, weight in tower.named_parameters() if any(word in path for word in _EMBEDDINGS)]
+        parts: list[Iterable[nn.Parameter]] = [before, *(layer.parameters() for layer in layers)]
+        first = next((place for place, part in enumerate(parts) if any(each.requires_grad for each in part)), len(parts))
+        return spec.num_layers - max(0, first - 1)
+    return 0
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:

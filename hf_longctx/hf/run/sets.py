@@ -415,11 +415,12 @@ def _first_difference(name: str, everyone: list[Any]) -> list[str]:
 
 
 def _log_towers(model: nn.Module) -> None:
-    """Logs that plans count no towers, and the bytes of those that are trained."""
+    """Logs what plans count of towers."""
     trained = sum(weight.numel() for weight in tower_parameters(model) if weight.requires_grad)
     logger.warning(
-        "rows have images: plans count neither seconds nor memory of towers%s; where memory is short, give a lower device_gib",
-        f", of which {trained:,} weights are trained, with gradients and optimizer states" if trained else "",
+        "rows have images: plans count weights of towers%s, but neither their seconds nor what they save for a backward; where "
+        "memory is short, give a lower device_gib",
+        f", and gradients and optimizer states of the {trained:,} trained ones" if trained else "",
     )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.hf.data.fields import MEDIA
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -26,7 +27,7 @@ from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
-from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec
+from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec, trained_tower
 from hf_longctx.hf.models.states import scan_line
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
@@ -163,11 +164,16 @@ def choose_setup(
     # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
     frozen = frozen_parameters(model, config.may_have_stages)
     beside = beside or OtherResidents()
-    own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels
+    # without images in rows, towers are frozen
+    has_images = MEDIA in (getattr(rows.dataset if rows else None, "column_names", None) or ())
+    tower = trained_tower(model, spec.tower) if has_images else spec.tower
+    own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels, tower
     gathered = zip(*gather_objects(own, control), strict=True)
-    adapters, packed, rounded, all_frozen, moments, kernels = (list(each) for each in gathered)
+    adapters, packed, rounded, all_frozen, moments, kernels, towers = (list(each) for each in gathered)
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
     spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(all_frozen), moment_bytes=max(moments))
+    # ranks of later stages hold no towers
+    spec = replace(spec, tower=max(towers, key=lambda each: (each.graph_layers, each.trained_parameters)))
     agreed: dict[str, Any] = {name: all(each[name] for each in kernels) for name in beside.kernels}
     spec = replace(spec, **agreed)
     if beside.teacher is not None:

@@ -20,6 +20,7 @@ from hf_longctx.plan.cost.profiles import normal_name
 from hf_longctx.plan.cost.public_configs import ALIASES, CONFIGS, Config
 from hf_longctx.plan.model.config import kernel_fields
 from hf_longctx.plan.model.model_spec import ModelSpec
+from hf_longctx.plan.model.towers import NO_TOWER
 
 # field of `ModelSpec` -> name of the functions that then run as kernels
 _KERNELS = {
@@ -143,7 +144,7 @@ def _shapes() -> dict[str, ModelSpec]:
 
 
 def _plain(spec: ModelSpec) -> ModelSpec:
-    spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0, layers_on_host=False)
+    spec = replace(spec, has_master_weights=False, updates_on_host=False, moment_bytes=0.0, layers_on_host=False, tower=NO_TOWER)
     return replace(spec, saves_kv_once=False, cuts_heads=False, capped_bytes=0, tower_parameters=0, frozen_parameters=0)
 
 

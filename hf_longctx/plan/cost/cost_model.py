@@ -45,6 +45,7 @@ from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.config import HeadSizes
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.model.towers import Medium
 
 # bytes of one token per feature of hidden states and per inner feature of the MLP, in half precision and in fp32; with adapters,
 # gradients of what several matrices read add up inside their products
@@ -399,6 +400,19 @@ class CostModel:
         token_s = self.coefficients.forward.token_s * num_layers * states.scan_products / self.model.token_products
         token_s += num_layers * scan_bytes(self.model)[0] / rate if rate else 0.0
         return np.where(tokens > states.block_tokens, token_s * tokens, 0.0)
+
+    def tower_s(self, media: Iterable[Medium], is_backward: bool, again: bool = False) -> float:
+        """Returns seconds in which a rank runs its tower for these images, at the rates of the text model's forward.
+
+        again: the backward first runs the forward once more. A frozen tower has no backward.
+        """
+        model, forward = self.model, self.coefficients.forward
+        given, of_pair = tuple(media), model.num_layers * model.pair_operations
+        product_s, operations = forward.token_s / model.token_products, sum(map(model.tower.pair_operations, given))
+        seconds = product_s * sum(map(model.tower.products, given))
+        seconds += operations * (forward.pair_s / of_pair if of_pair else product_s / 2)
+        passes = model.tower.backward_passes
+        return seconds * ((passes + again if passes else 0.0) if is_backward else 1.0)
 
     def document_s(self, shape: GroupShape, is_backward: bool) -> float:
         """Returns seconds that every document adds to one pass over all layers: a ring's tiles, and states passed on."""

@@ -81,6 +81,7 @@ class StageWeights:
         spread = spread if model.trains_layers else 0
         if model.adapters.is_empty:
             trained = model.part_parameters(num_layers, is_first, is_last) - spread
+        trained += model.tower.trained_parameters * is_first
         element = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
         return cls(num_layers, layers, outside, trained * element, spread * element)
 

@@ -45,7 +45,7 @@ def part_state_bytes(
     and gradients of embedding, head and two layers, or all weights and those gradients if layers stay gathered. If every backward
     sums gradients, `summed_bytes` counts those. Weights that autocast rounds are gathered in two bytes. If shards of layers are
     on the host during steps, the device has those of two layers, and needs `resting_bytes` otherwise. Spread experts are not
-    gathered. Frozen weights, such as those of towers, have neither gradients nor moments. Every rank holds all scales of packed
+    gathered. Frozen weights have neither gradients nor moments. Every rank holds all scales of packed
     weights, one unpacked matrix, and copies of one matrix's adapters on experts.
     """
     if model.keeps_all_stages:
@@ -193,11 +193,18 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
 
 
 def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:
-    """Returns the number of trained parameters and their bytes: of adapters, or of all own weights that are not frozen."""
+    """Returns the number of trained parameters and their bytes: of adapters, or of all own weights that are not frozen.
+
+    The first stage has those of towers, too.
+    """
+    part = num_layers, is_first, is_last
+    count, num_bytes = model.adapters.sizes(*part)
     if model.adapters.is_empty:
-        frozen, part = num_layers * model.frozen_parameters, (num_layers, is_first, is_last)
-        return model.part_parameters(*part) - frozen, model.part_weight_bytes(*part) - frozen * model.bytes_per_element
-    return model.adapters.sizes(num_layers, is_first, is_last)
+        frozen = num_layers * model.frozen_parameters
+        count = model.part_parameters(*part) - frozen
+        num_bytes = model.part_weight_bytes(*part) - frozen * model.bytes_per_element
+    of_towers = model.tower.trained_parameters * is_first
+    return count + of_towers, num_bytes + of_towers * model.bytes_per_element
 
 
 def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = lambda action: 1) -> int:

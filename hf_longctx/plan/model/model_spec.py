@@ -36,6 +36,7 @@ from hf_longctx.plan.model.layers import (
     with_states,
 )
 from hf_longctx.plan.model.mixers import NO_STATES, StateSpec
+from hf_longctx.plan.model.towers import NO_TOWER, TowerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +304,10 @@ class ModelSpec:
     moment_bytes: float = 0.0
     # bytes of one logit that a cap after the head keeps for backward; 0: no cap
     capped_bytes: int = 0
-    # parameters of a multimodal model outside its text model and its head; the first stage holds them, no token passes them, and
-    # no optimizer trains them
+    # parameters of a multimodal model outside its text model and its head; the first stage holds them, and no token passes them
     tower_parameters: int = 0
+    # the tower of images and videos, and what is trained of it
+    tower: TowerSpec = NO_TOWER
     # heads of each layer if layers differ
     heads: tuple[HeadSizes, ...] = ()
     # see `HeadSizes`
@@ -358,7 +360,7 @@ class ModelSpec:
 
         Raises ValueError naming the first field that is missing.
         """
-        config = config_fields(config)
+        tower, config = TowerSpec.from_config(config), config_fields(config)
         traits = traits_of(config)
 
         def get(name: str) -> int:
@@ -426,6 +428,8 @@ class ModelSpec:
             input_size=2 * hidden_size if traits.mlp == "with_attention" else 0,
             qk_norms=bool(config.get("use_qk_norm", config.get("qk_layernorm", traits.qk_norms))),
             caps_scores=bool(config.get("attn_logit_softcapping")),
+            tower_parameters=tower.num_parameters,
+            tower=tower,
             fp32_head=traits.fp32_head,
             capped_bytes=bytes_per_element if any(config.get(field) for field in _LOGIT_CAPS) else 0,
             drops_weights=any(config.get(field) for field in WEIGHT_DROPOUT),

@@ -20,6 +20,7 @@ from hf_longctx.plan.model.config import ExpertSpec, HeadSizes
 from hf_longctx.plan.model.layers import IndexSpec
 from hf_longctx.plan.model.mixers import StateSpec
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec
+from hf_longctx.plan.model.towers import TowerSpec
 from hf_longctx.plan.setup import DeviceMemory, Remedy, rooms
 from hf_longctx.sim.execution import Execution, Price
 from hf_longctx.sim.forecast import Forecast, StepForecast
@@ -224,6 +225,7 @@ def _model(data: Any) -> ModelSpec:
     of_states |= {name: tuple(value) for name, value in of_states.items() if isinstance(value, list)}
     states = StateSpec(**of_states)
     parts = {"adapters": adapters, "packed": packed, "windows": tuple(shapes["windows"]), "states": states}
+    parts |= {"tower": TowerSpec(**_fields(TowerSpec, shapes["tower"], "cost_model.model.tower"))}
     parts |= {"experts": experts, "index": index, "heads": tuple(HeadSizes(*own) for own in shapes["heads"])}
     return ModelSpec(**shapes | parts)
 

@@ -173,11 +173,14 @@ class MediaCase:
     num_layers: int = 0
     # settings of the text model in place of those in `CASES`
     text: Mapping[str, Any] | None = None
+    # those of the tower
+    vision: Mapping[str, Any] | None = None
 
     def build(self) -> Any:
         """The tiny model."""
         settings, _ = CASES[self.name]
         settings = settings if self.text is None else settings | {"text_config": dict(self.text)}
+        settings = settings if self.vision is None else settings | {"vision_config": dict(self.vision)}
         has_video = self.name not in ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
         tokens = _TOKENS if has_video else {"image_token_id": IMAGE}
         if self.num_layers:
@@ -212,28 +215,28 @@ class MediaCase:
                 kind: MediumKind = "image" if part == "i" else "video"
                 tensors = (make if part == "i" else _video)(model, generator, len(opened))
                 with torch.no_grad(), wide_floats():
-                    num_features = _num_features(model, kind, tensors)
+                    count = num_features(model, kind, tensors)
                 grid = tensors.get(f"{kind}_grid_thw")
                 begin = len(ids)
                 given = () if grid is None else tuple(grid[0].tolist())
                 # marks around an image, so that two of them are never side by side
                 if part == "i" or not self.name.startswith("Qwen3"):
-                    ids += [START, *[IMAGE if part == "i" else VIDEO] * num_features, END]
+                    ids += [START, *[IMAGE if part == "i" else VIDEO] * count, END]
                 else:
                     # each pair of frames has its time before it
                     for _ in range(given[0]):
-                        ids += [rng.randrange(_NUM_TEXT_IDS), START, *[VIDEO] * (num_features // given[0]), END]
+                        ids += [rng.randrange(_NUM_TEXT_IDS), START, *[VIDEO] * (count // given[0]), END]
                 seconds = 0.75 if part == "v" and self.name.startswith("Qwen2_5") else 0.0
-                media.append(Medium(kind, begin, len(ids), num_features, given, seconds).as_item())
+                media.append(Medium(kind, begin, len(ids), count, given, seconds).as_item())
                 files.append({"path": str(len(opened))})
-                opened.append(TowerInputs(kind, tensors, num_features))
+                opened.append(TowerInputs(kind, tensors, count))
             labels = [-100 if token >= _NUM_TEXT_IDS or rng.random() < 0.2 else token for token in ids]
             rows.append({"input_ids": ids, "labels": labels, "media": media, "media_files": files})
         positions = MediaPositions.of_model(model)
         return rows, TinyReader(tuple(opened), positions, {kind: token_of(model.config, kind) for kind in media_kinds(model)})
 
 
-def _num_features(model: Any, kind: MediumKind, tensors: dict[str, Tensor]) -> int:
+def num_features(model: Any, kind: MediumKind, tensors: dict[str, Tensor]) -> int:
     around = around_text(model)
     try:
         feature_tables(around, TowerInputs(kind, tensors, 0))
