@@ -52,6 +52,7 @@ def counted_s(setup: Setup) -> float:
     return plan.estimate.counted_s + weight_seconds(plan, setup.costs).left_s
 
 
+@pytest.mark.wide("100000000000.0-40", "2000000000.0-40")
 @pytest.mark.parametrize("device_gib", [12, 40])
 @pytest.mark.parametrize("link", [1e11, 2e9])
 def test_no_way_that_fits_is_faster(device_gib: float, link: float) -> None:

@@ -176,6 +176,7 @@ def test_kernels_move_their_inputs_and_outputs_alone(
     assert of_a_layer(dtype, True, kinds) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.wide("dtype1-kinds0")
 @pytest.mark.parametrize("kinds", [(), ("norm", "gated", "rotary")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replays_move_what_is_predicted(dtype: torch.dtype, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

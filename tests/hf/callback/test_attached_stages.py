@@ -101,7 +101,7 @@ def train(case: ModelCase, rows: Rows, folder: str, config: dict[str, Any]) -> d
     }
 
 
-@pytest.mark.wide("two stages of two ranks")
+@pytest.mark.wide("two stages of two ranks", "four stages", "adapters, lent")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_attached_stages_train_as_one_process_and_give_a_whole_model_back(ranks, rows, tmp_path: Path, name: str) -> None:

@@ -63,7 +63,7 @@ ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 CASES = {"adapters": ADAPTED, "adapters, accumulation": ADAPTED, "states along the sequence": STATES}
 
 
-@pytest.mark.wide("adapters")
+@pytest.mark.wide("adapters", "adapters, accumulation", "states along the sequence")
 @pytest.mark.quick("two ranks")
 @pytest.mark.parametrize("name", ATTACHED)
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:
@@ -218,6 +218,7 @@ def train_part(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], weights_of(trainer), message
 
 
+@pytest.mark.wide("alone")
 @resuming
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_resuming_inside_an_epoch_goes_on_with_the_same_samples_at_any_world_size(ranks, rows, tmp_path: Path, mode: str) -> None:

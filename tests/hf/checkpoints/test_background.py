@@ -78,6 +78,7 @@ def run_behind(kind: str, folder: str, resume: Any = None) -> tuple[list[float],
     return recorder.losses, view.seen
 
 
+@pytest.mark.wide("replicated", "staged", "attached")
 @resuming
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "callback"), "staged adapters"])
 def test_files_written_behind_training_are_those_of_the_save_step(ranks, tmp_path: Path, kind: str) -> None:

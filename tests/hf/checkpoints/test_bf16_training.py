@@ -95,6 +95,15 @@ def test_updates_on_the_host_have_the_bits_of_those_on_the_device(runs, here: st
             assert all(torch.equal(value, others[name]) for name, value in values.items())
 
 
+@pytest.mark.wide(
+    "replicated-2-sharded",
+    "sharded-1-replicated",
+    "sharded-2-staged",
+    "staged-2-sharded",
+    "replicated-2-on the host",
+    "staged on the host-2-staged",
+    "layers on the host-1-replicated",
+)
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,then",

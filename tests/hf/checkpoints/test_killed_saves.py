@@ -66,6 +66,20 @@ def killed(folder: Path, kind: str, place: str, step: int, limit: int = 1) -> No
             each.kill()
 
 
+@pytest.mark.wide(
+    "replicated-sums of rank 1",
+    "replicated-manifest",
+    "replicated-writing behind",
+    "replicated-rename behind",
+    "replicated-flush",
+    "replicated-rotation",
+    "sharded-sums of rank 1",
+    "sharded-second file",
+    "staged-weights",
+    "attached-optimizer",
+    "callback-weights",
+    "callback-deletion",
+)
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("kind,place", CASES)

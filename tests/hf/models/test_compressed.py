@@ -95,6 +95,7 @@ def error_on_ranks(case: str, chunks: Any, ulysses: int, loss: float, gradients:
     return worst((float(result.loss), found), (loss, {key: torch.from_numpy(each) for key, each in gradients.items()}))
 
 
+@pytest.mark.wide("3-1", "4-2")
 @pytest.mark.parametrize("num_ranks,ulysses", [(2, 0), (3, 1), (4, 2)])
 def test_ranks_of_a_group_attend_to_entries_of_all_slices(ranks, num_ranks: int, ulysses: int) -> None:
     for case in ("as in the sweep", "blocks longer than most documents", "pooled"):

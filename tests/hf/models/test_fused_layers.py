@@ -153,6 +153,7 @@ def test_hybrids_are_told_about_gated_norms() -> None:
     assert not traced().covered(model)["fuses_gated_norms"]
 
 
+@pytest.mark.wide("kept")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hybrids_train_with_gated_norms_as_kernels(policy: str) -> None:
     gradients = []
@@ -259,6 +260,7 @@ def train_compiled(config: dict[str, Any]) -> Any:
 STAGES = {"stages": 2, "tokens_per_rank": 32}
 
 
+@pytest.mark.wide("2-config1", "4-config2")
 @pytest.mark.parametrize(
     "num_ranks,config",
     [

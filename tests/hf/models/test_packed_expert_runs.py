@@ -104,6 +104,7 @@ def save(folder: Path, kind: str) -> str:
     return str(folder)
 
 
+@pytest.mark.wide("nf4")
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 @resuming
 def test_every_layout_has_the_same_bytes_and_resumes_from_the_others(ranks: Any, tmp_path: Path, kind: str) -> None:

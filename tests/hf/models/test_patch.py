@@ -16,6 +16,7 @@ from helpers.trainers.trainer_runs import PLAIN_DESCENT, make_trainer
 LENGTHS = [13, 13, 13, 5]
 
 
+@pytest.mark.wide("LlamaForSequenceClassification", "MambaForCausalLM")
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "BloomForCausalLM", "MambaForCausalLM"])
 def test_a_second_training_under_autocast_runs_as_the_first(name: str) -> None:
     is_classifier = name.endswith("Classification")

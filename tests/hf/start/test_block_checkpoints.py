@@ -129,6 +129,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: whole(each.detach()).clone() for name, each in found.items() if "lora_" not in name}
 
 
+@pytest.mark.wide("qwen2")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_shards_keep_bytes_and_scales(ranks: Any, tmp_path: Path, family: str) -> None:
     folder = saved(tmp_path / "model", family)

@@ -188,6 +188,7 @@ CASES: dict[str, tuple[ModelCase, int, dict[str, Any], dict[str, Any] | None]] =
 }
 
 
+@pytest.mark.wide("tied", "spread experts", "adapters, layers on the host")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: Path, name: str) -> None:
@@ -227,6 +228,7 @@ def saved_and_resumed(folder: str, family: str, rows: Any, is_whole: bool) -> li
     return losses
 
 
+@pytest.mark.wide("mixtral")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_saving_at_once_and_resuming(ranks, tmp_path: Path, family: str) -> None:
     expected = build_model(ModelCase(family=family, tied=family == "llama")).state_dict()

@@ -118,6 +118,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
 }
 
 
+@pytest.mark.wide("untiled", "two ranks")
 @pytest.mark.parametrize("name", RUNS)
 def test_training_under_policies_follows_one_plain_process(ranks, name: str) -> None:
     num_ranks, config, expected = RUNS[name]

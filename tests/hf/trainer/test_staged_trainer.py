@@ -119,7 +119,7 @@ def run_to(folder: str, layout: tuple[int, Any], is_tied: bool) -> None:
     trainer_of(folder, layout, is_tied, self_test=True, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
-@pytest.mark.wide("layout1", "layout3")
+@pytest.mark.wide("layout1", "layout3", "layout4")
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -212,6 +212,7 @@ def test_checkpoints_of_sharded_stages_resume_to_and_from_every_layout(ranks, tm
             assert max(relative_error(weight, of_whole[key]) for key, weight in final.items()) <= 1e-10
 
 
+@pytest.mark.wide("two ranks per stage")
 @resuming
 @pytest.mark.parametrize("name", REAL)
 def test_real_training_in_stages_follows_one_plain_process_over_a_restart(ranks, tmp_path: Path, name: str) -> None:
@@ -255,6 +256,7 @@ def losses_of(folder: str, rows: Any, is_loaded: bool, arguments: dict[str, Any]
     return recorder.losses, trainer.evaluate()["eval_loss"], {parameter.dtype for parameter in trainer.model.parameters()}
 
 
+@pytest.mark.wide("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_loaded_stage_by_stage_trains_and_evaluates_as_a_whole_one(ranks, tmp_path: Path, dtype: torch.dtype) -> None:
     build_model(ModelCase(dtype=dtype, tied=True)).save_pretrained(tmp_path)

@@ -40,6 +40,12 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide(
+    "all ranks together-True-1e-10",
+    "heterogeneous-True-1e-10",
+    "rings of three-True-1e-10",
+    "all ranks together-False-1e-06",
+)
 @pytest.mark.parametrize(
     "name,promoted,tolerance",
     [*((name, True, 1e-10) for name in RUNS), ("all ranks together", False, 1e-6), ("heterogeneous", False, 1e-6)],
@@ -59,6 +65,7 @@ def test_twenty_steps_follow_one_plain_process(ranks, rows, name: str, promoted:
             assert degrees >= {"1", "2"}, layouts
 
 
+@pytest.mark.wide("1-2", "2-4")
 @pytest.mark.quick("2-2")
 @pytest.mark.parametrize("num_ranks,steps", [(1, 2), (2, 2), (2, 4)])
 def test_accumulated_plans_follow_one_plain_process(ranks, rows, num_ranks: int, steps: int) -> None:
@@ -86,6 +93,7 @@ def fp32(ranks, rows) -> list[float]:
 HALVES = {"autocast": torch.float32, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 
 
+@pytest.mark.wide("autocast", "fp16 weights")
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 def test_training_in_half_precision_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> None:
     config, arguments = {"tokens_per_rank": 64}, {"bf16": dtype == torch.float32}
@@ -149,6 +157,7 @@ def train_and_resume(rows: list[dict[str, list[int]]], folder: str, workers: int
     return straight.losses, resumed.losses
 
 
+@pytest.mark.wide("0")
 @resuming
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_inside_an_epoch_continues_with_the_same_samples(ranks, rows, tmp_path: Path, workers: int) -> None:

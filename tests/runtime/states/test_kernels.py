@@ -459,6 +459,7 @@ def step_by_kernel(name: str, run: Any, *step: Any) -> tuple[float, dict[str, Te
 
 
 # rings of zigzag pieces, a ring of blocks, a block of more ranks than heads; one of them with slices
+@pytest.mark.wide("qwen3_5-2-1-False", "qwen3_5-4-2-False", "qwen3_5-4-4-False")
 @pytest.mark.parametrize("num_ranks,ulysses,is_sliced", [(2, 1, False), (3, 1, True), (4, 2, False), (4, 4, False)], ids=str)
 @MODELS
 def test_ranks_that_pass_states_on_scan_by_the_kernel(

@@ -159,6 +159,7 @@ def on_rank(kind: str, config: dict[str, Any]) -> Any:
         return found
 
 
+@pytest.mark.wide("leaves-config2")
 @pytest.mark.parametrize("kind,config", [("a short batch", {}), ("stops", {"stages": 2}), ("leaves", {"parameters": "sharded"})])
 def test_epochs_of_a_stream_on_two_ranks(ranks, tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
     expected = run(kind, str(tmp_path), "stock")
@@ -172,6 +173,7 @@ def test_epochs_of_a_stream_on_two_ranks(ranks, tmp_path: Path, kind: str, confi
 RESUMED = [("steps", 4), ("steps", 3), ("epoch", 3)]
 
 
+@pytest.mark.wide("Stream-12-steps-4", "Stream-12-steps-3", "Stream-10-steps-4")
 @pytest.mark.parametrize("strategy,step", RESUMED)
 @pytest.mark.parametrize("stream_class,num_rows", [(Stream, 12), (Stream, 10), (SizedStream, 10)])
 def test_a_run_resumed_in_any_epoch_goes_on_as_if_it_had_not_stopped(

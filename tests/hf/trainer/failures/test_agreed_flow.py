@@ -143,6 +143,7 @@ DOORS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
 }
 
 
+@pytest.mark.wide("alone")
 @pytest.mark.parametrize("name", DOORS)
 def test_one_ranks_wish_counts_for_all_when_it_would_on_one_process(ranks, stock: dict[str, Any], name: str) -> None:
     door, config, rank, names = DOORS[name]

@@ -198,6 +198,7 @@ ENDS = [
 ABREAST = 4
 
 
+@pytest.mark.wide("8")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(ENDS), ABREAST))
 def test_a_rank_that_hangs_died_or_failed_is_named_in_time(tmp_path: Path, first: int) -> None:

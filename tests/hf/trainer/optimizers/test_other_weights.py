@@ -85,6 +85,7 @@ def runs(folder: str, config: dict[str, Any]) -> tuple[list[tuple[str, bool]], b
     return found, all(ends)
 
 
+@pytest.mark.wide("replicated", "states on the host")
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_other_frozen_weights_are_refused_by_name_and_equal_ones_go_on(ranks, tmp_path: Path, name: str) -> None:
     num_ranks, config = PLACEMENTS[name]

@@ -82,6 +82,7 @@ def train(folder: str, name: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.wide("adafactor")
 @resuming
 @pytest.mark.parametrize("name", NAMES)
 def test_trainings_are_those_of_one_process_whole_in_shards_and_resumed(ranks, tmp_path: Path, name: str) -> None:

@@ -75,6 +75,7 @@ def assert_same_steps(found: Any, expected: Any) -> None:
         assert max(relative_error(step.gradients[name], gradient) for name, gradient in gradients.items()) <= 1e-12
 
 
+@pytest.mark.wide("two stages")
 @pytest.mark.parametrize(
     ("num_ranks", "config"),
     [(2, {}), (4, {"tokens_per_rank": 128}), (2, {"calibration_steps": 1, "self_test": True, "report_steps": True})],
