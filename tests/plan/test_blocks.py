@@ -47,7 +47,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], tuple[Blocks, ...]]:
 
 
 @given(sequences(), st.sampled_from(["replicated", "sharded"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_slice_ends_inside_a_block_and_groups_divide_heads(
     drawn: tuple[list[int], tuple[Blocks, ...]], parameters: str
 ) -> None:

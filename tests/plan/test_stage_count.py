@@ -169,7 +169,7 @@ def test_the_search_ends_after_so_many_that_are_slower_and_the_first_problem_is_
         stage_options([5000], [1, 7], slower)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=12), st.sampled_from(COST_KINDS), st.integers(2, 3))
 def test_interleaving_is_chosen_only_where_it_is_predicted_faster(lengths: list[int], kind: str, interleave: int) -> None:
     costs = deeper(cost_model(kind, 4))
@@ -229,7 +229,7 @@ def deeper(costs: CostModel) -> CostModel:
     return replace(costs, model=replace(costs.model, num_layers=12, windows=costs.model.windows * 3))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=12),
     st.sampled_from(COST_KINDS),

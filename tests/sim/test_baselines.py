@@ -58,7 +58,7 @@ pools = st.sampled_from([(1, (1,)), (4, (1, 2, 4)), (6, (2, 6)), (8, (1, 2, 4, 8
 
 
 @given(lists, st.sampled_from(COST_KINDS), pools, st.integers(0, 3000))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_layout_covers_each_sequence_once_within_memory(
     lengths: list[int], kind: str, pool: tuple[int, tuple[int, ...]], extra: int
 ) -> None:
@@ -82,7 +82,7 @@ def test_every_layout_covers_each_sequence_once_within_memory(
 
 
 @given(lists, st.sampled_from([(7, (1, 2, 3, 5)), (8, tuple(range(1, 9))), (5, (3, 5))]), st.integers(0, 500), st.floats(0, 1))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_integer_degrees_are_laid_out_too(
     lengths: list[int], pool: tuple[int, tuple[int, ...]], extra: int, exchange: float
 ) -> None:

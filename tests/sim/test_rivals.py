@@ -65,7 +65,7 @@ batches = st.lists(st.lists(st.integers(1, 240), min_size=1, max_size=12), min_s
 
 
 @given(batches)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_rival_beats_the_bound_of_our_plan(steps: list[list[int]]) -> None:
     own = engine()
     limit = max(max(lengths) for lengths in steps)
@@ -79,7 +79,7 @@ def test_no_rival_beats_the_bound_of_our_plan(steps: list[list[int]]) -> None:
 
 
 @given(st.lists(st.integers(1, 160), min_size=1, max_size=12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_where_everything_fits_checkpointing_only_costs_time(lengths: list[int]) -> None:
     """One layout, under one limit of tokens, takes ever more seconds the more of it is run again."""
     config = PlannerConfig(42, (1, 2, 4))

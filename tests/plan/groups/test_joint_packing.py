@@ -50,7 +50,7 @@ def fewer_trials() -> Iterator[None]:
         yield
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(odd_problems())
 def test_trials_of_lower_limits_never_worsen_a_layout(fewer_trials: None, problem: GroupingProblem) -> None:
     joint = JointPacking(problem)

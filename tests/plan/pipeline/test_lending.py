@@ -59,7 +59,7 @@ def judge(model: CostModel) -> Callable[[StepPlan], Evaluation]:
     return functools.partial(evaluate_plan, costs=model)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=6), min_size=1, max_size=3),
     st.sampled_from([2, 4]),
@@ -122,7 +122,7 @@ def test_what_the_runtime_does_not_share_is_left_alone() -> None:
         assert (found.plan, found.num_lent, predicted) == (plan, 0, [plan])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 900), min_size=1, max_size=6),
     st.sampled_from([(2, 2), (4, 2), (4, 4), (6, 2)]),

@@ -67,7 +67,7 @@ def test_sequences_split_often_still_run_in_pipelines() -> None:
     assert plan.estimate is not None and plan.estimate.step_s < 6.5
 
 
-@settings(max_examples=8, derandomize=True, deadline=None)
+@settings(max_examples=4, derandomize=True, deadline=None)
 @given(
     st.lists(st.floats(2, 9), min_size=2, max_size=3),
     st.integers(0, 1000),

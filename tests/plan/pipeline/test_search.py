@@ -269,7 +269,7 @@ def test_micro_batches_in_a_row_overlap_as_far_as_they_fit(kind: str, parameters
     assert all(rank.peak_tokens * stages[rank.rank // 2].num_layers <= 1000 * MODEL.num_layers for rank in in_turns.ranks)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.integers(64, 20000), min_size=2, max_size=24),
     st.sampled_from([(4, 2), (8, 4), (4, 4)]),

@@ -139,7 +139,7 @@ def test_ranks_without_sequences_need_no_slices_where_nothing_is_wholly_kept() -
 
 
 @given(st.lists(st.integers(1, 4_000), min_size=1, max_size=8), st.sampled_from([1, 2]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_what_fits_as_it_is_keeps_everything(lengths: list[int], num_ranks: int) -> None:
     costs = costs_of(MODEL, num_ranks)
     config = config_of(costs, ByteModel(MODEL).kept_bytes(4_000, is_shared=num_ranks > 1))

@@ -22,6 +22,7 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.wide
 def test_what_is_compared_is_equal_and_a_missed_requirement_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "results.json"
     with pytest.raises(SystemExit, match="96 tokens: median ratio"):

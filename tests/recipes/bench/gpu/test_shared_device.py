@@ -13,6 +13,7 @@ from hf_longctx.recipes.bench.gpu import ranks
 from hf_longctx.recipes.bench.gpu.rows import read_rows
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_layouts_equal_one_process_and_a_killed_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"

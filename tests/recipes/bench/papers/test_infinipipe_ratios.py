@@ -17,6 +17,7 @@ from hf_longctx.sim.baselines import FULL
 main: Callable[[list[str]], int] = bench.main
 
 
+@pytest.mark.wide
 def test_other_systems_are_slower_as_published_and_claims_have_the_errors_of_their_cells(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
