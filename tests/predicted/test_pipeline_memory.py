@@ -41,6 +41,7 @@ def rows_of(lengths: list[int], spec: ModelSpec) -> Rows:
     return rows
 
 
+@pytest.mark.wide("whole", "parts", "recomputed")
 @pytest.mark.parametrize("name", CASES)
 def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
     lengths, chunks, num_ranges, policy = CASES[name]

@@ -145,6 +145,13 @@ CASES = {
 }
 
 
+@pytest.mark.wide(
+    "bf16-sharded",
+    "experts-sharded",
+    "autocast-sharded",
+    "autocast, tied-sharded",
+    "autocast, spread experts-sharded",
+)
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_weights_are_those_of_the_formula(ranks, name: str, parameters: Any) -> None:

@@ -144,6 +144,11 @@ def accumulating_on_rank(case: ModelCase, plans: list[str], rows: list[Any]) -> 
     return loss, {name: whole(p.grad) for name, p in executor.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.wide(
+    "qwen3_moe-lora0-False-sharded-None",
+    "qwen3_moe-lora0-False-sharded-2.0",
+    "qwen3_moe_dense-lora2-True-sharded-None",
+)
 @pytest.mark.parametrize("parameters,balance", [("sharded", None), ("gathered_per_step", None), ("sharded", BALANCE)])
 @pytest.mark.parametrize(
     "family,lora,spread", [("qwen3_moe", ALL_LINEAR, False), ("gpt_oss", EXPERTS, False), ("qwen3_moe_dense", EXPERTS, True)]

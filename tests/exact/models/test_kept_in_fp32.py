@@ -86,6 +86,7 @@ def shard_error(name: str, loss: float, gradients: dict[str, Any]) -> tuple[floa
     return worst(found, (loss, expected)), all(weight.dtype == dtypes[key] for key, weight in model.named_parameters())
 
 
+@pytest.mark.wide("BailingHybridForCausalLM", "HYV4ForCausalLM")
 @pytest.mark.skipif(not trains_several_dtypes(), reason="FSDP2 of this torch has one dtype in a unit")
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_of_two_dtypes_equal_plain_transformers(ranks, name: str) -> None:
@@ -128,6 +129,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.wide("whole", "shards on the host")
 @resuming
 @pytest.mark.parametrize("name", [each for each in RUNS if each == "whole" or trains_several_dtypes()])
 def test_a_training_saves_what_it_loaded_and_resumes_bit_for_bit(ranks, tmp_path: Path, name: str) -> None:

@@ -52,6 +52,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide("granite-shards", "granite-frozen head in shards", "cohere2-groups")
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", CHANGES)
 def test_groups_and_shards_match(ranks, family: str, name: str) -> None:

@@ -100,6 +100,7 @@ def test_packs_and_slices_of_documents_with_images_are_exact(name: str) -> None:
         assert errors.keys() >= {"text", "tower"}
 
 
+@pytest.mark.wide("Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration")
 @pytest.mark.parametrize("name", FIRST)
 def test_groups_and_rings_of_two_ranks_are_exact_with_images_on_either_or_both(name: str, ranks: Any) -> None:
     case = MediaCase(name)
@@ -291,6 +292,7 @@ def test_images_that_see_themselves_both_ways_are_exact_in_packs_and_slices(name
         assert errors.keys() >= {"text", "tower"}
 
 
+@pytest.mark.wide("small Gemma4")
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_images_that_see_themselves_both_ways_are_exact_in_groups(name: str, ranks: Any) -> None:
     case = BOTH_WAYS[name]
@@ -424,6 +426,12 @@ def sharded_step(case: MediaCase, plan_json: str) -> Any:
     return float(result.loss), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.wide(
+    "LlavaForConditionalGeneration-False-sharded",
+    "LlavaForConditionalGeneration-False-gathered_per_step",
+    "Qwen2_5_VLForConditionalGeneration-False-sharded",
+    "Qwen3_5ForConditionalGeneration-False-sharded",
+)
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", FIRST)

@@ -100,6 +100,11 @@ def slices_of(lengths: list[int]) -> Any:
     return [*chunks, [(i, 0, lengths[i]) for i in (2, 3)]]
 
 
+@pytest.mark.wide(
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_stages_are_exact_in_slices_packs_and_layer_ranges_with_trained_and_frozen_towers(name: str, ranks: Any) -> None:
     # Qwen3-VL adds two levels, after two layers in the first of two ranges of each stage
@@ -119,6 +124,12 @@ def test_two_stages_are_exact_in_slices_packs_and_layer_ranges_with_trained_and_
     check(replace(case, frozen=TOWERS), sliced, ranks(2), loss, expected)
 
 
+@pytest.mark.wide(
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_stages_of_two_ranks_are_exact_in_groups_side_by_side_and_shards(name: str, ranks: Any) -> None:
     case = MediaCase(name, num_layers=4)

@@ -182,6 +182,7 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPl
         assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
+@pytest.mark.wide("bamba", "lfm3", "recurrent_gemma")
 @GROUPED
 def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(ranks, case: ModelCase) -> None:
     # three ranks share four heads, of which two and two read the same tensors; a slice of one token leaves ranks with dummy
@@ -196,6 +197,7 @@ def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(
     check_groups(ranks, 3, case, [whole, same_policy(plan, *policy, tile_tokens=0 if case is GRIFFIN else 4), alone, sharded])
 
 
+@pytest.mark.wide("kimi_linear", "lfm3", "falcon_h1")
 @pytest.mark.parametrize("case", [QWEN, KIMI, LFM, BOTH], ids=lambda case: case.family)
 def test_rings_and_hybrids_match(ranks, case: ModelCase) -> None:
     # documents of one token, and shorter than the convolution or the pieces of a ring, and longer than a tile of the scan
@@ -241,6 +243,7 @@ def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -
         return [stage_step_on_rank(case, plan_json, rows)[:2] for plan_json in plans_json]
 
 
+@pytest.mark.wide("falcon_h1")
 @pytest.mark.parametrize("case", [QWEN, LFM, BOTH], ids=lambda case: case.family)
 def test_stages_match(ranks, case: ModelCase) -> None:
     plans = [

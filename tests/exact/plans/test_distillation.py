@@ -24,6 +24,7 @@ def test_the_distance_from_a_teacher_matches(ranks, name: str, loss: str) -> Non
     check_step(ranks(plan.num_ranks), ModelCase(loss=loss, teacher="qwen3"), plan, lengths, rows=rows)
 
 
+@pytest.mark.wide("replicated-None-forward", "replicated-None-jsd", "replicated-4-forward")
 @pytest.mark.parametrize("loss", ["forward", "jsd", "top_k"])
 @pytest.mark.parametrize("tile_tokens", [None, 4])
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])

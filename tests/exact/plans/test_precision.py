@@ -52,6 +52,7 @@ def test_bf16_stays_in_the_band_of_plain_bf16(ranks, name: str, case: ModelCase,
     assert planned <= min(BF16_BAND, 1.5 * plain + 5e-3)
 
 
+@pytest.mark.wide("llama-gathered_per_round", "lora-sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 @pytest.mark.parametrize(
     "case",

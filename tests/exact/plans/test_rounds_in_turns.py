@@ -39,6 +39,7 @@ def test_ranks_change_groups_without_draining(ranks, layouts: list[Any], paramet
     check_pipeline(ranks(4), CASE, plan_of(2, layouts, parameters))
 
 
+@pytest.mark.wide("replicated", "gathered_per_step")
 @pytest.mark.parametrize("parameters", ["replicated", "sharded", "gathered_per_step"])
 def test_four_stages_of_two_ranks_match(ranks, parameters: Parameters) -> None:
     check_pipeline(ranks(8), CASE, plan_of(4, [LONG, SHORT], parameters))
@@ -80,6 +81,7 @@ def planned(draw: st.DrawFn, most_ranks: int, parameters: Parameters) -> StepPla
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 
 
+@pytest.mark.wide("1-replicated-6", "2-replicated-6", "2-gathered_per_step-6")
 @pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     ("ranks_per_stage", "parameters"), [(1, "replicated"), (2, "replicated"), (2, "sharded"), (2, "gathered_per_step")]

@@ -71,6 +71,7 @@ NESTED: dict[str, tuple[int, int, GroupMethod, list[int], list[int], str]] = {
 }
 
 
+@pytest.mark.wide("rings", "copies of shards, ulysses", "copies of shards, hybrids", "copies of shards, nothing but pairs")
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_plans_match_one_plain_process(ranks, name: str) -> None:
     num_ranks, shard_ranks, method, lengths, rounds, method_of_all = NESTED[name]

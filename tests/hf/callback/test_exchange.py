@@ -140,6 +140,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, set[str]]] = {
 }
 
 
+@pytest.mark.wide("all ranks together", "rings")
 @pytest.mark.quick("all ranks together")
 @pytest.mark.parametrize("name", RUNS)
 def test_training_alone_follows_the_stock_trainer(ranks, rows, name: str) -> None:

@@ -84,6 +84,7 @@ def assert_weights(folder: Path, expected: Any) -> None:
     assert max(relative_error(weights[name], value) for name, value in expected.state_dict().items()) <= 1e-12
 
 
+@pytest.mark.wide("2-True-True", "2-False-False")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("num_stages", "is_sharded"), LAYOUTS)
 def test_stages_write_one_ordinary_checkpoint_and_resume_from_it_at_any_number(

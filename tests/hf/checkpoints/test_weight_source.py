@@ -103,6 +103,7 @@ def gathered(case: ModelCase, shard_ranks: int, on_host: bool) -> dict[str, torc
     return sent(model)
 
 
+@pytest.mark.wide("experts", "two copies")
 @pytest.mark.parametrize(
     "num_ranks,case,shard_ranks,on_host",
     [

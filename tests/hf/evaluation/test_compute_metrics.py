@@ -81,6 +81,7 @@ def evaluate(config: dict[str, Any], loss: Any = None, **arguments: Any) -> tupl
         return trainer.evaluate(dataset), found.metrics
 
 
+@pytest.mark.wide("slices in tiles", "groups", "shards")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_users_metrics_are_those_of_a_stock_trainer(ranks, plan: str) -> None:
     config, num_ranks = PLANS[plan]

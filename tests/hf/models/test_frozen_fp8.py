@@ -312,6 +312,7 @@ def assert_equal(results: list[Any], case: ModelCase = CASE) -> None:
     assert set().union(*(own for _, own in results)) == expected.keys()
 
 
+@pytest.mark.wide("groups", "slices")
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_on_ranks_are_exact(pair: Any, name: str) -> None:
     case = replace(CASE, fp8=True)

@@ -50,6 +50,15 @@ def marked(names: tuple[str, ...] | list[str], fast: tuple[str, ...] = FAST) -> 
     return [name if name in fast else pytest.param(name, marks=pytest.mark.sweep) for name in names]
 
 
+@pytest.mark.wide(
+    "GptOssForCausalLM",
+    "HYV4ForCausalLM",
+    "Mamba2ForCausalLM",
+    "NanoChatForCausalLM",
+    "OlmoHybridForCausalLM",
+    "PhimoeForCausalLM",
+    "StableLmForCausalLM",
+)
 @pytest.mark.parametrize("name", marked([*TESTED_MODELS, *WRAPPED_MODELS]))
 def test_a_tested_class_is_exact(ranks, name: str) -> None:
     outcome = sweep(name, ranks(2))

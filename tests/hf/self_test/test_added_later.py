@@ -304,6 +304,7 @@ def outside_of_training(kind: str) -> str:
     return ""
 
 
+@pytest.mark.wide("class")
 @pytest.mark.parametrize("what", ["hook", "forward", "class", "loss"])
 def test_code_that_was_added_in_training_is_refused_on_every_rank(ranks, what: str) -> None:
     expected, _ = plain_training(CASE, ROWS, LATE + 1)
@@ -316,6 +317,7 @@ def test_code_that_was_added_in_training_is_refused_on_every_rank(ranks, what: s
     assert "another rank" in other
 
 
+@pytest.mark.wide("reading", "global mixing")
 @pytest.mark.parametrize("what", ["mixing", "reading", "global mixing", "global reading"])
 def test_hooks_from_before_a_training_are_compared_when_it_begins(ranks, what: str) -> None:
     expected, _ = plain_training(CASE, ROWS, LATE)

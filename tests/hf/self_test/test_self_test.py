@@ -278,7 +278,15 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
 }
 
 
-@pytest.mark.wide("adapters, gathered", "lent stages", "longrope in stages")
+@pytest.mark.wide(
+    "adapters, gathered",
+    "lent stages",
+    "longrope in stages",
+    "a kind of layers once more than needed, tied, sharded",
+    "experts spread over ranks",
+    "autocast",
+    "lent stages of two ranks",
+)
 @pytest.mark.parametrize("name", PASSING)
 def test_sound_models_pass_and_say_what_was_covered(ranks, name: str) -> None:
     num_ranks, case, config, arguments, said = PASSING[name]
@@ -312,6 +320,7 @@ def traces(parameters: str, is_on: bool) -> tuple[list[torch.Tensor], bool]:
     return left, all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
+@pytest.mark.wide("replicated")
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 def test_nothing_of_it_is_left_in_the_run(ranks, parameters: str) -> None:
     with_test, without = (ranks(2).run(traces, parameters, is_on) for is_on in (True, False))
@@ -545,6 +554,7 @@ def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
     return error, printed.getvalue(), is_stock
 
 
+@pytest.mark.wide("True")
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:

@@ -85,7 +85,15 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 FAMILY_OF = {"experts": "qwen3_moe", "spread experts": "qwen3_moe_dense", "experts in four bits": "qwen3_moe"}
 
 
-@pytest.mark.wide("stages, then gathered", "several, whole")
+@pytest.mark.wide(
+    "stages, then gathered",
+    "several, whole",
+    "single tokens",
+    "named",
+    "one copy of both ends",
+    "recomputing",
+    "experts",
+)
 @resuming
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tmp_path: Path, name: str) -> None:

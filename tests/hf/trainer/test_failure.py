@@ -51,6 +51,10 @@ WAYS = [("raise", "kill", "hang"), ("hang, sharded", "hang, stages", "kill in th
 WAYS += [("hang, sharded stages", "kill in the middle, sharded stages")]
 
 
+@pytest.mark.wide(
+    "hang, sharded; hang, stages; kill in the middle, stages",
+    "hang, sharded stages; kill in the middle, sharded stages",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", WAYS, ids="; ".join)
 def test_the_other_ranks_exit_and_say_why(tmp_path: Path, ways: tuple[str, ...]) -> None:

@@ -155,6 +155,7 @@ KINDS = {
 }
 
 
+@pytest.mark.wide("map-style")
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_of_tokens_train_as_a_plain_loop(ranks, name: str) -> None:
     config, is_stream, lengths, limit = KINDS[name]

@@ -171,6 +171,7 @@ def staged_training(folder: str, parameters: str, resume: str | None) -> dict[st
     return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "evaluated": loss}
 
 
+@pytest.mark.wide("4-replicated")
 @pytest.mark.parametrize("num_ranks, parameters", [(2, "replicated"), (4, "replicated"), (4, "sharded")])
 def test_stages_train_as_plain_transformers_resume_and_save_the_whole_model_with_its_processor(
     num_ranks: int, parameters: str, ranks: Any, tmp_path: Path

@@ -78,6 +78,7 @@ def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
 
 
+@pytest.mark.wide("replicated", "sharded")
 @pytest.mark.parametrize("parameters", PARAMETERS)
 def test_accumulated_plans_follow_one_plain_process(ranks, tmp_path: Path, parameters: str) -> None:
     rows = random_rows(LENGTHS)
@@ -112,6 +113,7 @@ def test_plans_replay_layers_with_spread_experts(ranks, tmp_path: Path) -> None:
         assert num_policies and worst(weights, expected) <= 1e-10
 
 
+@pytest.mark.wide("replicated", "spread")
 @resuming
 @pytest.mark.parametrize("parameters", PARAMETERS)
 def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> None:
@@ -126,6 +128,7 @@ def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> No
     assert all(torch.equal(weight, straight[1][name]) for name, weight in loaded.named_parameters())
 
 
+@pytest.mark.wide("spread-4-spread")
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,second",

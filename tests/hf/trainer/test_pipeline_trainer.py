@@ -52,6 +52,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide("four stages", "gathered per micro-batch", "gathered per pass")
 @pytest.mark.quick("two stages")
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_follow_one_plain_process_and_one_checkpoint_comes_out(ranks, rows, expected, tmp_path, name) -> None:

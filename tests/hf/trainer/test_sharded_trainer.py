@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide("fused AdamW", "heterogeneous", "the fastest way", "one rank")
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_follow_one_plain_process(ranks, rows, expected, norms, tmp_path: Path, name: str) -> None:
     num_ranks, config, arguments = RUNS[name]
@@ -83,6 +84,7 @@ def fp32(ranks, rows) -> list[float]:
 HALVES = {"autocast": torch.float32, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 
 
+@pytest.mark.wide("autocast", "fp16 weights")
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 def test_training_in_half_precision_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> None:
     arguments = {**ARGUMENTS, "bf16": dtype == torch.float32}
@@ -201,6 +203,7 @@ def saved(ranks, rows, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.wide("same", "one rank", "to replicated")
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,config",

@@ -58,6 +58,7 @@ def train(
     return losses, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}, before
 
 
+@pytest.mark.wide("packs-False", "tiles-False", "gathered-False", "accumulated-False")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_beside_a_teacher_equals_a_plain_loop(ranks, name: str, weighted: bool) -> None:

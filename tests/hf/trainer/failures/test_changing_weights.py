@@ -132,6 +132,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.wide("replicated", "copies of shards")
 @pytest.mark.parametrize("name", RUNS)
 def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows, expected, name: str) -> None:
     num_ranks, config, attached = RUNS[name]

@@ -74,6 +74,14 @@ def train(
 
 
 @pytest.mark.wide(
+    "adapters-sharded",
+    "rings-gathered_per_step",
+    "hybrids-sharded",
+    "more ranks than heads-sharded",
+    "windows-sharded",
+    "layers on the host-sharded",
+)
+@pytest.mark.wide(
     "states on the host-gathered_per_step",
     "hybrids-gathered_per_step",
     "more ranks than heads-gathered_per_step",
