@@ -182,7 +182,7 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPl
         assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
-@pytest.mark.wide("bamba", "lfm3", "recurrent_gemma")
+@pytest.mark.wide("bamba", "lfm3", "minimax", "recurrent_gemma")
 @GROUPED
 def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(ranks, case: ModelCase) -> None:
     # three ranks share four heads, of which two and two read the same tensors; a slice of one token leaves ranks with dummy

@@ -101,7 +101,7 @@ def test_one_side_alone_matches(ranks, sides) -> None:
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(12, marks=pytest.mark.wide)])
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_random_slices_match(ranks, examples: int, num_stages: int) -> None:
     pool = ranks(num_stages)
 

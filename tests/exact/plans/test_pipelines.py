@@ -94,7 +94,7 @@ def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(25, marks=pytest.mark.wide)])
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_random_pipelines_with_random_policies_match(ranks, examples: int, num_stages: int) -> None:
     """Runs random plans, of which none may hang."""
     pool = ranks(num_stages)

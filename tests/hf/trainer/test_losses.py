@@ -100,6 +100,7 @@ def stock_focal(ranks, rows) -> dict[str, torch.Tensor]:
     return ranks(2).run(train, "stock", rows, {}, {}, "focal")[0]
 
 
+@pytest.mark.wide("trainer-packs", "attached-packs")
 @pytest.mark.parametrize("door,settings", [("trainer", "packs"), ("trainer", "tiles"), ("attached", "packs")])
 def test_a_focal_loss_trains_as_in_stock_transformers(ranks, rows, stock_focal, door: str, settings: str) -> None:
     for found in ranks(2).run(train, door, rows, SETTINGS[settings], {}, "focal"):
@@ -117,6 +118,7 @@ def test_focal_loss_is_not_cross_entropy(ranks, rows, stock_focal) -> None:
         check(found, stock_focal, 1e-5)
 
 
+@pytest.mark.wide("trainer-tiles")
 @pytest.mark.parametrize("door,settings", [("trainer", "tiles"), ("attached", "packs")])
 def test_smoothed_labels_train_as_in_stock_transformers(ranks, rows, door: str, settings: str) -> None:
     smoothing = {"label_smoothing_factor": 0.1}

@@ -86,6 +86,7 @@ def run(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.Tem
     return name, config, folder
 
 
+@pytest.mark.wide("sharded")
 @pytest.mark.slow
 def test_checkpoints_hold_towers_bit_for_bit_and_load_into_plain_transformers(run: Any) -> None:
     name, _, folder = run

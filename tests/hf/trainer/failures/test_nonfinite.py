@@ -134,6 +134,7 @@ STOPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.wide("weight", "backward", "norm", "norm of shards")
 @pytest.mark.parametrize("name", STOPS)
 def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_path: Path, name: str) -> None:
     num_ranks, config, what, said = STOPS[name]
