@@ -1,4 +1,4 @@
-"""What planning must know of towers of images and their config does not say. Standard library only."""
+"""Facts about towers of images that planning needs and configs lack. Standard library only."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def built(name: str) -> tuple[Any, TowerInputs, Medium, TowerSpec]:
     model = MediaCase(name, vision={**settings["vision_config"], deep: NUM_LAYERS, **CHANGES.get(name, {})}).build().float()
     tensors = {key: each.float() if each.is_floating_point() else each for key, each in make(model, torch.Generator(), 0).items()}
     count = num_features(model, "image", tensors)
-    # as a file has it
+    # read from JSON, as a file has it
     spec = TowerSpec.from_config(json.loads(json.dumps(model.config.to_dict())))
     shape = tensors["pixel_values"].shape
     num_parts = 1 if "image_grid_thw" in tensors else shape[:-3].numel() if len(shape) > 3 else 1

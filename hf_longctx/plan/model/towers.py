@@ -24,7 +24,7 @@ from hf_longctx.families.towers import TOWER_LAYERS, TOWERS, Tower
 
 
 class Medium(NamedTuple):
-    """What towers read for an image or video: parts whose patches see each other, patches of each, and features of all."""
+    """Patches and features of an image or video: parts whose patches see each other, patches of each, and features of all."""
 
     num_parts: int
     patches: int
@@ -143,7 +143,7 @@ class _Sizes(NamedTuple):
 
     hidden: int
     inner: int
-    # of the text model
+    # width of the text model
     text: int
     merged: int
     # sizes of projectors, by the names of the config

@@ -72,7 +72,7 @@ STEPS = {
         200,
         ("-m", "hf_longctx.cli.main", "calibrate", "--model", "llama-3.1-8b", "--seconds", "120", "--compile-layers"),
         "--output",
-        # of options that stand twice, the last counts; without a name the model is small
+        # the last of several equal options counts; without a name the model is small
         ("--model", "", "--seconds", "20", "--no-compile-layers"),
     ),
     "f": Step(

@@ -389,7 +389,7 @@ def trainer_of(
         report_to="none",
         disable_tqdm=True,
     )
-    # what a self-test compares is compared here
+    # rows compare what a self-test compares
     settings = {"report_steps": False, "timeline_steps": 0, "self_test": False, "collective_timeout_s": 60.0, **config}
     if is_fp8:
         # rounded here to count its bytes; the trainer would do so otherwise
