@@ -202,7 +202,7 @@ class LongContextEngine:
         loss = LossOfLogProbs(token_loss, names, self._wanted(temperature))
 
         def read() -> tuple[LocalDocuments, Tensor]:
-            documents = self._passes.checked(_documents(rows, self.device))
+            documents = _documents(rows, self.device)
             values_TK = _columns(rows, [columns[name] for name in names], self.device)
             _check_apart(loss, values_TK[documents.rows_T2[:, 1] != IGNORE_INDEX][:_PROBED])
             return documents, values_TK

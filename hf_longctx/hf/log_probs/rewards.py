@@ -5,7 +5,7 @@ micro-batches. So the first pass computes the reward of every document under a p
 the row. The trainer's own code computes the loss, and autograd its slope for every reward. The second pass trains the sum of
 slope times reward, which has the gradient of the loss, for any loss. Values of a value model, one per token, are trained alike.
 
-Shapes: B rows of this rank's batch, n tokens of all ranks, L of them labelled, l of these this rank's, T tokens of a shard.
+Shapes: B rows of this rank's batch, n tokens of all ranks, T tokens of a shard, l of them with a label.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.log_probs.documents import LocalDocuments
-from hf_longctx.hf.log_probs.two_passes import Batch, ScoredModel, TwoPasses, Untrained, outside_autocast, token_places
+from hf_longctx.hf.log_probs.two_passes import Batch, ScoredModel, TwoPasses, Untrained, outside_autocast
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.loss import IGNORE_INDEX
@@ -65,29 +65,20 @@ class RewardPasses(TwoPasses):
         chunks = batch.chunks(rank)
         with outside_autocast(executor.model):
             found = executor.read(plan, chunks, scored.engine(executor.model, plan))
-        is_label_n = batch.rows_n2[:, 1] != IGNORE_INDEX
-        numbers_n = torch.cumsum(is_label_n, 0) - 1
-        device = batch.documents.rows_T2.device
-        values_L1 = torch.zeros(int(is_label_n.sum()), 1, dtype=torch.float64, device=device)
-        _, position = batch.plan.place(rank)
-        for (group, _), inputs_of_round, read_of_round in zip(plan.rounds, chunks, found, strict=True):
-            for index, values_l1 in read_of_round.items():
-                places_T = torch.from_numpy(token_places(group.chunks[index], group, position, batch.firsts))
-                labelled = places_T[inputs_of_round[index].shift_labels[0] != IGNORE_INDEX]
-                values_L1[numbers_n[labelled].to(device)] = values_l1.to(device, torch.float64)
-        values_L1 = self._joined(values_L1, slice(0, len(values_L1)), len(values_L1))
+        tables = [
+            {index: _by_token(inputs[index].shift_labels, values_l1) for index, values_l1 in of_chunks.items()}
+            for inputs, of_chunks in zip(chunks, found, strict=True)
+        ]
+        own_T = self._from_all_ranks(batch, plan, tables, 1)[batch.own, 0]
         dtype = torch.promote_types(next(executor.model.parameters()).dtype, torch.float32)
-        values_l = values_L1[_own_labels(batch), 0].to(dtype).requires_grad_(is_trained)
+        values_l = own_T[batch.documents.rows_T2[:, 1] != IGNORE_INDEX].to(dtype).requires_grad_(is_trained)
         if is_trained:
             self._waiting.append(Untrained(batch, values_l))
         return values_l
 
     def _weights(self, batch: Batch, slopes: Tensor) -> Tensor:
-        is_label_n = batch.rows_n2[:, 1] != IGNORE_INDEX
-        weights_n = torch.zeros(len(is_label_n), dtype=torch.float64)
-        slopes_L1 = self._joined(slopes.double().unsqueeze(1), _own_labels(batch), int(is_label_n.sum()))
-        weights_n[is_label_n] = slopes_L1.squeeze(1).cpu()
-        return weights_n
+        slopes_T1 = _by_token(batch.documents.rows_T2[:, 1], slopes.unsqueeze(1))
+        return self._joined(slopes_T1, batch.own, len(batch.rows_n2)).squeeze(1).cpu()
 
     def _read(self, args: Sequence[Any], inputs: dict[str, Any]) -> LocalDocuments:
         if args:
@@ -107,11 +98,10 @@ class RewardPasses(TwoPasses):
         return self.checked(LocalDocuments(torch.stack([ids_BS[kept_BS], labels_BS[kept_BS]], dim=1), lengths, kept_BS))
 
 
-def _own_labels(batch: Batch) -> slice:
-    """Returns which of the labelled tokens of all ranks are this rank's."""
-    is_label_n = batch.rows_n2[:, 1] != IGNORE_INDEX
-    first = int(is_label_n[: batch.own.start].sum())
-    return slice(first, first + int(is_label_n[batch.own].sum()))
+def _by_token(labels_T: Tensor, values_l1: Tensor) -> Tensor:
+    """Returns values [T, 1] of all tokens in fp64, 0 without a label."""
+    is_label_T1 = (labels_T.reshape(-1, 1) != IGNORE_INDEX).to(values_l1.device)
+    return torch.zeros_like(is_label_T1, dtype=torch.float64).masked_scatter(is_label_T1, values_l1.double())
 
 
 def passes_of(source: PlanSource, max_length: int, placeholders: Sequence[int], temperature: float, task: HeadTask) -> TwoPasses:

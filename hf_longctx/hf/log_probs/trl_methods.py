@@ -1,7 +1,7 @@
 """Overrides methods of TRL's trainers whose losses are functions of log-probabilities.
 
 These private methods of TRL are overridden, only here: `_get_per_token_logps_and_entropies` of `GRPOTrainer` and `RLOOTrainer`,
-and `_precompute_ref_logps` of `DPOTrainer` and `KTOTrainer`.
+`_precompute_ref_logps` of `DPOTrainer` and `KTOTrainer`, and `_compute_loss` of all four, which only that of `GRPOTrainer` needs.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from datasets import is_caching_enabled
 from transformers import Trainer
 
 from hf_longctx.hf.checkpoints.weight_source import WeightSource
+from hf_longctx.hf.log_probs.policy_loss import column_names, policy_loss, policy_rows
 from hf_longctx.hf.log_probs.two_passes import TwoPasses
 from hf_longctx.hf.log_probs.vllm_server import generate_apart, generates_apart, own_client, send_weights
 from hf_longctx.hf.ranks.agreement import raise_together
+from hf_longctx.runtime.core.loss import LossOfLogProbs
 
 # users put the mixin before a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
@@ -37,12 +40,24 @@ class LogProbMixin(_TrainerBase):
 
         def _placed_model(self) -> Any: ...
 
+        def _train_by_token(self, batch: dict[str, Any], loss: LossOfLogProbs) -> None: ...
+
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: Any, batch_size: Any = None, **kwargs: Any
     ) -> Any:
         """Runs TRL's method for all rows at once: plans bound memory, and `batch_size` would make a plan for every part."""
         found: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         return found(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: Any, *more: Any) -> Any:
+        """Runs TRL's method, whose log-probabilities are computed and trained before it if its loss is a sum over tokens."""
+        passes = self._two_passes
+        loss = None if passes is None or not (torch.is_grad_enabled() and model.training) else policy_loss(self)
+        if passes is not None and loss is not None:
+            names = column_names(inputs)
+            token_loss = LossOfLogProbs(loss, names, passes.scoring.temperature)
+            passes.train_ahead(partial(policy_rows, self, inputs, names), token_loss, self._train_by_token)
+        return super()._compute_loss(model, inputs, *more)  # type: ignore[misc]
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Runs TRL's method with forwards under plans; TRL also calls it in its constructor, before a run exists."""

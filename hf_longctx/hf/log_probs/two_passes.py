@@ -17,7 +17,10 @@ lost or counted once per rank.
 A policy and its reference model run in the same way; a reference has only the first pass.
 
 A policy that generates is often scored before its loss: for old log-probabilities, which importance ratios need. Its first pass
-is then left out for rows that were scored with the present weights (`Remembered`).
+is then left out for rows that were scored with the present weights (`Remembered`). For other rows it is left out if the loss is a
+sum over tokens: then c_t depends on l_t and numbers of its token alone, so that forward and backward run together, before the
+trainer's own code asks for the log-probabilities (`TwoPasses.train_ahead`). Its loss and its slopes c_t must then be those that
+were trained, or the step raises an error.
 
 Shapes: B rows, S columns of this rank's batch, n tokens of all ranks, k values of a token.
 """
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -52,7 +55,7 @@ from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.binding import replace_forward
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.core.dropout import SITE
-from hf_longctx.runtime.core.loss import IGNORE_INDEX, Scoring, TokenScores
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, LossOfLogProbs, Scoring
 from hf_longctx.runtime.execution.checks import forward_only
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import free_gathered
@@ -64,6 +67,11 @@ ROUTED = "output_router_logits"
 _MOST_TOKENS = 2**23
 # weights that are read at a time for their state, each through a product of 8 bytes
 _STATE_BLOCK = 2**22
+# headline of errors about losses that were trained ahead
+_OTHER_LOSS = "the trainer's loss is not the one that plans have trained in one pass"
+_IN_TWO = "write it as _compute_loss of a subclass, which is trained in two passes"
+# relative distance of log-probabilities that rounding may not tell apart; of equal slopes, and their distance at weight 1
+_NEARBY, _SLOPES, _LEAST_SLOPE = 1e-6, 1e-3, 1e-5
 # bytes of a number -> integers of the same bits
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -191,8 +199,8 @@ class Batch:
     def chunks(self, rank: int, weights_n: Tensor | None = None, values_nK: Tensor | None = None) -> list[list[ChunkInputs]]:
         """Makes the inputs of this rank's chunks, by micro-batch.
 
-        weights_n: weight of every label in the loss. values_nK: values of every label, which a loss reads in place of it. Both on
-        the host.
+        weights_n: weight of every label in the loss. values_nK: labels, IGNORE_INDEX for none, and other values of tokens, which
+        a loss reads in place of the label. Both on the host.
         """
         _, position = self.plan.place(rank)
         sequences = {}
@@ -201,7 +209,7 @@ class Batch:
             weights, values = (None if each is None else each[tokens] for each in (weights_n, values_nK))
             labels = self.rows_n2[tokens, 1]
             if values is not None:
-                labels = torch.arange(length).where(labels != IGNORE_INDEX, IGNORE_INDEX)
+                labels = torch.arange(length).where(values[:, 0] != IGNORE_INDEX, IGNORE_INDEX)
             sequences[number] = TokenSequence(self.rows_n2[tokens, 0], labels, 0, weights, values)
         rounds = self.plan.for_rank(rank).rounds
         return [[chunk_inputs(chunk, group, position, sequences) for chunk in group.chunks] for group, _ in rounds]
@@ -212,8 +220,43 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """A batch whose values are known before the trainer's own code asks for them."""
+
+    batch: Batch
+    # scores of this rank's tokens
+    values_Tk: Tensor
+    # loss that was trained in the same pass; None if a second pass is to come
+    loss: LossOfLogProbs | None = None
+    # labels of the tokens, and columns of their loss, whose last one is a weight
+    rows_TK: Tensor | None = None
+
+    def problem(self, values_BS: Tensor) -> str:
+        """Says how the gradient of `values_BS` differs from the slopes that were trained; empty if it does not.
+
+        A ratio at the limit of a clipped loss may be rounded to either side, so slopes beside it are compared, too.
+        """
+        if self.loss is None or self.rows_TK is None:
+            return ""
+        found_BS = torch.zeros_like(values_BS) if values_BS.grad is None else values_BS.grad
+        found_T = nn.functional.pad(found_BS, (0, 1))[self.batch.documents.kept_BS]
+        own_T = (-self.values_Tk[:, 0]).to(found_T)
+        given = {name: self.rows_TK[:, place].to(found_T) for place, name in enumerate(self.loss.columns, 1)}
+        least_T = _LEAST_SLOPE * given[self.loss.columns[-1]].abs()
+        is_same_T = torch.zeros_like(found_T, dtype=torch.bool)
+        for factor in (1.0, 1 + _NEARBY, 1 - _NEARBY):
+            with torch.enable_grad():
+                near_T = (own_T * factor).requires_grad_()
+                (slopes_T,) = torch.autograd.grad(self.loss.loss(near_T, given).sum(), near_T)
+            is_near_T = (found_T - slopes_T).abs() <= _SLOPES * slopes_T.abs() + least_T
+            is_same_T |= is_near_T | torch.isclose(found_T, slopes_T, rtol=0.0, atol=0.0, equal_nan=True)
+        num_other = int((~is_same_T).sum())
+        return f"{num_other} of {len(own_T)} tokens have other slopes; {_IN_TWO}" if num_other else ""
+
+
+@dataclass(frozen=True)
 class Untrained:
-    """A batch that waits for its second pass."""
+    """A batch that waits for its second pass, unless it was trained `ahead`."""
 
     batch: Batch
     # log-probabilities [B, S - 1], a leaf that collects their gradient
@@ -223,6 +266,12 @@ class Untrained:
     # balance of the experts, a leaf too, and the sums behind it (`RouterBalance.summed`); None without balanced experts
     aux_loss: Tensor | None = None
     loads_2E: Tensor | None = None
+    ahead: Ahead | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether forward and backward have run together."""
+        return self.ahead is not None and self.ahead.loss is not None
 
 
 class TwoPasses:
@@ -238,6 +287,10 @@ class TwoPasses:
         self.scoring = Scoring(temperature, with_extras=True)
         self._num_plans = 0
         self._waiting: list[Untrained] = []
+        self._ahead: Ahead | None = None
+        self._policy: ScoredModel | None = None
+        # gradients before the trainer's own backward
+        self._marks: dict[str, tuple[int, int] | None] = {}
 
     def bind(self, model: Any, scored: ScoredModel, is_trained: bool) -> Callable[[], None]:
         """Makes calls of `model` with a fused head run under plans; returns a function that undoes this.
@@ -246,6 +299,8 @@ class TwoPasses:
         while it trains, since they would bypass the plans.
         """
         before = model.forward
+        if is_trained:
+            self._policy = scored
 
         def forward(*args: Any, **keywords: Any) -> Any:
             if keywords.get(FUSED):
@@ -269,7 +324,8 @@ class TwoPasses:
         waits for `second_pass`. is_routed: the balance of the experts is asked for, too. Raises ValueError on every rank if any
         rank has documents that plans cannot run.
         """
-        batch = self._planned(read, explore=is_trained, alike=f"temperature {self.scoring.temperature}")
+        ahead = self._taken_ahead(read) if is_trained else None
+        batch = ahead.batch if ahead else self._planned(read, explore=is_trained, alike=self._alike())
         executor = scored.executor()
         rank_plan = forward_only(batch.plan.for_rank(self.pool.rank))
         engine = scored.engine(executor.model, rank_plan)
@@ -277,15 +333,16 @@ class TwoPasses:
         if routers is not None:
             routers.forget()
         documents, memory = batch.documents, scored.remembered
-        own_Tk = None
-        if memory is not None:
+        own_Tk = ahead.values_Tk if ahead else None
+        if own_Tk is None and memory is not None:
             own_Tk = memory.find(executor.model, documents, self.scoring.temperature, self.pool.control)
         # the balance of the experts is counted in a forward
         if own_Tk is None or routers is not None:
             chunks = batch.chunks(self.pool.rank)
             with outside_autocast(executor.model):
                 found = executor.score(rank_plan, chunks, engine, self.scoring, is_counted=routers is not None)
-            own_Tk = self._from_all_ranks(batch, rank_plan, found)[batch.own]
+            tables = [{index: each.table_T5 for index, each in scores.items()} for scores in found]
+            own_Tk = self._from_all_ranks(batch, rank_plan, tables, 5)[batch.own]
             if memory is not None:
                 memory.keep(documents, own_Tk)
         # TRL computes them in fp32
@@ -310,7 +367,7 @@ class TwoPasses:
             # leaves too, so that an unused gradient is detected
             others = {"entropy": entropies_BS, "mean_logits": mean_BS, "log_sum_sq_probs": squares_BS}
             others = {name: values_BS.requires_grad_() for name, values_BS in others.items()}
-            self._waiting.append(Untrained(batch, log_probs_BS, others, aux_loss, loads_2E))
+            self._waiting.append(Untrained(batch, log_probs_BS, others, aux_loss, loads_2E, ahead))
         return TokenValues(log_probs_BS, entropies_BS, is_right_BS.bool(), mean_BS, squares_BS, mask_BS[:, :-1], aux_loss)
 
     @contextmanager
@@ -319,9 +376,9 @@ class TwoPasses:
 
         Raises ValueError on every rank if the backward has reached a weight, or values that the second pass does not train.
         """
-        before = _gradient_marks(model)
+        self._marks = _gradient_marks(model)
         yield
-        reached = [name for name, mark in _gradient_marks(model).items() if mark != before[name]]
+        reached = [name for name, mark in _gradient_marks(model).items() if mark != self._marks[name]]
         found = [f"the weight {name} (a penalty on weights, or a module that the loss called)" for name in reached[:1]]
         others = [item for each in self._waiting for item in each.others.items()]
         found += [f"the values {name!r} of tokens" for name, x in others if x.grad is not None and bool(x.grad.any())]
@@ -336,7 +393,12 @@ class TwoPasses:
         arguments of `StepExecutor.balance`, for a model whose experts are balanced.
         """
         waiting, self._waiting = self._waiting, []
+        if any(each.is_trained for each in waiting):
+            problems = [each.ahead.problem(each.values) for each in waiting if each.ahead is not None]
+            raise_together([each for each in problems if each], self.pool.control, _OTHER_LOSS)
         for each in waiting:
+            if each.is_trained:
+                continue
             batch, rank, num_ranks = each.batch, self.pool.rank, self.pool.num_ranks
             slopes = torch.zeros_like(each.values) if each.values.grad is None else each.values.grad
             made = step_batch(batch.step(rank), batch.chunks(rank, self._weights(batch, slopes) / num_ranks))
@@ -361,21 +423,83 @@ class TwoPasses:
         read: returns this rank's documents, perhaps none, and values [T, K] of their tokens' labels, named `columns`. Raises
         ValueError on every rank if it does on any.
         """
+        batch, values_TK = self._planned_by_token(read, columns, temperature)
+        return self._by_token(batch, torch.cat([batch.documents.rows_T2[:, 1:], values_TK], dim=1))
+
+    def train_ahead(
+        self,
+        read: Callable[[], tuple[LocalDocuments, Tensor]],
+        loss: LossOfLogProbs,
+        train: Callable[[dict[str, Any], LossOfLogProbs], None],
+    ) -> None:
+        """Trains a loss that is a sum over tokens before the trainer's own code asks for values, unless these are remembered.
+
+        read: as in `single_pass`; the last column is a weight, and a token of weight 0 is not computed. train: runs one batch
+        forward and backward with this loss. The next forward that is trained must be of the same rows, and returns what this
+        pass has computed. Collective.
+        """
+        assert self._policy is not None, "bind has not run"
+        batch, values_TK = self._planned_by_token(read, loss.columns, loss.temperature)
+        model, memory = self._policy.executor().model, self._policy.remembered
+        known_Tk = None if memory is None else memory.find(model, batch.documents, loss.temperature, self.pool.control)
+        if known_Tk is not None:
+            self._ahead = Ahead(batch, known_Tk)
+            return
+        labels_T = batch.documents.rows_T2[:, 1].where(values_TK[:, -1] != 0, IGNORE_INDEX)
+        num_tokens, device = len(batch.rows_n2), labels_T.device
+        # row 0 is of tokens without a label
+        scores_n5 = torch.zeros(1 + num_tokens, 5, dtype=torch.float64, device=device)
+        numbers_T = torch.arange(1 + batch.own.start, 1 + batch.own.stop, dtype=torch.float64, device=device)
+        rows_TK = torch.cat([labels_T[:, None], values_TK, numbers_T[:, None]], dim=1)
+        kept = replace(loss, scores_n5=scores_n5)
+        with outside_autocast(model):
+            train(self._by_token(batch, rows_TK), kept)
+        own_T5 = self._joined(scores_n5[1:], slice(0, num_tokens), num_tokens)[batch.own]
+        self._ahead = Ahead(batch, own_T5, loss, rows_TK)
+        self._marks = _gradient_marks(model)
+
+    def _taken_ahead(self, read: Callable[[], LocalDocuments]) -> Ahead | None:
+        """Returns the batch that was computed ahead of this forward. Raises ValueError on every rank if it has other rows."""
+        ahead, self._ahead = self._ahead, None
+        if any(each.is_trained for each in self._waiting):
+            raise ValueError(f"{_OTHER_LOSS}: it asks for log-probabilities twice; {_IN_TWO}")
+        if ahead is None:
+            return None
+        found, known = read(), ahead.batch.documents
+        is_same = found.lengths == known.lengths and torch.equal(found.rows_T2, known.rows_T2)
+        raise_together([] if is_same else [f"its rows are others; {_IN_TWO}"], self.pool.control, _OTHER_LOSS)
+        return ahead
+
+    def _planned_by_token(
+        self, read: Callable[[], tuple[LocalDocuments, Tensor]], columns: Sequence[str], temperature: float
+    ) -> tuple[Batch, Tensor]:
+        """Plans documents of all ranks whose tokens have columns, and returns this rank's [T, K]."""
         own: list[Tensor] = []
 
         def documents() -> LocalDocuments:
             found, values_TK = read()
-            own.append(torch.cat([found.rows_T2[:, 1:], values_TK], dim=1))
-            return found
+            own.append(values_TK)
+            return self.checked(found)
 
-        alike = f"columns {', '.join(columns)} and temperature {temperature}"
-        batch, rank = self._planned(documents, explore=True, alike=alike), self.pool.rank
-        values_nK = self._joined(own[0], batch.own, len(batch.rows_n2)).cpu()
-        return step_batch(batch.step(rank), batch.chunks(rank, values_nK=values_nK))
+        batch = self._planned(documents, explore=True, alike=f"columns {', '.join(columns)} and temperature {temperature}")
+        return batch, own[0]
+
+    def _by_token(self, batch: Batch, rows_TK: Tensor) -> dict[str, Any]:
+        """Makes the inputs of a pass with labels and columns of tokens, of which this rank has `rows_TK`."""
+        rows_nK = self._joined(rows_TK, batch.own, len(batch.rows_n2)).cpu()
+        return step_batch(batch.step(self.pool.rank), batch.chunks(self.pool.rank, values_nK=rows_nK))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a loss has asked for values that it may train."""
+        return bool(self._waiting)
 
     def forget(self) -> None:
         """Drops the batches of an aborted step."""
-        self._waiting = []
+        self._waiting, self._ahead = [], None
+
+    def _alike(self) -> str:
+        return f"temperature {self.scoring.temperature}"
 
     def _planned(self, read: Callable[[], LocalDocuments], explore: bool, alike: str = "") -> Batch:
         """Reads this rank's documents, gathers those of all others, and plans them. alike: what is equal on all ranks."""
@@ -412,17 +536,19 @@ class TwoPasses:
             )
         return documents
 
-    def _from_all_ranks(self, batch: Batch, plan: RankPlan, found: Sequence[dict[int, TokenScores]]) -> Tensor:
-        """Returns scores of all tokens, [n, 5], in the order of `rows_n2`; each comes from one rank, the others add zero."""
+    def _from_all_ranks(self, batch: Batch, plan: RankPlan, found: Sequence[dict[int, Tensor]], num_values: int) -> Tensor:
+        """Returns values [n, k] of all tokens, in the order of `rows_n2`; each comes from one rank, the others add zero.
+
+        found: by micro-batch, values [T, k] of the tokens of each chunk, by its number.
+        """
         num_tokens = len(batch.rows_n2)
-        values_nk = torch.zeros(num_tokens, 5, dtype=torch.float64, device=batch.documents.rows_T2.device)
+        values_nk = torch.zeros(num_tokens, num_values, dtype=torch.float64, device=batch.documents.rows_T2.device)
         _, position = batch.plan.place(self.pool.rank)
-        for (group, _), scores in zip(plan.rounds, found, strict=True):
-            for index, each in scores.items():
+        for (group, _), of_chunks in zip(plan.rounds, found, strict=True):
+            for index, values_Tk in of_chunks.items():
                 places_T = torch.from_numpy(token_places(group.chunks[index], group, position, batch.firsts))
                 is_real_T = places_T >= 0
-                columns = torch.stack([each.losses_T, each.is_right_T.double(), each.entropies_T, *each.extras_2T], dim=1)
-                values_nk[places_T[is_real_T].to(values_nk.device)] = columns.to(values_nk.device)[is_real_T.to(values_nk.device)]
+                values_nk[places_T[is_real_T].to(values_nk.device)] = values_Tk.to(values_nk)[is_real_T.to(values_nk.device)]
         return self._joined(values_nk, slice(0, num_tokens), num_tokens)
 
     def _joined(self, own_Tk: Tensor, own: slice, num_tokens: int) -> Tensor:

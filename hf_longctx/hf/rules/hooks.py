@@ -57,9 +57,13 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 
 _LOG_PROBS: dict[str, tuple[str, ...]] = {
-    "_get_per_token_logps_and_entropies": ("_compute_loss", "_generate_and_score_completions")
+    "_compute_loss": ("compute_loss",),
+    "_get_per_token_logps_and_entropies": ("_compute_loss", "_generate_and_score_completions"),
 }
-_REFERENCES: dict[str, tuple[str, ...]] = {"_precompute_ref_logps": ("__init__", "evaluate")}
+_REFERENCES: dict[str, tuple[str, ...]] = {
+    "_compute_loss": ("compute_loss",),
+    "_precompute_ref_logps": ("__init__", "evaluate"),
+}
 # trainer of TRL -> the same for its methods
 TRL_HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "DPOTrainer": _REFERENCES,

@@ -28,6 +28,7 @@ from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.sharding import rank_pieces
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
+from hf_longctx.runtime.core.loss import IGNORE_INDEX, LossOfLogProbs
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD
 from hf_longctx.runtime.parameters.gradients import nonfinite_names
@@ -101,7 +102,8 @@ class RefusedStep:
 
     def save(self, folder: Path) -> None:
         """Writes the step's plans and tokens to `folder`; rank 0 writes."""
-        parts = gather_objects([_held_tokens(each) for each in self.plans], self.run.control)
+        is_next_token = self.run.task.kind == "next_token"
+        parts = gather_objects([_held_tokens(each, is_next_token) for each in self.plans], self.run.control)
         if self.run.pool.rank:
             return
         plans = []
@@ -119,7 +121,8 @@ class RefusedStep:
             plans.append({"plan": json.loads(plan_to_json(each.step.plan)), "sequences": sequences})
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": 1, "step": self.number, "loss": str(self.loss), "bf16": bool(self.run.args.bf16), "plans": plans}
-        content["loss_of_a_token"] = loss_name(self.run.token_loss)
+        has_values = any(inputs.label_values is not None for each in self.plans for chunks in each.chunks for inputs in chunks)
+        content["loss_of_a_token"] = LossOfLogProbs.name if is_next_token and has_values else loss_name(self.run.token_loss)
         content["head"] = self.run.task.kind
         # pixels are not saved
         content["has_media"] = self.run.sets.has_media("train_dataset")
@@ -168,19 +171,26 @@ def watched(model: nn.Module, stage: int, found: list[tuple[ModelOrder, str]]) -
             handle.remove()
 
 
-def _held_tokens(each: PlanWithInputs) -> dict[tuple[int, int], _Tokens]:
-    """Token ids, shifted labels and their weights, if any, of this rank's pieces of a plan, by (sequence, first token)."""
+def _held_tokens(each: PlanWithInputs, is_next_token: bool) -> dict[tuple[int, int], _Tokens]:
+    """Token ids, shifted labels and their weights, if any, of this rank's pieces of a plan, by (sequence, first token).
+
+    is_next_token: values of a label begin with the label itself, as in `LossOfLogProbs`.
+    """
     step = each.step
     _, position = step.plan.place(step.rank)
     held: dict[tuple[int, int], _Tokens] = {}
     for (group, _), chunks in zip(step.plan.for_rank(step.rank).rounds, each.chunks, strict=True):
         for chunk, inputs in zip(group.chunks, chunks, strict=True):
+            labels_1T, values_NK = inputs.shift_labels, inputs.label_values
+            if is_next_token and values_NK is not None:
+                rows_1T = labels_1T.where(labels_1T != IGNORE_INDEX, 0)
+                labels_1T = values_NK[rows_1T, 0].long().where(labels_1T != IGNORE_INDEX, IGNORE_INDEX)
             offset = 0
             for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
                 stop = offset + piece.num_tokens
                 if piece.document < len(chunk.spans):
                     span = chunk.spans[piece.document]
-                    ids, labels = (t[0, offset:stop].tolist() for t in (inputs.input_ids, inputs.shift_labels))
+                    ids, labels = (t[0, offset:stop].tolist() for t in (inputs.input_ids, labels_1T))
                     weights = [] if inputs.loss_weights is None else inputs.loss_weights[0, offset:stop].tolist()
                     held[span.sequence, span.start + piece.start] = ids, labels, weights
                 offset = stop

@@ -412,11 +412,11 @@ def train_loss(
     with passes.backward_of_loss(executor.model):
         own_loss = compute()
     loss_1 = sum_over_ranks(own_loss.double().reshape(1).clone(), run.pool.everyone) / run.pool.num_ranks
-    batches = list(passes.second_pass())
-    if not batches:
+    if not passes.is_read:
         raise ValueError(
             "the loss reads no log-probabilities of the model, so nothing is trained; compute it from a forward of the model"
         )
+    batches = list(passes.second_pass())
     for place, batch in enumerate(batches):
         if "balance" in batch:
             executor.balance(*batch["balance"])

@@ -81,7 +81,7 @@ from hf_longctx.hf.trainer.parameters import ParameterMixin, of_all_ranks
 from hf_longctx.hf.trainer.predictions import TokenMetrics, classified, evaluated
 from hf_longctx.hf.trainer.row_scores import RowScores, step_scores
 from hf_longctx.hf.trainer.start import StartMixin
-from hf_longctx.runtime.core.loss import LabelSmoothing, TokenLoss, ValueLoss
+from hf_longctx.runtime.core.loss import LabelSmoothing, LossOfLogProbs, TokenLoss, ValueLoss
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import layer_shards
 
@@ -100,6 +100,8 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
     _used_up: Any = None
     # the run of the reference model, for a loss of log-probabilities that has one
     _reference: Run | None = None
+    # losses of the plans of the present step, for a loss of log-probabilities
+    _counted: list[Tensor]
 
     def __init__(
         self,
@@ -383,21 +385,34 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         """Runs the trainer's own step up to log-probabilities, which plans then train; returns the mean loss."""
         # made here, since inside a forward FSDP2 keeps weights gathered
         executor = self._steps.executor(self._placed_model())
-        counted: list[Tensor] = []
+        self._counted = []
 
         def compute() -> Tensor:
             own_loss: Tensor = super(LongContextMixin, self).training_step(model, inputs, num_items)
-            if self._reference is not None:
-                # frees weights that its forward has gathered
-                self._reference.placement.prepare(self._reference.stage.model)
+            self._free_reference()
             return own_loss
 
         def train(batch: dict[str, Any], is_last: bool, part: Tensor) -> None:
-            counted.append(self._run_plan(batch, 1.0, is_last and self.accelerator.sync_gradients, part))
+            self._counted.append(self._run_plan(batch, 1.0, is_last and self.accelerator.sync_gradients, part))
 
         with self._explained():
             own_loss = train_loss(self.longctx_run, passes, executor, compute, train)
-        return counted[-1].to(own_loss.dtype)
+        return self._counted[-1].to(own_loss.dtype)
+
+    def _free_reference(self) -> None:
+        """Frees weights that a forward of the reference model has gathered."""
+        if self._reference is not None:
+            self._reference.placement.prepare(self._reference.stage.model)
+
+    def _train_by_token(self, batch: dict[str, Any], loss: LossOfLogProbs) -> None:
+        """Trains one batch of a step by a loss of its own, whose mean over ranks is the mean loss."""
+        self._free_reference()
+        executor = self._steps.executor(self._placed_model())
+        before, executor.token_loss = executor.token_loss, loss
+        try:
+            self._counted.append(self._run_plan(batch, self.longctx_run.pool.num_ranks, self.accelerator.sync_gradients))
+        finally:
+            executor.token_loss = before
 
     def _run_plan(self, inputs: dict[str, Any], total_weight: float, reduce: bool, loss: Tensor | None = None) -> Tensor:
         """Runs a plan forward and backward; returns the loss as `Trainer` adds it up.

@@ -153,25 +153,32 @@ class TemperedCrossEntropy:
 class LossOfLogProbs(ValueLoss):
     """A loss of each label's log-probability and of numbers that its token has, such as an advantage.
 
-    loss: from log-probabilities [T] and columns [T] by name to losses [T], each of its own token alone. columns: their names. A
-    row of values has the label, then its columns.
+    A row of values has the label, then the columns, and then, if scores are kept, the row of the token among them.
     """
 
     name: ClassVar[str] = "a loss of log-probabilities"
+    # from log-probabilities [T] and columns [T] by name to losses [T], each of its own token alone
     loss: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    # names of the columns
     columns: tuple[str, ...]
     temperature: float = 1.0
+    # gets the scores (`TokenScores.table_T5`) of each token whose loss is computed, and in row 0 those of tokens without a
+    # label; None to keep none
+    scores_n5: Tensor | None = None
 
     def losses(self, logits_TK: Tensor, values_TK: Tensor) -> Tensor:
         """Losses [T]; a label of IGNORE_INDEX counts as one of probability 1."""
         labels_T = values_TK[:, 0].long()
+        if self.scores_n5 is not None:
+            scores = token_scores(logits_TK.detach(), labels_T, Scoring(self.temperature, with_extras=True))
+            self.scores_n5[values_TK[:, -1].long()] = scores.table_T5
         log_probs_T = -TemperedCrossEntropy(self.temperature)(logits_TK, labels_T)
         given = {name: values_TK[:, place].to(log_probs_T.dtype) for place, name in enumerate(self.columns, 1)}
         return self.loss(log_probs_T, given)
 
     def at(self, values_NK: Tensor | None) -> TokenLoss:
         """Returns the loss of tokens whose labels are row numbers of `values_NK`; None if no token has a label."""
-        empty_1K = torch.zeros(1, 1 + len(self.columns), dtype=torch.float64)
+        empty_1K = torch.zeros(1, 1 + len(self.columns) + (self.scores_n5 is not None), dtype=torch.float64)
         # a last row for tokens without a label, so that their gradients are exactly 0, whatever `loss` makes of its columns
         empty_1K[:, 0] = IGNORE_INDEX
         return AtValues(self, empty_1K if values_NK is None else torch.cat([values_NK, empty_1K.to(values_NK)]), unlabelled=-1)
@@ -400,6 +407,11 @@ class TokenScores:
         """Concatenates the scores of consecutive tokens."""
         names = ("losses_T", "likeliest_T", "is_right_T", "entropies_T", "extras_2T")
         return cls(*(torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names))
+
+    @property
+    def table_T5(self) -> Tensor:
+        """Loss, whether the likeliest token is right, entropy and the two extras of each token, in fp64."""
+        return torch.stack([self.losses_T, self.is_right_T.double(), self.entropies_T, *self.extras_2T], dim=1)
 
 
 @torch.no_grad()

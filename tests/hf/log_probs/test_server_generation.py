@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import accelerate
 import datasets
 import peft
 import pytest
@@ -196,6 +197,8 @@ SHARDED = {"tokens_per_rank": 60, "parameters": "sharded"}
 ACCUMULATED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "rows_per_step": 4}
 # everything that turns bring: truncated rows, a reference, a correction for the sampler
 TURNS = {"max_completion_length": 60, "mask_truncated_completions": True, "beta": 0.1, "max_steps": 3}
+# rows are trained with the weights that scored them, then with later ones, at which ratios are clipped
+EPOCHS = {**TURNS, "num_iterations": 2, "vllm_importance_sampling_mode": "token_truncate", "epsilon": 0.02, "learning_rate": 2.0}
 SEQUENCES = {"importance_sampling_level": "sequence"}
 LONG = {"max_completion_length": 400, "max_steps": 1}
 # name -> (ranks, kind of completions, model, settings of plans, arguments)
@@ -206,14 +209,20 @@ RUNS: dict[str, tuple[int, str, ModelCase, dict[str, Any], dict[str, Any]]] = {
     "sharded": (2, "server", ModelCase(), SHARDED, ACCUMULATED),
     "adapters": (2, "server", ModelCase(lora=LORA), SHARDED, {"beta": 0.1}),
     "experts": (2, "server", ModelCase("qwen3_moe"), SHARDED, {"router_aux_loss_coef": 0.0}),
-    "several epochs": (2, "turns", ModelCase(), SHARDED, {**TURNS, "num_iterations": 2}),
-    "grpo, turns": (1, "turns", ModelCase(), REPLICATED, {**TURNS, "loss_type": "grpo"}),
-    "gspo, turns": (2, "turns", ModelCase(), SHARDED, {**TURNS, **SEQUENCES, "loss_type": "grpo"}),
-    "bnpo, turns": (2, "turns", ModelCase(), REPLICATED, {**TURNS, "loss_type": "bnpo"}),
-    "dr_grpo, turns": (2, "turns", ModelCase(), SHARDED, {**TURNS, "loss_type": "dr_grpo"}),
-    "dapo, turns": (2, "turns", ModelCase(lora=LORA), SHARDED, {**TURNS, "vllm_importance_sampling_mode": "token_truncate"}),
-    "cispo, turns": (2, "turns", ModelCase(), SHARDED, {**TURNS, "loss_type": "cispo"}),
-    "sapo, turns": (2, "turns", ModelCase(), SHARDED, {**TURNS, "loss_type": "sapo"}),
+    "uncorrected": (
+        2,
+        "server",
+        ModelCase(),
+        SHARDED,
+        {**ACCUMULATED, "vllm_importance_sampling_correction": False, "temperature": 0.7},
+    ),
+    "grpo, turns": (1, "turns", ModelCase(), REPLICATED, {**EPOCHS, "loss_type": "grpo", "delta": 1.05}),
+    "gspo, turns": (2, "turns", ModelCase(), SHARDED, {**EPOCHS, **SEQUENCES, "loss_type": "grpo"}),
+    "bnpo, turns": (2, "turns", ModelCase(), REPLICATED, {**EPOCHS, "loss_type": "bnpo", "use_bias_correction_kl": True}),
+    "dr_grpo, turns": (2, "turns", ModelCase(), SHARDED, {**EPOCHS, "loss_type": "dr_grpo"}),
+    "dapo, turns": (2, "turns", ModelCase(lora=LORA), SHARDED, EPOCHS),
+    "cispo, turns": (2, "turns", ModelCase(), SHARDED, {**EPOCHS, "loss_type": "cispo"}),
+    "sapo, turns": (2, "turns", ModelCase(), SHARDED, {**EPOCHS, "loss_type": "sapo"}),
     "vespo, turns": (
         2,
         "turns",
@@ -232,8 +241,12 @@ RUNS: dict[str, tuple[int, str, ModelCase, dict[str, Any], dict[str, Any]]] = {
 COUNTS = {
     "whole": {"score": 4, "run": 4},
     "sharded": {"score": 4, "run": 8},
-    # two steps for each generation: the second has other weights
-    "several epochs": {"score": 2 + 2 + 1, "run": 3},
+    # nothing is scored for a loss against the model itself
+    "uncorrected": {"score": 0, "run": 8},
+    # two steps for each generation, and one reference: the second has other weights, and is trained in one pass
+    **{f"{kind}, turns": {"score": 2 + 2, "run": 3} for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")},
+    # ratios of sequences, whose slopes are known only after all tokens were scored
+    "gspo, turns": {"score": 2 + 2 + 1, "run": 3},
     # adapters are switched off for the reference
     "adapters": {"score": 4 + 4, "run": 4},
 }
@@ -263,11 +276,43 @@ def test_a_training_with_a_server_follows_stock_trl(ranks, name: str) -> None:
     for key in stock_log[0].keys() - NOT_COMPARED - of_ranks:
         expected = [each[key] for each in stock_log[:-1] if key in each]
         assert [each[key] for each in log[:-1] if key in each] == pytest.approx(expected, rel=1e-5, abs=1e-6), key
+    if "num_iterations" in arguments:
+        assert not any("clip_ratio/region_mean" in each for each in log) or log[1]["clip_ratio/region_mean"] > 0
     assert len(servers[1].updates) == len(servers[0].updates) > 0
     assert {*servers[1].updates[0]} == {*servers[0].updates[0]} or case.family in MOE_FAMILIES
     if kind != "turns" and trainer == "GRPO":
         # the server began with other weights, and computes what the trainer does with those that it got before each generation
         assert max(each["sampling/sampling_logp_difference/max"] for each in log[:-1]) < 1e-6
+
+
+def test_a_loss_of_ones_own_is_trained_in_two_passes() -> None:
+    import trl
+
+    class Squared(trl.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            return (1 + super()._compute_loss(model, inputs)).square()
+
+    found = []
+    for config in (None, REPLICATED):
+        with stub_server(build_model(ModelCase(seed=9))) as server, patch.object(trl, "GRPOTrainer", Squared):
+            found.append(train(server.url, "turns", ModelCase(), config, {**EPOCHS, "vllm_group_port": free_port()}))
+    (stock_log, stock, _), (log, weights, counts) = found
+    assert counts == {"score": 2 + 2 + 1, "run": 3}
+    assert [each["loss"] for each in log[:-1]] == pytest.approx([each["loss"] for each in stock_log[:-1]], rel=1e-5)
+    assert max(relative_error(weights[key], stock[key]) for key in stock) <= TOLERANCE
+
+
+def test_slopes_other_than_those_that_were_trained_end_the_step() -> None:
+    def doubled(accelerator: Any, loss: torch.Tensor, **_: Any) -> None:
+        (2 * loss).backward()
+
+    message = r"(?s)is not the one that plans have trained in one pass.* tokens have other slopes"
+    with (
+        stub_server(build_model(ModelCase())) as server,
+        patch.object(accelerate.Accelerator, "backward", doubled),
+        pytest.raises(ValueError, match=message),
+    ):
+        train(server.url, "turns", ModelCase(), REPLICATED, {**EPOCHS, "vllm_group_port": free_port()})
 
 
 FAULTS = {
