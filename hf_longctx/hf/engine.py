@@ -8,7 +8,7 @@ mixin before TRL's trainers (`log_probs/two_passes.py`, `train_loss`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from hf_longctx.runtime.core.loss import (
     ValueLoss,
 )
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.away import Away, states_of, tensors_of
 from hf_longctx.runtime.parameters.master_weights import drop_master_weights, host_steps_of
 
 # tokens with which a loss by tokens is tried before each pass
@@ -129,8 +130,7 @@ class LongContextEngine:
         self._num_trained = 0
         # whether gradients of a whole step are there
         self._is_reduced = False
-        # storages on the host, with their contents: of "weights", with gradients, and of optimizer "states"
-        self._on_host: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._away = Away(args.device)
         self.run.placement.prepare(model)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
@@ -275,25 +275,19 @@ class LongContextEngine:
 
     def to_host(self, weights: bool = True, states: bool = True) -> None:
         """Moves weights with gradients, and optimizer states, to host memory, for a server on this device, until needed."""
-        if weights and "weights" not in self._on_host:
+        if weights and not self._away.holds("weights"):
             self.run.release_model()
             self.run.placement.prepare(self.model)
-        for kind in [kind for kind, moves in (("weights", weights), ("states", states)) if moves and kind not in self._on_host]:
-            self._on_host[kind] = []
-            for storage in _storages(self._tensors(kind)):
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-                copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-                self._on_host[kind].append((storage, copy))
-                storage.resize_(0)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self._away.move("weights", tensors_of(self.model))
+        if states:
+            self._away.move("states", states_of(self.optimizer))
 
     def to_device(self, weights: bool = True, states: bool = True) -> None:
         """Moves back what `to_host` moved; all methods that need it do so themselves, `weights()` before each tensor."""
-        for kind in [kind for kind, moves in (("weights", weights), ("states", states)) if moves]:
-            for storage, copy in self._on_host.pop(kind, []):
-                storage.resize_(len(copy))
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        if weights:
+            self._away.restore("weights")
+        if states:
+            self._away.restore("states")
 
     def close(self) -> None:
         """Ends the run, and gives the model its own layers back. Idempotent."""
@@ -393,14 +387,6 @@ class LongContextEngine:
             # so that forwards of a loop's own, between these, drop as torch does
             dropout.rest()
 
-    def _tensors(self, kind: str) -> Iterable[Tensor]:
-        weights = list(self.model.parameters())
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        found: list[Any] = [*weights, *self.model.buffers(), *gradients]
-        if kind == "states":
-            found = [] if self.optimizer is None else [value for each in self.optimizer.state.values() for value in each.values()]
-        return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in found if isinstance(each, Tensor)]
-
 
 def _documents(rows: Sequence[TokenRow], device: torch.device, is_shifted: bool = True) -> LocalDocuments:
     """Returns rows as documents, one after the other, each token with the next one as its label if that is scored.
@@ -455,9 +441,3 @@ def _check_apart(loss: LossOfLogProbs, values_TK: Tensor) -> None:
             f"{tuple(together.shape)} for {len(log_probs_T)} tokens); return one loss per token, without sums over tokens, "
             f"or use forward_backward"
         )
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The memory of tensors, once where several share it, unless it belongs to others, such as a mapped file."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
-    return [storage for storage in found.values() if storage.resizable()]

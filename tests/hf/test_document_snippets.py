@@ -53,7 +53,7 @@ trainer.train()
 """
 _IMAGES_MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 # needs a server and tools, with which tests/hf/log_probs/test_server_generation.py trains
-_SERVED, _OWN_LOOP, _ONE_PASS = "served", "own loop", "one pass"
+_SERVED, _OWN_LOOP, _ONE_PASS, _TRANSFER = "served", "own loop", "one pass", "transfer"
 # text in a block -> name of the snippet, and how many ranks run it
 _KNOWN = {
     "trainer = LongContextTrainer(\n    model=model": ("trainer", 2),
@@ -73,6 +73,8 @@ _KNOWN = {
     # needs rollouts; recipes/async_rl.py runs in tests/recipes/test_async_rl.py
     "LongContextEngine(": (_OWN_LOOP, 1),
     "forward_backward_by_token(": (_ONE_PASS, 1),
+    # needs vLLM and a GPU
+    "WeightTransferTrainerFactory": (_TRANSFER, 1),
     "MuonWithAdamW": ("muon", 1),
     "from_deepspeed(": ("deepspeed", 2),
     "stream_readers=8": ("stream", 2),
@@ -94,7 +96,7 @@ for _kind, _text in _BLOCKS:
     ((_name, _num_ranks),) = _names
     # the README repeats one of them
     assert CODES.setdefault(_name, (_code, _num_ranks))[0] == _code, f"two documents print snippet {_name} in different words"
-del CODES[_SERVED], CODES[_OWN_LOOP], CODES[_ONE_PASS]
+del CODES[_SERVED], CODES[_OWN_LOOP], CODES[_ONE_PASS], CODES[_TRANSFER]
 WITH_TRL = {
     "trl": CODES.pop("trl"),
     "trl, attached": (f"trainer = {_SFT})\n{_ATTACH}", 2),

@@ -17,9 +17,11 @@ from transformers import Trainer
 from hf_longctx.hf.checkpoints.weight_source import WeightSource
 from hf_longctx.hf.log_probs.policy_loss import column_names, policy_loss, policy_rows
 from hf_longctx.hf.log_probs.two_passes import TwoPasses
+from hf_longctx.hf.log_probs.vllm_colocated import Colocated
 from hf_longctx.hf.log_probs.vllm_server import generate_apart, generates_apart, own_client, send_weights
 from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.runtime.core.loss import LossOfLogProbs
+from hf_longctx.runtime.parameters.away import Away, Kind, states_of, tensors_of
 
 # users put the mixin before a Trainer subclass, so type checkers treat it as one
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class LogProbMixin(_TrainerBase):
     """
 
     _two_passes: TwoPasses | None = None
+    # vLLM on the devices of this training
+    _colocated: Colocated | None = None
 
     if TYPE_CHECKING:
 
@@ -51,6 +55,9 @@ class LogProbMixin(_TrainerBase):
 
     def _compute_loss(self, model: Any, inputs: Any, *more: Any) -> Any:
         """Runs TRL's method, whose log-probabilities are computed and trained before it if its loss is a sum over tokens."""
+        if self._colocated is not None:
+            # a rollout function may have asked vLLM itself
+            self._colocated.come_back()
         passes = self._two_passes
         loss = None if passes is None or not (torch.is_grad_enabled() and model.training) else policy_loss(self)
         if passes is not None and loss is not None:
@@ -65,14 +72,25 @@ class LogProbMixin(_TrainerBase):
             return dataset
         return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
 
-    def _use_server(self, control: dist.ProcessGroup | None) -> None:
-        """Makes TRL's generation by a vLLM server get weights by `send_weights`, and ranks with tools ask it apart."""
+    def _use_vllm(self, control: dist.ProcessGroup | None) -> None:
+        """Makes vLLM get whole weights of shards, asks a server apart on ranks with tools, and makes room for a colocated one."""
         if (generation := getattr(self, "vllm_generation", None)) is None:
+            return
+        if generation.mode == "colocate":
+            self._colocated = Colocated(generation, self.weight_source, self._on_device, Away(self.args.device))
             return
         generation.sync_weights = lambda: send_weights(generation, self.weight_source(), control)
         if generates_apart(self):
             client = own_client(generation)
             generation.generate = partial(generate_apart, generation, client)
+
+    def _on_device(self) -> dict[Kind, list[Any]]:
+        """Tensors that this training keeps on its device between steps, by kind."""
+        models = [each for each in (self.model, getattr(self, "ref_model", None)) if each is not None]
+        return {
+            "weights": [tensor for each in models for tensor in tensors_of(each)],
+            "states": states_of(self.optimizer),
+        }
 
     def weight_source(self) -> WeightSource:
         """Whole weights as a checkpoint has them, with adapters added, for a server that a rollout function asks.

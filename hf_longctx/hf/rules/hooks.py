@@ -204,6 +204,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer": {"_short_conv": ("hidden_states",)},
     "transformers.models.rwkv.modeling_rwkv:RwkvModel": {"_rescale_layers": ()},
     "trl.generation.vllm_client:VLLMClient": {"_post": ("url",)},
+    "trl.generation.vllm_generation:VLLMGeneration": {"_llm_weights_sleeping": ()},
     "trl.trainer.dpo_trainer:DPOTrainer": {"_is_vision_dataset": ()},
 }
 

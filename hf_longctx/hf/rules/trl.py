@@ -309,11 +309,13 @@ _SCORED_RULES = {
         "args.label_smoothing_factor = 0.1",
     ),
     "colocated-vllm": Rule(
-        "vllm_mode={args.vllm_mode!r} runs vLLM in the processes of {trainer.__name__}, whose memory plans would have to leave "
-        "free, which is not tested",
-        "start a server (vllm serve) on other devices, and set vllm_mode='server'",
-        lambda run: bool(getattr(run.args, "use_vllm", False)) and run.args.vllm_mode != "server",
-        "args.use_vllm = True; args.vllm_mode = 'colocate'",
+        "vllm_mode={args.vllm_mode!r} keeps vLLM's weights and cache on the device while {trainer.__name__} trains, in memory "
+        "that plans would use",
+        "set vllm_enable_sleep_mode=True, or start a server (vllm serve) on other devices and set vllm_mode='server'",
+        lambda run: (
+            bool(getattr(run.args, "use_vllm", False)) and run.args.vllm_mode != "server" and not run.args.vllm_enable_sleep_mode
+        ),
+        "args.use_vllm = True; args.vllm_mode = 'colocate'; args.vllm_enable_sleep_mode = False",
     ),
     "generating-from-shards": Rule(
         "parameters={config.parameters!r} gathers weights on all ranks at a time, but {trainer.__name__} generates on every rank "
@@ -364,10 +366,29 @@ def scored_trainer_problems(trainer: Any, known: ModelFacts) -> list[str]:
     problems += dropped_weight_problems(known)
     if getattr(trainer, "use_vllm", False):
         problems += weight_problems(model)
+        problems += _colocated_problems(trainer)
     if name in _WITH_LOGITS and trainer.compute_metrics is not None:
         given = {"reason": f"compute_metrics of {name} gets"}
         problems += refusals(_WHOLE_LOGITS, Facts(config=trainer.longctx_config, given=given))
     return problems + _reference_problems(name, model, getattr(trainer, "ref_model", None))
+
+
+def _colocated_problems(trainer: Any) -> list[str]:
+    """Problems with vLLM in the processes of a training whose ranks generate different numbers of times."""
+    generation = trainer.vllm_generation
+    if generation.mode != "colocate" or not getattr(trainer, "tools", None) or trainer.accelerator.num_processes == 1:
+        return []
+    found = {
+        "parameters": (trainer.longctx_config.parameters, "replicated", "its shards are gathered on all ranks"),
+        "vllm_tensor_parallel_size": (generation.tensor_parallel_size, 1, "ranks generate together"),
+    }
+    return [
+        f"vllm_mode='colocate' with tools is not supported with {name}={value!r}: vLLM sleeps between the turns of a rank, so "
+        f"each turn needs weights again, and {why}, but ranks have different numbers of turns; set {name}={needed!r}, or use a "
+        f"server"
+        for name, (value, needed, why) in found.items()
+        if value != needed
+    ]
 
 
 # whole logits, which TRL computes in its own forward; `given` has the reason why they are needed

@@ -578,7 +578,7 @@ class LongContextMixin(StartMixin, LogProbMixin, ParameterMixin):
         self._two_passes, self._reference = passes
         self.add_callback(LoaderCheck())
         self._placed_model()
-        self._use_server(run.control)
+        self._use_vllm(run.control)
         self._precompute_references()
         self._release_models()
 

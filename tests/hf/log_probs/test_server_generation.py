@@ -22,11 +22,13 @@ from helpers.models.tiny_models import MOE_FAMILIES, ModelCase, build_model, tin
 from helpers.ranks.rank_pool import RankFailure
 from helpers.ranks.rank_steps import whole
 from helpers.servers.gloo_transfer import gloo_client
+from helpers.servers.stub_colocated import StubLLM, stub_colocated
 from helpers.servers.stub_vllm import free_port, stub_server, tabled
 from helpers.trainers.stock_runs import quiet_config
 from helpers.trainers.trl_runs import reward, rows_of, trl_arguments
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import LongContextMixin
@@ -153,7 +155,10 @@ def tiny(case: ModelCase, kind: str) -> Any:
 def train(
     url: str, kind: str, case: ModelCase, config: dict[str, Any] | None, arguments: dict[str, Any], name: str = "GRPO"
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, int]]:
-    """Log, weights, and numbers of forwards and steps under plans, of a training on this rank; stock if `config` is None."""
+    """Log, weights, and numbers of forwards and steps under plans, of a training on this rank; stock if `config` is None.
+
+    url: of the server; empty for vLLM in this process.
+    """
     import trl
 
     base: Any = getattr(trl, f"{name}Trainer")
@@ -161,6 +166,8 @@ def train(
     if case.lora:
         settings["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", **dict(case.lora))
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+    if not url:
+        server = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
     counts = {"score": 0, "run": 0}
 
     def counted(method: str) -> Any:
@@ -172,7 +179,8 @@ def train(
 
         return patch.object(StepExecutor, method, call)
 
-    with gloo_client(), tempfile.TemporaryDirectory() as folder, counted("score"), counted("run"):
+    vllm: Any = gloo_client() if url else stub_colocated()
+    with vllm as colocated, tempfile.TemporaryDirectory() as folder, counted("score"), counted("run"):
         model: Any = tiny(case, kind)
         # TRL makes a reference from a folder
         model.config.architectures = [type(model).__name__]
@@ -187,9 +195,23 @@ def train(
             **of_kind(kind),
             **settings,
         )
+        if not url:
+            StubLLM.watch = staticmethod(lambda: assert_away(trainer))
         trainer.train()
+    if not url:
+        turn = ["weights", "reload", "kv_cache", "generate", "sleep"]
+        assert colocated[0].calls == ["sleep", *turn * trainer.state.max_steps]
     weights = {key: whole(value.detach()).clone() for key, value in trainer.model.named_parameters()}
     return trainer.state.log_history, weights, counts
+
+
+def assert_away(trainer: Any) -> None:
+    """Nothing of a training has memory on its device, but vLLM and tensors in use."""
+    states = [value for state in trainer._plain_optimizer.state.values() for value in state.values()]
+    for tensor in (*trainer.model.parameters(), *trainer.model.buffers(), *trainer.ref_model.parameters(), *states):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert not own.untyped_storage().nbytes() or not own.untyped_storage().resizable()
+    assert trainer.state.global_step == 0 or states
 
 
 REPLICATED = {"tokens_per_rank": 60}
@@ -313,6 +335,21 @@ def test_slopes_other_than_those_that_were_trained_end_the_step() -> None:
         pytest.raises(ValueError, match=message),
     ):
         train(server.url, "turns", ModelCase(), REPLICATED, {**EPOCHS, "vllm_group_port": free_port()})
+
+
+@pytest.mark.parametrize("config", [REPLICATED, SHARDED], ids=["replicated", "sharded"])
+def test_a_colocated_vllm_has_the_device_and_the_weights_of_the_last_step(ranks, config: dict[str, Any]) -> None:
+    case = ModelCase()
+    # states of an optimizer, and a reference
+    arguments = {"optim": "adamw_torch", "adam_epsilon": 0.01, "learning_rate": 0.02, "beta": 0.1, "max_steps": 3}
+    with stub_server(tiny(case, "server")) as server:
+        port = {"vllm_group_port": free_port()}
+        ((stock_log, stock, _),) = ranks(1).run(train, server.url, "server", case, None, {**arguments, **port})
+    for log, weights, _ in ranks(2).run(train, "", "server", case, config, arguments):
+        assert max(relative_error(weights[key], stock[key]) for key in stock) <= TOLERANCE
+        for key in ("loss", "grad_norm", "reward", "kl"):
+            assert [each[key] for each in log[:-1]] == pytest.approx([each[key] for each in stock_log[:-1]], rel=1e-5, abs=1e-6)
+        assert max(each["sampling/sampling_logp_difference/max"] for each in log[:-1]) < 1e-6
 
 
 FAULTS = {

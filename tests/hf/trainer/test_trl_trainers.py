@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "GRPOTrainer",
         {},
         {"use_vllm": True, "vllm_mode": "colocate"},
-        "vllm_mode='colocate' runs vLLM in the processes of",
+        "vllm_mode='colocate' keeps vLLM's weights and cache on the device",
     ),
     "noise": (
         "DPOTrainer",
