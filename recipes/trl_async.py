@@ -3,7 +3,7 @@
 `AsyncGRPOTrainer` packs rollouts into rows, one for each GPU, and drops a rollout that is longer than a row. Here rank 0 takes
 the rollouts of a whole step from the queue of TRL's worker, and one plan gives each as many GPUs as it needs. The loss is TRL's:
 clipped per token against the sampler's log-probabilities, averaged over the trained tokens of the step, in one pass. Tokens that
-rollouts share are computed in each of them, which TRL's rows do once. Call `train` on every rank, for example:
+rollouts share are computed in each of them, which TRL's rows do once; the log has their share. Call `train` on every rank:
 
     worker = AsyncRolloutWorker(model_name=..., dataset=..., reward_funcs=[...], ...) if rank == 0 else None
     train(engine, worker, transfer_of(engine, "http://10.0.0.7:8000") if rank == 0 else None, num_steps=100, rows_per_step=256)
@@ -12,6 +12,7 @@ rollouts share are computed in each of them, which TRL's rows do once. Call `tra
 from __future__ import annotations
 
 import queue
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ def taken(worker: Any, num_rows: int, oldest: int, stale_after_s: float) -> tupl
     return found, num_stale
 
 
+def shared(samples: list[Any]) -> float:
+    """Share of tokens whose own and all earlier tokens another rollout of the step has too: TRL's rows compute them once."""
+    rows = sorted(torch.as_tensor(each.input_ids).tolist() for each in samples)
+    again = 0
+    for pair in pairwise(rows):
+        again += next((place for place, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair)))
+    return again / max(sum(map(len, rows)), 1)
+
+
 def from_rank_0(value: Any) -> Any:
     """Returns rank 0's value on all ranks, and raises an error that it is."""
     values = [value]
@@ -75,7 +85,7 @@ def train(
     engine: LongContextEngine, worker: Any, transfer: Any, num_steps: int, rows_per_step: int,
     epsilon: tuple[float, float] = (0.2, 0.2), max_staleness: int = 4, max_norm: float = 1.0, stale_after_s: float = 600.0,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Trains for `num_steps`; returns loss, norm, rows of all ranks and dropped stale rows of each step.
+    """Trains for `num_steps`; returns loss, norm, rows of all ranks, dropped stale rows and `shared` of each step.
 
     worker, transfer: TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol` on rank 0, None elsewhere.
     """
@@ -116,7 +126,8 @@ def train(
             loss = engine.forward_backward_by_token(rows, clipped, columns)
             norm = engine.optimizer_step(max_norm)
             send(engine, worker, transfer, version + 1)
-            log.append({"loss": float(loss), "norm": norm, "rows": len(samples), "stale": num_stale})
+            counts = {"rows": len(samples), "stale": num_stale, "shared": shared(samples)}
+            log.append({"loss": float(loss), "norm": norm, **counts})
     finally:
         for each in (worker, transfer):
             if each is not None:

@@ -105,7 +105,9 @@ class LongContextEngine:
         problems = []
         if config.may_have_stages:
             problems.append(
-                f"stages={config.stages!r} leaves a rank a part of the model, which an engine cannot send; use stages=1"
+                f"stages={config.stages!r} leaves a rank some of the layers, but weights() of an engine is one stream of whole "
+                f"tensors, and those of other stages would have to be sent between ranks first; use stages=1, with "
+                f"parameters='sharded' if memory is short"
             )
         if config.parameters == "replicated":
             model.to(args.device)

@@ -20,7 +20,7 @@ from helpers.ranks.rank_steps import whole
 from helpers.trainers.stock_runs import quiet_config
 
 from hf_longctx import LongContextEngine
-from hf_longctx.recipes.trl_async import train
+from hf_longctx.recipes.trl_async import shared, train
 
 # lengths of the rollouts of two steps; the longest has more tokens than a rank may hold
 STEPS = [[9, 61, 14, 22], [12, 7, 30, 16]]
@@ -144,11 +144,24 @@ def test_rollouts_of_trls_worker_train_by_its_own_loss(ranks, tmp_path: Path) ->
     for log, weights, _ in results:
         # TRL divides in fp32
         assert [each["loss"] for each in log] == pytest.approx(losses, rel=1e-6)
-        assert [(each["rows"], each["stale"]) for each in log] == [(4, 1), (4, 0)]
+        assert [(each["rows"], each["stale"], each["shared"]) for each in log] == [(4, 1, 0.0), (4, 0, 0.0)]
         assert max(relative_error(weights[name], expected[name]) for name in expected) < 1e-6
     sent = results[0][2]
     assert sent.keys() == expected.keys()
     assert all(torch.equal(sent[name], results[0][1][name]) for name in sent)
+
+
+def test_what_rollouts_share_is_counted_as_in_trls_tree() -> None:
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
+    forked = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 5], [1, 2, 7], [1, 2, 3, 4, 6], [8]]
+    rows = [{"input_ids": np.array(ids), "completion_mask": np.ones(len(ids)), "group_id": 0} for ids in forked]
+    row = packing.TreeRow()
+    for each in rows:
+        row.add(each)
+    found = shared([SimpleNamespace(**each) for each in rows])
+    # 1, 2, 3 and 4 are there once; TRL computes one token more for each branch, so that each has one label
+    assert found == (3 + 2 + 4) / 19
+    assert len(row.tokens) == 19 - 9 + 3
 
 
 def test_a_worker_that_ends_stops_all_ranks(ranks, tmp_path: Path) -> None:
