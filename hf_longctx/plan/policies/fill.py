@@ -120,13 +120,14 @@ class _Filling:
         hidden = min(left, self._host_room(slot), max(0.0, float(self.window[slot]))) if batch.can_offload else 0.0
         self._offload(slot, hidden)
         left -= hidden
-        if batch.can_keep:
+        # the last slot mostly has least room
+        if batch.can_keep and left and self.slack[-1] > 0:
             kept = min(left, max(0.0, float(self.slack[slot:].min())))
             self.slack[slot:] -= kept
             left -= kept
         # compare an exposed copy, out and back, with recomputation
         pays = not batch.can_recompute or 2 * self.copy_s * num_bytes < batch.seconds[index]
-        exposed = min(left, self._host_room(slot)) if batch.can_offload and pays and left else 0.0
+        exposed = min(left, self._host_room(slot)) if left and pays and batch.can_offload else 0.0
         self._offload(slot, exposed)
         left -= exposed
         if left > 1e-9 * num_bytes and not batch.can_recompute:

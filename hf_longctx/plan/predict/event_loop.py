@@ -57,9 +57,8 @@ class Wiring:
     """An order in which the actions of all stages can run, with the action for whose result each of them waits.
 
     Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
-    handing: numbers of actions for whose results others wait. units: each action's index into a table of seconds,
-    ((layer range * stages + stage) * chunks + chunk) * 2, plus 1 for a backward and its messages. is_pass: whether each action is
-    an F or B.
+    units: each action's index into a table of seconds, ((layer range * stages + stage) * chunks + chunk) * 2, plus 1 for a
+    backward and its messages. is_pass: whether each action is an F or B.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Wiring:
         self.is_pass = all_kinds < 2
         self.units: IntArray = 2 * np.concatenate(keys) + all_kinds % 2
         self.order: list[tuple[int, int, int]] = []
-        self.handing: list[int] = []
         sends = bool(all_kinds.max(initial=0) > 3)
         self._find([of_stage.tolist() for of_stage in kinds], [of_stage.tolist() for of_stage in keys], sends)
 
@@ -115,30 +113,30 @@ class Wiring:
         # for each stage, the result that it waits for: (0 for forward or 1 for backward, key), or None
         waits_for: list[tuple[int, int] | None] = [None] * num_stages
         ready = list(range(num_stages))
-        order, handing = self.order, self.handing
+        add = self.order.append
         while ready:
             stage = ready.pop()
             first, of_kind, of_key = self.starts[stage], kinds[stage], keys[stage]
-            place = done[stage]
-            while place < len(of_kind):
+            place, end = done[stage], len(of_kind)
+            while place < end:
                 kind, key = of_kind[place], of_key[place]
-                source = made[kind & 1][key] if kind < 4 else -1
+                way = kind & 1
+                source = made[way][key] if kind < 4 else -1
                 if source == -2 or (kind == 1 and not has_run[key]):
-                    waits_for[stage] = kind & 1, key
+                    waits_for[stage] = way, key
                     break
                 number = first + place
-                order.append((number, stage, source))
+                add((number, stage, source))
                 if kind == 0:
                     has_run[key] = 1
                 place += 1
                 if not hands_over[kind]:
                     continue
-                there, other = (key - num_chunks, stage - 1) if kind & 1 else (key + num_chunks, stage + 1)
+                there, other = (key - num_chunks, stage - 1) if way else (key + num_chunks, stage + 1)
                 if 0 <= there < size:
-                    handing.append(number)
-                    made[kind & 1][there] = number
+                    made[way][there] = number
                     other %= num_stages
-                    if waits_for[other] == (kind & 1, there):
+                    if waits_for[other] == (way, there):
                         waits_for[other] = None
                         ready.append(other)
             done[stage] = place

@@ -247,6 +247,7 @@ class ChunkSeconds:
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._slots: dict[tuple[int, LayerKind], Slot] = {}
+        self._kinds: dict[tuple[int, bool, int, tuple[LayerKind, ...]], dict[LayerKind, float]] = {}
         # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
         self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
 
@@ -302,6 +303,17 @@ class ChunkSeconds:
         (fixed_s, token_s), (back_s, _) = (costs.exchange_line(shape, is_backward) for is_backward in (False, True))
         exchange_s = fixed_s + token_s * max(tokens, shape.degree) + (head_pieces - 1) * (2 * fixed_s + back_s)
         return projections_s + exchange_s / costs.model.num_layers
+
+    def kind_seconds(self, chunk: int, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, float]:
+        """Seconds of a layer of each kind; those of all `kinds` sum to what a pass takes without its head."""
+        key = chunk, is_backward, near, kinds
+        if key not in self._kinds:
+            whole_s = len(kinds) * float(self.passes(is_backward, near, self.costs.pairs_of(kinds))[chunk, 0])
+            slots = {kind: self.slot(chunk, kind) for kind in dict.fromkeys(kinds)}
+            own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
+            sum_s = sum(own_s[kind] for kind in kinds)
+            self._kinds[key] = {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
+        return self._kinds[key]
 
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
@@ -477,7 +489,7 @@ class StageSeconds:
     def _under(
         self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
     ) -> tuple[float, tuple[CopyStep, ...]]:
-        pass_s = self._kind_seconds(policy.chunk, is_backward, near, kinds)
+        pass_s = self.chunks.kind_seconds(policy.chunk, is_backward, near, kinds)
         again_s = plain_s = 0.0
         steps: list[CopyStep] = []
         moves_below = False
@@ -498,14 +510,6 @@ class StageSeconds:
         if not any(step.copy_s for step in steps):
             return again_s, ()
         return again_s, tuple(reversed(steps) if is_backward else steps)
-
-    def _kind_seconds(self, chunk: int, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, float]:
-        """Seconds of a layer of each kind; those of all `kinds` sum to what a pass takes without its head."""
-        whole_s = len(kinds) * float(self.chunks.passes(is_backward, near, self.costs.pairs_of(kinds))[chunk, 0])
-        slots = {kind: self.chunks.slot(chunk, kind) for kind in dict.fromkeys(kinds)}
-        own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
-        sum_s = sum(own_s[kind] for kind in kinds)
-        return {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
 
     def _of_layers(self, policy: ActivationPolicy, kinds: tuple[LayerKind, ...]) -> list[tuple[float, float] | None]:
         """`ChunkSeconds.layer` of all layers, which both passes need."""
