@@ -539,6 +539,12 @@ class TokenCounter:
 
 def _counted(tokenizer: Any, rows: Sequence[UncountedRow], with_images: Callable[[UncountedRow], int]) -> Iterator[int]:
     texts = [row for row in rows if isinstance(row.value, str) and row.value]
+    for row in texts:
+        if found := [name for name, value in row.images.items() if value]:
+            raise ValueError(
+                f"{row.place}: a text beside {found[0]!r}, whose places are in conversations alone, so that its tokens cannot be "
+                f"counted; name a column of messages, or one of token ids (input_ids) of rows from tokenise_completions"
+            )
     ids = tokenizer([row.value for row in texts], verbose=False)["input_ids"] if texts else []
     end = tokenizer.eos_token_id
     by_place = {row.place: len(own) + (end is not None and own[-1:] != [end]) for row, own in zip(texts, ids, strict=True)}

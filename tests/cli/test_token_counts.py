@@ -109,6 +109,20 @@ def test_conversations_with_images_have_the_lengths_of_training(form: str, tmp_p
     assert max(expected) - min(expected) == 16
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_texts_beside_images_are_refused_by_row(form: str, tmp_path: Path) -> None:
+    rows = [{"text": "one two", "images": []}, {"text": "what is this?", "images": ["a.png"]}]
+    path = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(
+        ValueError, match=r"(line 2|row 1): a text beside 'images', .* name a column of messages, or one of token ids"
+    ):
+        read_workload(f"{path}:text", count_tokens=TokenCounter("bytes"))
+
+
 def test_conversations_with_images_need_a_processor(tokenizer, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}]
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")

@@ -290,8 +290,8 @@ class SequenceExchange:
             documents = read_documents(kwargs)
             if found := sorted(set(placeholders) & set(documents.rows_T2[:, 0].tolist())):
                 raise ValueError(
-                    f"the batch has token {found[0]}, which stands for an image, sound or video, or for padding, but plans train "
-                    f"rows of text alone; remove such rows, for example with dataset.filter"
+                    f"the batch has token {found[0]}, which stands for an image, sound or video, or for padding, but the "
+                    f"callback alone plans rows of text; use LongContextTrainer for images, or remove such rows (dataset.filter)"
                 )
             if documents.lengths and (longest := max(documents.lengths)) > self.max_length:
                 raise ValueError(

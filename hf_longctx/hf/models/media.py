@@ -79,6 +79,14 @@ def tower_arguments(model: nn.Module, kind: MediumKind) -> tuple[str, ...]:
     return tuple(inspect.signature(inspect.unwrap(getattr(around_text(model), _METHODS[kind]))).parameters)
 
 
+def token_types_name(model: nn.Module) -> str:
+    """The keyword by which the forward of a model's class gets the types of tokens; empty if it needs none."""
+    # a subclass of the user's may pass it on without naming it
+    forwards = [vars(kind)["forward"] for kind in type(around_text(model)).__mro__ if "forward" in vars(kind)]
+    keywords = {name for forward in forwards for name in inspect.signature(forward).parameters}
+    return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in keywords), "")
+
+
 def sees_images_both_ways(model: nn.Module) -> bool:
     """Whether tokens of an image see each other both ways in some layer of a model's text model."""
     return any(map(sees_both_ways, text_part(model).modules()))

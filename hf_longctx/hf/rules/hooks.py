@@ -206,6 +206,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "trl.generation.vllm_client:VLLMClient": {"_post": ("url",)},
     "trl.generation.vllm_generation:VLLMGeneration": {"_llm_weights_sleeping": ()},
     "trl.trainer.dpo_trainer:DPOTrainer": {"_is_vision_dataset": ()},
+    "trl.trainer.sft_trainer:SFTTrainer": {"_is_vision_dataset": ()},
 }
 
 # packages whose classes are read; users' classes may call what they like

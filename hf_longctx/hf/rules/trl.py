@@ -25,7 +25,7 @@ from transformers import __version__
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.checkpoints.weight_source import weight_problems
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.fields import named_column_problem, text_columns
+from hf_longctx.hf.data.fields import MEDIA, MEDIA_FILES, named_column_problem, text_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.models.adapters import is_adapted
 from hf_longctx.hf.models.dropout import weight_rates
@@ -526,6 +526,22 @@ _SFT = {
 }
 
 
+def image_problems(trainer: Any) -> list[str]:
+    """Problems with images in rows of an `SFTTrainer`, after it has prepared them."""
+    limit = getattr(trainer.args, "max_length", None)
+    if limit is not None and MEDIA in (getattr(trainer.train_dataset, "column_names", None) or ()):
+        return [
+            f"rows have images, but max_length={limit} of the SFTConfig cuts longer rows, perhaps inside an image, or drops them "
+            f"before plans see them; set SFTConfig(max_length=None)"
+        ]
+    if not getattr(trainer, "_is_vision_dataset", False):
+        return []
+    return [
+        f"rows have a column of images, which {_PLANNED} reads in its collator, and plans never call it; give the rows to "
+        f"tokenise_chat and the processor first, whose result has their images in other columns"
+    ]
+
+
 def read_columns(trainer: type, dataset: Any, reads_all: bool) -> Any:
     """The dataset with weights and the columns that a collator of TRL reads; the same object if it has no others.
 
@@ -550,5 +566,5 @@ def read_columns(trainer: type, dataset: Any, reads_all: bool) -> Any:
         for name, is_text in columns.items()
         if name not in _PREPARED and named_column_problem({name: is_text}, "", allowed=("label", "labels"))
     ]
-    names = [name for name in dataset.column_names if name in (*_READ, LOSS_WEIGHTS, *refused)]
+    names = [name for name in dataset.column_names if name in (*_READ, LOSS_WEIGHTS, MEDIA, MEDIA_FILES, *refused)]
     return dataset if len(names) == len(dataset.column_names) else dataset.select_columns(names)

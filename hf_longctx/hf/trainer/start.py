@@ -51,6 +51,7 @@ from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.training_arguments import hidden_from_trainer, idle_settings, log_settings, translate
 from hf_longctx.hf.rules.trl import (
     PREPARED,
+    image_problems,
     is_scored,
     read_columns,
     scored_loss,
@@ -303,6 +304,8 @@ class StartMixin(_TrainerBase):
                 problems.append(f"token_loss has no effect beside the loss of {type(self).__name__}; leave it out")
             # the trainer's own loader reads its rows
             datasets, reference, token_loss = {}, getattr(self, "ref_model", None), scored_loss(self)
+        else:
+            problems += image_problems(self)
         request = RunRequest(self.longctx_config, facts, self.args, self.processing_class, problems, datasets, control)
         if datasets:
             request = replace(request, collation=collation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.data.media.rows import Medium
-from hf_longctx.hf.models.media import MediaPositions, around_text, feature_tables, media_kinds, token_of
+from hf_longctx.hf.models.media import MediaPositions, around_text, feature_tables, media_kinds, token_of, token_types_name
 from hf_longctx.plan.core.types import Blocks
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
@@ -281,7 +280,7 @@ def plain_step(model: Any, rows: list[dict[str, Any]], reader: TinyReader) -> tu
             names = {name for each in given for name in each}
             inputs: dict[str, Any] = {name: _batched([each[name] for each in given if name in each]) for name in names}
             ids = torch.tensor([row["input_ids"]])
-            if given and (named := token_types(model)):
+            if given and (named := token_types_name(model)):
                 inputs[named] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
             if seconds := [item["seconds"] for item in row["media"] if item["seconds"]]:
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
@@ -290,12 +289,6 @@ def plain_step(model: Any, rows: list[dict[str, Any]], reader: TinyReader) -> tu
             total += float(loss.detach())
             loss.backward()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def token_types(model: Any) -> str:
-    """The keyword by which a class gets the types of tokens; empty if it needs none."""
-    keywords = inspect.signature(type(around_text(model)).forward).parameters
-    return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in keywords), "")
 
 
 def blocks_of(rows: list[dict[str, Any]]) -> tuple[Blocks, ...]:

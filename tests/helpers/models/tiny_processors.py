@@ -165,6 +165,12 @@ def tiny_processor(folder: str, has_videos: bool = False) -> Any:
     return Tiny(image_processor=made, tokenizer=tokenizer, **settings)
 
 
+def chat(*parts: Any, answer: str = "it is an answer") -> list[dict[str, Any]]:
+    """A conversation whose user says these parts: a text, or a dict."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+
+
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """An image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -73,6 +73,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"loss_weights": torch.ones(1, 4)}, "the batch holds loss_weights, which a plan does not send"),
     "nothing counts": ({"num_items_in_batch": torch.tensor(0)}, "num_items_in_batch is 0: the step has no label that counts"),
     "no count": ({"num_items_in_batch": None}, "num_items_in_batch"),
+    "images": ({"pixel_values": torch.ones(1, 3, 4, 4)}, "the batch holds pixel_values, which a plan does not send"),
     "embeddings": ({"inputs_embeds": torch.ones(1, 4, 8)}, "the batch holds inputs_embeds"),
     "boundaries alone": ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, "let the collator return position_ids too"),
     "shifted labels on padding": (

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models.any_model import build_any, wide_floats
-from helpers.models.media_rows import CASES, token_types
+from helpers.models.media_rows import CASES
 from helpers.models.reference import relative_error
-from helpers.models.tiny_processors import file_of, picture, tiny_processor
+from helpers.models.tiny_processors import chat, file_of, picture, tiny_processor
 from helpers.plans.layouts import tiny_costs
 from helpers.ranks.rank_steps import whole
 from helpers.trainers.trainer_runs import training_arguments
@@ -23,11 +23,15 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer, tokenise_chat
+from hf_longctx.families.registry import FAMILIES, family_of
 from hf_longctx.hf.data.media.images import open_image
 from hf_longctx.hf.data.media.processors import MediaTokens
-from hf_longctx.hf.models.media import tower_arguments
+from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.media import token_types_name, tower_arguments
 from hf_longctx.hf.models.towers import tower_parameters
-from hf_longctx.hf.rules.media import _both_ways_problem
+from hf_longctx.hf.rules.media import _both_ways_problem, media_problems
+from hf_longctx.hf.run import sets
+from hf_longctx.hf.trainer import replay, row_scores
 from hf_longctx.plan.core.settings import PlannerConfig
 
 SETTINGS = LongContextConfig(tokens_per_rank=256, report_steps=False, timeline_steps=0)
@@ -39,18 +43,16 @@ VISION = {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 1
 IMAGE = {"type": "image"}
 
 
-def chat(number: int, *parts: Any) -> dict[str, Any]:
-    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "it is an answer to a question"}]}
+def row_of(number: int, *parts: Any) -> dict[str, Any]:
     images = [file_of(picture(40 + 8 * number, 28 + 16 * place, place)) for place in range(parts.count(IMAGE))]
-    return {"messages": [{"role": "user", "content": content}, answer], "images": images}
+    return {"messages": chat(*parts, answer="it is an answer to a question"), "images": images}
 
 
 def rows_and_processor(folder: str = "qwen3_vl") -> tuple[datasets.Dataset, Any]:
     processor = tiny_processor(folder)
     rows = [
-        *(chat(0, IMAGE, "what is this?"), chat(1, "one two", IMAGE, "and", IMAGE, "said hello"), chat(2, "the cat sat")),
-        chat(3, "what is this?", IMAGE),
+        *(row_of(0, IMAGE, "what is this?"), row_of(1, "one two", IMAGE, "and", IMAGE, "said hello"), row_of(2, "the cat sat")),
+        row_of(3, "what is this?", IMAGE),
     ]
     return tokenise_chat(datasets.Dataset.from_list(rows), processor), processor
 
@@ -81,24 +83,30 @@ def plain_training(model: Any, rows: Any, processor: Any) -> dict[str, torch.Ten
     trained = [p for p in model.parameters() if p.requires_grad]
     decay, rest = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-    count = sum(label != -100 for row in rows for label in row["labels"][1:])
-    tokens = MediaTokens(processor)
     with wide_floats():
         for _ in range(2):
             optimizer.zero_grad()
-            for row in rows:
-                ids = torch.tensor([row["input_ids"]])
-                inputs: dict[str, Any] = {}
-                if row["media_files"]:
-                    images = [open_image(file["path"], file["bytes"], "row") for file in row["media_files"]]
-                    found = processor.image_processor(images, return_tensors="pt")
-                    inputs = {name: each for name, each in found.items() if name in tower_arguments(model, "image")}
-                    inputs[token_types(model)] = (ids == tokens.feature).long()
-                logits = model(input_ids=ids, **inputs, use_cache=False).logits[0, :-1].double()
-                loss = F.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="sum") / count
-                loss.backward()
+            plain_loss(model, rows, processor).backward()
             optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def plain_loss(model: Any, rows: Any, processor: Any) -> torch.Tensor:
+    """The loss of plain transformers on rows, one document at a time."""
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    losses, tokens = [], MediaTokens(processor)
+    with wide_floats():
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            inputs: dict[str, Any] = {}
+            if row["media_files"]:
+                images = [open_image(file["path"], file["bytes"], "row") for file in row["media_files"]]
+                found = processor.image_processor(images, return_tensors="pt")
+                inputs = {name: each for name, each in found.items() if name in tower_arguments(model, "image")}
+                inputs[token_types_name(model)] = (ids == tokens.feature).long()
+            logits = model(input_ids=ids, **inputs, use_cache=False).logits[0, :-1].double()
+            losses.append(F.cross_entropy(logits, torch.tensor(row["labels"][1:]), ignore_index=-100, reduction="sum") / count)
+    return torch.stack(losses).sum()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -125,9 +133,23 @@ def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_process
     assert max(relative_error(after[name], expected[name]) for name in after) <= 1e-9
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert any("visual" in name for name in changed) != frozen
-    assert 0 < loss < 20
+    assert loss == pytest.approx(float(plain_loss(plain, rows, processor)), rel=1e-9)
     trainer.save_model(str(tmp_path / "saved"))
     assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
+
+
+def test_streams_refuse_rows_with_images_by_row(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    trainer = trainer_with(qwen3_vl(processor), processor, rows.to_iterable_dataset(), tmp_path)
+    with pytest.raises(ValueError, match="row 0 has images, which streams do not read yet; give rows that can be read by number"):
+        trainer.train()
+
+
+def test_rows_with_images_are_not_cut(tmp_path: Path) -> None:
+    rows, processor = rows_and_processor()
+    longest = max(map(len, rows["input_ids"]))
+    with pytest.raises(ValueError, match=f"row 1 has {longest} tokens, .* rows with images are not cut so far; raise max_length"):
+        trainer_with(qwen3_vl(processor), processor, rows, tmp_path, max_length=longest - 1, long_sequences="split")
 
 
 def training_on_rank(folder: str, parameters: str, kind: str = "qwen3_vl") -> dict[str, torch.Tensor]:
@@ -210,14 +232,15 @@ def test_stages_without_the_layers_after_which_features_are_added_and_lent_ones_
 
 def test_images_that_see_themselves_both_ways_are_trained_as_in_plain_transformers(tmp_path: Path) -> None:
     rows, processor = rows_and_processor("gemma3")
-    expected = plain_training(gemma3(processor), rows, processor)
-    model = gemma3(processor)
+    plain, model = (gemma3(processor) for _ in range(2))
+    expected = plain_training(plain, rows, processor)
     with wide_floats():
         trainer = trainer_with(model, processor, rows, tmp_path)
         trainer.train()
-        assert trainer.evaluate(rows)["eval_loss"] > 0
+        loss = trainer.evaluate(rows)["eval_loss"]
     after = dict(model.named_parameters())
     assert max(relative_error(after[name], expected[name]) for name in expected) <= 1e-9
+    assert loss == pytest.approx(float(plain_loss(plain, rows, processor)), rel=1e-9)
 
 
 @pytest.mark.parametrize("parameters", ["sharded", "replicated"])
@@ -238,6 +261,50 @@ def test_rings_are_refused_by_name_for_images_that_see_themselves_both_ways(tmp_
     # rows of text alone may run in rings
     text = rows.filter(lambda row: not row["media"])
     trainer_with(gemma3(processor), processor, text, tmp_path, method="ring")
+
+
+def test_an_image_for_which_no_plan_has_room_is_refused_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no room for a block")
+
+    rows, processor = rows_and_processor("gemma3")
+    monkeypatch.setattr(sets, "plan_step", refuse)
+    said = "row 1 has images whose tokens see each other both ways, and cannot be planned alone: no room for a block"
+    with pytest.raises(ValueError, match=said):
+        trainer_with(gemma3(processor), processor, rows, tmp_path)
+
+
+# one block of tokens for a whole row, features in many layers, discrete tokens, and attention across
+WITHOUT_IMAGES = (
+    *("Gemma3n", "Granite4Vision", "GraniteDocling", "Molmo2", "PaliGemma", "Emu3", "Apertus1p5", "Chameleon", "Janus"),
+    "Mllama",
+)
+
+
+def test_classes_whose_images_were_not_tested_have_none() -> None:
+    families = [family_of(f"{name}ForConditionalGeneration") for name in WITHOUT_IMAGES]
+    assert all(family.folder and not family.media for family in families)
+    # no class has sound
+    assert {kind for family in FAMILIES for kind in family.media} == {"image", "video"}
+    model = build_any("PaliGemmaForConditionalGeneration")
+    (problem,) = media_problems(ModelFacts.of(model), None, None, is_attached=False)  # type: ignore[arg-type]
+    assert "rows have images, but PaliGemmaForConditionalGeneration trains rows of text alone; use a class that docs/" in problem
+
+
+def test_images_that_come_late_to_shards_of_text_and_rows_for_scores_and_replays_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: Any = SimpleNamespace(_reads_media=False, setup=SimpleNamespace(costs=SimpleNamespace(parameters="sharded")))
+    (problem,) = sets.SequenceSets._late_media_problems(late, "eval_dataset")
+    assert "has rows with images, but the sets at the start of the run had none, and its shards are made for text" in problem
+    late._reads_media = True
+    assert not sets.SequenceSets._late_media_problems(late, "eval_dataset")
+    rows, processor = rows_and_processor()
+    with pytest.raises(ValueError, match="row 0 has images, which the model of a stock trainer does not get here"):
+        row_scores.plain_scores(qwen3_vl(processor), rows, 0, 1, torch.device("cpu"))
+    monkeypatch.setattr(replay, "_read", lambda _: {"has_media": True})
+    with pytest.raises(ValueError, match="holds a step of rows with images, whose pixels are not saved"):
+        replay.replay(tmp_path)
 
 
 def refused_gemma_stages(folder: str) -> str:
@@ -335,7 +402,7 @@ def test_rows_with_images_are_never_cut(tmp_path: Path) -> None:
 def test_an_image_that_changes_or_disappears_ends_the_training_before_the_step(tmp_path: Path) -> None:
     processor = tiny_processor("qwen3_vl")
     picture(40, 28).save(tmp_path / "a.png")
-    row = {"messages": chat(0, {**IMAGE, "path": str(tmp_path / "a.png")}, "what?")["messages"]}
+    row = {"messages": chat({**IMAGE, "path": str(tmp_path / "a.png")}, "what?")}
     rows = tokenise_chat(datasets.Dataset.from_list([row]), processor)
     trainer = trainer_with(qwen3_vl(processor), processor, rows, tmp_path / "out")
     picture(96, 28).save(tmp_path / "a.png")
@@ -377,7 +444,7 @@ def fault_on_rank(folder: str) -> tuple[str, int, bool]:
     try:
         for number in range(2):
             picture(40, 28, number).save(f"{number}.png")
-        messages = [chat(0, {**IMAGE, "path": f"{number}.png"}, "what is this?")["messages"] for number in range(2)]
+        messages = [chat({**IMAGE, "path": f"{number}.png"}, "what is this?") for number in range(2)]
         rows = tokenise_chat(datasets.Dataset.from_list([{"messages": each} for each in messages]), processor)
         model = qwen3_vl(processor)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -415,6 +482,7 @@ def test_a_training_with_images_that_resumes_inside_an_epoch_has_the_weights_of_
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
     losses, expected = trained(None)
+    assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
     for step in (1, 3):
         found, weights = trained(str(tmp_path / f"checkpoint-{step}"))
         assert found == losses

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
-from helpers.models.tiny_processors import FOLDERS, file_of, picture, tiny_processor
+from helpers.models.tiny_processors import FOLDERS, chat, file_of, picture, tiny_processor
 from PIL import Image
 
 from hf_longctx.hf.data.chat import DataError
@@ -17,12 +17,6 @@ from hf_longctx.hf.data.scan import scan_dataset
 from hf_longctx.hf.data.tokenise import tokenise_chat, tokenise_completions, tokenise_text, uniform
 
 SIZES = [(40, 28), (17, 64), (96, 33), (64, 64)]
-
-
-def chat(*parts: Any, answer: str = "it is an answer") -> list[dict[str, Any]]:
-    """A conversation whose user says these parts: a text, or a dict."""
-    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
 
 
 def rows_of(*rows: dict[str, Any]) -> datasets.Dataset:
@@ -178,6 +172,10 @@ ONE = {"type": "image"}
         ({"messages": chat("see <|image_pad|>")}, r"row 0 has 0 images but 1 placeholders '<\|image_pad\|>' in its text"),
         ({"messages": chat(ONE, "a"), "images": ["a"], "image": "b"}, "has images in both columns images and image"),
         ({"messages": chat({**ONE, "image": 3}, "a")}, r"is 3 \(int\), expected a path, bytes"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}], "images": ["a"]},
+            "has 1 images and no message of a user in which they could stand",
+        ),
     ],
 )
 def test_bad_images_are_refused_by_row_with_a_remedy(row: dict[str, Any], said: str) -> None:
@@ -194,6 +192,30 @@ def test_images_that_a_processor_refuses_and_moving_images_are_named() -> None:
     moving = file_of(picture(8, 8), "GIF", save_all=True, append_images=[picture(8, 8, 1)])
     with pytest.raises(DataError, match="row 0 image 0 has 2 frames; give one image"):
         tokenise_chat(rows_of({"messages": messages, "images": [moving]}), processor)
+
+
+def test_processors_that_do_not_fit_are_refused_by_name() -> None:
+    processor = tiny_processor("llava")
+    processor.image_token = "<nothing>"
+    with pytest.raises(DataError, match=r"\(LlavaProcessor\) names images by '<nothing>', which is no token of its own"):
+        _ = MediaTokens(processor).placeholder
+    processor.image_processor = None
+    with pytest.raises(DataError, match=r"the processor \(LlavaProcessor\) has no image_processor, so it reads no images"):
+        tokenise_chat(rows_of({"messages": chat(ONE, "a")}), processor)
+
+
+def test_text_around_an_image_that_depends_on_its_size_is_refused() -> None:
+    tokens = MediaTokens(tiny_processor("gemma3"))
+    # as if the image by which the text was learnt had another size
+    vars(tokens)["ends"] = ("here is ", "")
+    with pytest.raises(DataError, match="row 0: Gemma3Processor names no features, or puts text at the ends of an image that"):
+        tokens.of_size(96, 32, "row 0")
+
+
+def test_a_message_may_have_an_image_alone() -> None:
+    processor, image = tiny_processor("qwen3_vl"), picture(40, 28)
+    (row,) = tokenise_chat(rows_of({"messages": chat(ONE), "images": [file_of(image)]}), processor)
+    assert row["input_ids"] == truth(processor, chat(ONE), [image])
 
 
 def test_several_images_are_refused_where_a_class_gives_them_other_tokens_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers.models.tiny_processors import file_of, picture, tiny_processor
+from helpers.models.tiny_processors import chat, file_of, picture, tiny_processor
 
 from hf_longctx import tokenise_chat
 from hf_longctx.hf.data.chat import DataError
@@ -22,11 +23,6 @@ from hf_longctx.hf.data.media.videos import Clip, clip_of, open_frames, video_of
 
 VIDEO = {"type": "video"}
 TIMES = [0.0, 0.5, 1.0, 2.5, 3.0]
-
-
-def chat(*parts: Any) -> list[dict[str, Any]]:
-    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": [{"type": "text", "text": "it is an answer"}]}]
 
 
 def frames_of(count: int = 5) -> list[bytes]:
@@ -143,6 +139,11 @@ def test_tokens_and_pixels_of_frames_are_those_of_the_processor(folder: str) -> 
     ):
         (made,) = tokenise_chat(datasets.Dataset.from_list([row]), processor)
         check(processor, made, expected)
+    # one frame, fewer than towers join
+    row = {"messages": chat("what?"), "videos": [video | {"frames": frames_of(1)}]}
+    (alone,) = tokenise_chat(datasets.Dataset.from_list([row]), processor)
+    metadata = VideoMetadata(total_num_frames=1, fps=1.0, frames_indices=[0])
+    check(processor, alone, truth(processor, [VIDEO, "what?"], pixels_of(1), metadata, False))
     with pytest.raises(DataError, match=r"row 0 video 0 \(5 frames of 40 x 28 pixels\) takes \d+ tokens now, but its row has"):
         medium = Medium.of(made["media"][0])
         ids = made["input_ids"][medium.start : medium.stop - 1]
@@ -175,6 +176,11 @@ def test_damaged_files_and_a_missing_decoder_are_named(tmp_path: Path, monkeypat
         clip_of(file, None, "row 0")
     with pytest.raises(DataError, match=r"row 0 \(.*b.mp4\) cannot be read \(FileNotFoundError"):
         clip_of(MediaFile("video", str(tmp_path / "b.mp4")), None, "row 0")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(1600))
+    with pytest.raises(DataError, match=r"row 0 \(.*a.wav\) has no pictures; give a video, or remove the row"):
+        clip_of(MediaFile("video", str(tmp_path / "a.wav")), None, "row 0")
     with pytest.raises(DataError, match=r"row 0 \(.*a.mp4\) ends before its frame 40"):
         open_frames(MediaFile("video", path), Clip(48, 32, (0, 40), 41, 4.0), "row 0")
     monkeypatch.setitem(sys.modules, "av", None)
