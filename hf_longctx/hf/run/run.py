@@ -449,7 +449,8 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
     if (dropout := keys_of(model)) is not None:
         dropout.seed = args.seed
     undo.callback(basis.fused.close)
-    test = SelfTest.of(facts, setup, args.device, args.bf16, control) if config.self_test else None
+    processor = request.processing_class if basis.sets.reads_media else None
+    test = SelfTest.of(facts, setup, args.device, args.bf16, control, processor) if config.self_test else None
     is_models_loss = request.mode.loss and (token_loss is None or isinstance(token_loss, LabelSmoothing | ValueLoss))
     code = CodeAtStart(facts, config.self_test, args.device if is_models_loss else None)
     if test is None or not request.mode.loss:
@@ -529,7 +530,8 @@ def _try(checked: _Checked, run: Run, test: SelfTest | None, mesh: DeviceMesh | 
         # where hooks inside mixers or indexes were looked for at the start, none may come later
         is_plain = setup.costs.model.states.is_empty and setup.costs.model.index.is_empty
         if mesh is None and setup.num_stages == 1 and is_plain:
-            retest = partial(_tested_again, checked.facts.model, setup, args, place, control)
+            processor = run.sets.processor if run.sets.reads_media else None
+            retest = partial(_tested_again, checked.facts.model, setup, args, place, control, processor)
     budget = setup.planner.activations
     if budget is not None and budget.host_bytes and budget.kept_tokens < setup.planner.tokens_per_rank:
         # now, since it takes long: what the longest rows need, alone and together in one step
@@ -540,14 +542,19 @@ def _try(checked: _Checked, run: Run, test: SelfTest | None, mesh: DeviceMesh | 
 
 
 def _tested_again(
-    model: nn.Module, setup: Setup, args: TrainingArguments, place: RunPlace, control: dist.ProcessGroup | None
+    model: nn.Module,
+    setup: Setup,
+    args: TrainingArguments,
+    place: RunPlace,
+    control: dist.ProcessGroup | None,
+    processor: Any,
 ) -> str:
     """Runs the self-test once more, on a model that is whole and at rest. Collective.
 
     Returns a line for the log; an empty one if there is no room for the test, so that nothing was compared.
     Raises ValueError on every rank if a plan fails.
     """
-    test = SelfTest.of(ModelFacts.of(model), setup, args.device, args.bf16, control)
+    test = SelfTest.of(ModelFacts.of(model), setup, args.device, args.bf16, control, processor)
     is_models_loss = place.token_loss is None or place.value_loss is not None
     return "" if test is None else test.run(place, user_forward(model) if is_models_loss else "")
 

@@ -33,7 +33,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.families.registry import MIXERS
+from hf_longctx.hf.data.chat import DataError
+from hf_longctx.hf.data.fields import MEDIA
 from hf_longctx.hf.data.labels import HeadTask
 from hf_longctx.hf.models.adapters import base_of
 from hf_longctx.hf.models.document_rope import shorten_limits
@@ -52,7 +54,8 @@ from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.ranks.launch import host_bytes
 from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.hf.self_test.independent import functions_added, original_left_alone
-from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, Finding, Limits, findings
+from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, MERGED, TOWERS, Errors, Finding, Limits, findings
+from hf_longctx.hf.self_test.probe_images import ProbeImages
 from hf_longctx.hf.self_test.probe_plans import LONG, PACKED, ProbePlan, least_lent_tokens, probe_lengths
 from hf_longctx.hf.self_test.reduced_copy import ChosenLayers, ReducedCopy, has_user_functions, num_elements, reduced_copy
 from hf_longctx.hf.self_test.specimen import CopyRun, HiddenTrace, Rows, RunPlace, Specimen, agreed_errors, differences, largest
@@ -75,6 +78,12 @@ _BYTES_PER_ELEMENT = {torch.float64: 8 + 8 + 2 * 8 + 4, torch.float32: 4 + 4 + 2
 # words in class names of routers and experts
 _OF_EXPERTS = ("Experts", "Router", "TopK")
 _MASKED_SHARE = 0.2
+_SITES = {
+    EMBEDDING: "the embedding",
+    MERGED: "what layers get, embeddings with features of images in place of some,",
+    ENDS: "embedding, norm and head",
+    TOWERS: "towers and projectors",
+}
 
 
 @dataclass(frozen=True)
@@ -96,14 +105,23 @@ class SelfTest:
     packed: str
     # length of the longest document whose rotary frequencies are not scaled; 0 if they do not depend on length
     rope_limit: int = 0
+    # images in its documents; None for rows of text
+    images: ProbeImages | None = None
 
     @classmethod
     def of(
-        cls, facts: ModelFacts, setup: Setup, device: torch.device, is_autocast: bool, control: dist.ProcessGroup | None
+        cls,
+        facts: ModelFacts,
+        setup: Setup,
+        device: torch.device,
+        is_autocast: bool,
+        control: dist.ProcessGroup | None,
+        processor: Any = None,
     ) -> SelfTest | None:
         """Copies a model, which will run under plans of `setup`; returns None, and logs why, if the test cannot run.
 
-        The attention of the model is switched already. Collective over the ranks of `control`.
+        The attention of the model is switched already. processor: makes images for the test's documents; None if rows of the
+        run have none. Collective over the ranks of `control`.
         """
         model = facts.model
         if facts.loaded_ranges is not None:
@@ -112,13 +130,20 @@ class SelfTest:
             )
             return None
         boundaries = sorted(layers.first_layer for ranges in setup.ranges for layers in ranges)
-        chosen = ChosenLayers.of(model, boundaries)
-        elements = num_elements(chosen)
-        # a stage is cut from a second copy, which takes memory too
-        num_cut = int(setup.num_stages > 1)
-        needed = {each: elements * (own + num_cut * each.itemsize) for each, own in _BYTES_PER_ELEMENT.items()}
+        images = None if processor is None else _images(model, processor, control)
         free_bytes = min(gather_objects(_free_bytes(model, device, setup), control))
-        dtype = next((each for each in _EXACT if needed[each] <= free_bytes), None)
+        for has_towers in (True, False) if images is not None else (False,):
+            chosen = ChosenLayers.of(model, boundaries, has_towers)
+            elements = num_elements(chosen)
+            # a stage is cut from a second copy, which takes memory too
+            num_cut = int(setup.num_stages > 1)
+            needed = {each: elements * (own + num_cut * each.itemsize) for each, own in _BYTES_PER_ELEMENT.items()}
+            dtype = next((each for each in _EXACT if needed[each] <= free_bytes), None)
+            if dtype is not None:
+                break
+            if has_towers:
+                images = None
+                _warn(control, "self-test without images: there is no memory for a copy of the towers")
         if dtype is None:
             _left_out(
                 f"a copy of a layer of every kind takes {needed[torch.float32] / 2**30:.1f} GiB with its gradients, but only "
@@ -142,9 +167,10 @@ class SelfTest:
         is_working = dtype == torch.float64 and is_rounded and not _has_routers(exact.model)
         working = reduced_copy(chosen, longest_window, None) if is_working else None
         lengths = probe_lengths(min(most, long_tokens))
+        lengths = lengths if images is None else images.longer(lengths)
         # half of the long document is longer than its slices, and longer than the other documents
         limits = [shorten_limits(each.model, lengths[LONG] // 2) for each in (exact, working) if each is not None]
-        return cls(model, exact, working, setup, lengths, dtype, is_autocast, facts.name, packed, max(limits))
+        return cls(model, exact, working, setup, lengths, dtype, is_autocast, facts.name, packed, max(limits), images)
 
     def run(self, place: RunPlace, forward: str = "") -> str:
         """Compares plans with the plain model, frees the copies and returns a line for the log.
@@ -181,12 +207,16 @@ class SelfTest:
 
     def _compare(self, place: RunPlace, forward: str) -> tuple[dict[str, list[Finding]], float, tuple[ProbePlan, ...]]:
         """Returns the findings for each plan that fails, the largest error of the exact copy, and all plans."""
-        exact, pool = Specimen(self.exact, False, self.setup, place), place.pool
+        exact, pool, images = Specimen(self.exact, False, self.setup, place, self.images), place.pool, self.images
         absent = absent_token_ids(base_of(self.exact.model))
         rows = _rows(self.lengths, self.exact.num_token_ids, absent, place.task)
+        if images is not None:
+            rows = images.put_into(rows, self.exact.model)
         probes = exact.probes(self.lengths)
         # positions at which slices leave their states
         spans = {(span.sequence, span.start) for probe in probes for span in _spans(probe.plan) if span.start}
+        # the plain model runs whole images alone
+        spans = {(number, start) for number, start in spans if not _is_inside(start, rows[number])}
         cuts = spans if any(MIXERS[type(each).__name__].fills_cache for each in mixers_of(self.exact.model).values()) else ()
         plain = exact.plain(rows, cuts=cuts)
         floor = _EXACT[self.dtype]
@@ -194,7 +224,7 @@ class SelfTest:
             self._check_own_loss(exact, rows[LONG], forward)
         bad, worst = self._judge(exact, probes, rows, plain, Limits(floor), pool)
         if self.working is not None and not bad:
-            working = Specimen(self.working, self.is_autocast, self.setup, place)
+            working = Specimen(self.working, self.is_autocast, self.setup, place, images)
             # yardstick: distance of the plain model in the run's precision from fp64
             yardstick = agreed_errors(differences(working.plain(rows, cuts=cuts), plain, self.exact.windows), pool.control)
             # a loss may be right by chance
@@ -203,7 +233,7 @@ class SelfTest:
             bad, _ = self._judge(working, probes, rows, plain, limits, pool, has_probes=False)
         return bad, worst, probes
 
-    def _check_own_loss(self, exact: Specimen, row: dict[str, list[int]], forward: str) -> None:
+    def _check_own_loss(self, exact: Specimen, row: Mapping[str, Any], forward: str) -> None:
         """Raises ValueError on every rank if a user's forward returns another loss than plans train by default."""
         problems, found, value_loss = [], exact.own_loss(row), exact.place.value_loss
         name = loss_name(value_loss)
@@ -269,9 +299,9 @@ class SelfTest:
         return errors
 
     def _site(self, site: int) -> str:
-        if site == EMBEDDING:
-            return "the embedding"
-        return "embedding, norm and head" if site == ENDS else f"layer {site} ({self.exact.patterns[site]})"
+        if site in _SITES:
+            return _SITES[site]
+        return f"layer {site} ({self.exact.patterns[site]})"
 
     def _refusal(self, bad: dict[str, list[Finding]], probes: Sequence[ProbePlan]) -> str:
         lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
@@ -297,12 +327,27 @@ class SelfTest:
         if self.rope_limit:
             shortened += f", rotary frequencies already scaled beyond {self.rope_limit} tokens"
         precision = str(self.dtype).removeprefix("torch.") + (f" with {self.packed} weights unpacked" if self.packed else "")
+        images = "" if self.images is None else f" with {self.images.words()}"
         precision += "" if self.working is None else " and the run's precision"
         return (
             f"self-test passed in {seconds:.1f} s: largest error {worst:.1e} against the plain model\n"
             f"  plans ({'; '.join(probe.name for probe in probes)}), layers {layers}{whole}{shortened}, "
-            f"{loss}{sum(self.lengths)} tokens in {precision}"
+            f"{loss}{sum(self.lengths)} tokens{images} in {precision}"
         )
+
+
+def _images(model: Any, processor: Any, control: dist.ProcessGroup | None) -> ProbeImages | None:
+    """Returns images for documents; None, and logs why, if the processor reads none of the sizes that are tried."""
+    try:
+        return ProbeImages.of(model, processor)
+    except DataError as error:
+        _warn(control, f"self-test without images: {error}")
+        return None
+
+
+def _is_inside(place: int, row: Mapping[str, Any]) -> bool:
+    """Whether a row has an image that begins before a token and ends after it."""
+    return any(each["start"] < place < each["stop"] for each in row.get(MEDIA, ()))
 
 
 def _spans(plan: StepPlan) -> Iterator[Span]:
@@ -394,8 +439,13 @@ def _left_out(why: str, model: Any, control: dist.ProcessGroup | None) -> None:
         f"it cannot run: {why}; remove the hooks and forwards, or set self_test=False if none of them mixes tokens"
     )
     raise_together([problem] if has_user_functions(model) else [], control)
+    _warn(control, f"self-test left out: {why}")
+
+
+def _warn(control: dist.ProcessGroup | None, text: str) -> None:
+    """Logs a warning on the first rank."""
     if control is None or dist.get_rank() == 0:
-        logger.warning("self-test left out: %s", why)
+        logger.warning("%s", text)
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# sites: -1 for the embedding, a layer's number, ENDS for all weights outside the layers
-EMBEDDING, ENDS = -1, 10**9
+# sites: the embedding, what layers get where features of images stand in it, a layer's number, all weights outside of layers
+# and towers, and towers
+EMBEDDING, MERGED, ENDS, TOWERS = -2, -1, 10**9, 10**9 + 1
 _ZEROS = ("documents", "window")
 Measure = tuple[str, int]
 Errors = dict[Measure, float]

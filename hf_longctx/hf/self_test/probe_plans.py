@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from hf_longctx.plan.chunks import outside_blocks
 from hf_longctx.plan.core.orders import Schedule, pipelined
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import (
     ActivationPolicy,
+    Blocks,
     Chunk,
     GroupShape,
     LayerPolicy,
@@ -23,6 +25,7 @@ from hf_longctx.plan.core.types import (
     Span,
     StagePlan,
     StepPlan,
+    StepSequences,
     TensorShare,
 )
 from hf_longctx.plan.core.validate import validate_plan
@@ -57,23 +60,32 @@ def least_lent_tokens(num_stages: int, degree: int) -> int:
 
 
 def probe_plans(
-    lengths: Sequence[int], costs: CostModel, config: PlannerConfig, num_layers: Sequence[Sequence[int]], has_policies: bool
+    lengths: Sequence[int],
+    costs: CostModel,
+    config: PlannerConfig,
+    num_layers: Sequence[Sequence[int]],
+    has_policies: bool,
+    blocks: tuple[Blocks, ...] = (),
 ) -> tuple[ProbePlan, ...]:
     """Makes the plans for documents of `probe_lengths`, for a run with these costs and limits.
 
     num_layers: number of layers in every layer range of every stage, for the model that runs the plans. has_policies: whether the
     run may plan activation policies. Plans have slices if a run may have them, with policies and in pipelines; and lent stages,
-    if the run may lend them and the long document has enough tokens for all ranks.
+    if the run may lend them and the long document has enough tokens for all ranks. blocks: those of every document, which no
+    slice cuts and no ring runs; (): none.
     """
     ranks_per_stage = costs.cluster.num_ranks // len(num_layers)
     cluster = replace(costs.cluster, num_ranks=ranks_per_stage)
     degree = max(degree for degree in config.degrees if degree <= ranks_per_stage)
     shapes = group_shapes(degree, costs.method, costs.model, cluster) or (GroupShape(1),)
+    if blocks:
+        shapes = tuple(shape for shape in shapes if shape.num_blocks == 1)
+    sequences = StepSequences(tuple(lengths), blocks)
     ranges = _layer_ranges(num_layers)
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
     groups = [SequenceGroup.of(shape, range(shape.degree), whole) for shape in shapes]
     probes = [
-        ProbePlan(_name(shape), _plan([group], lengths, ranks_per_stage, ranges, costs))
+        ProbePlan(_name(shape), _plan([group], sequences, ranks_per_stage, ranges, costs))
         for shape, group in zip(shapes, groups, strict=True)
     ]
     if has_policies or len(num_layers) > 1:
@@ -81,18 +93,18 @@ def probe_plans(
         # slices of a hybrid use everything that those of a ring use
         in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
         for shape in dict.fromkeys((in_one_block, in_several)):
-            sliced = SequenceGroup.of(shape, range(shape.degree), _slices(lengths))
-            plan = _plan([sliced], lengths, ranks_per_stage, ranges, costs)
+            sliced = SequenceGroup.of(shape, range(shape.degree), _slices(sequences))
+            plan = _plan([sliced], sequences, ranks_per_stage, ranges, costs)
             name = f"slices, {_name(shape)}" + (", interleaved" if len(ranges[0]) > 1 else "")
             probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
         shape = in_one_block
         if has_policies and len(num_layers) == 1 and (pieces := costs.model.head_pieces(shape.ulysses)) > 1:
             group = SequenceGroup.of(shape, range(shape.degree), whole)
-            plan = _recomputed(_plan([group], lengths, ranks_per_stage, ranges, costs), pieces)
+            plan = _recomputed(_plan([group], sequences, ranks_per_stage, ranges, costs), pieces)
             probes.append(ProbePlan(f"{_name(shape)}, attention in {pieces} pieces of heads", plan))
         if config.lend_stages and lengths[LONG] >= least_lent_tokens(len(num_layers), shape.degree):
-            alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(lengths, len(num_layers))]
-            plan = _lent(_plan(alone, lengths, ranks_per_stage, ranges, costs))
+            alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(sequences, len(num_layers))]
+            plan = _lent(_plan(alone, sequences, ranks_per_stage, ranges, costs))
             probes.append(ProbePlan(f"slices, {_name(shape)}, lent stages", plan))
     return tuple(probes)
 
@@ -111,29 +123,31 @@ def _name(shape: GroupShape) -> str:
     return f"{shape.method} of {shape.degree}{inner}"
 
 
-def _slices(lengths: Sequence[int]) -> tuple[Chunk, ...]:
+def _slices(sequences: StepSequences) -> tuple[Chunk, ...]:
     """Makes chunks of the packed documents: slices of the long one, the last with document 0; then document 1 alone."""
-    spans = [[span] for span in _cut(lengths[LONG], _NUM_SLICES)]
+    lengths, spans = sequences.lengths, [[span] for span in _cut(sequences, _NUM_SLICES)]
     spans[-1].append(Span(0, 0, lengths[0]))
     spans.append([Span(1, 0, lengths[1])])
     return tuple(Chunk(index, tuple(each)) for index, each in enumerate(spans))
 
 
-def _long_alone(lengths: Sequence[int], num_stages: int) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+def _long_alone(sequences: StepSequences, num_stages: int) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
     """Makes chunks of two groups: slices of the long document, at least one per stage; the other packed documents."""
-    slices = tuple(Chunk(index, (span,)) for index, span in enumerate(_cut(lengths[LONG], max(_NUM_SLICES, num_stages))))
+    lengths = sequences.lengths
+    slices = tuple(Chunk(index, (span,)) for index, span in enumerate(_cut(sequences, max(_NUM_SLICES, num_stages))))
     return slices, (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED if i != LONG)),)
 
 
-def _cut(num_tokens: int, num_slices: int) -> list[Span]:
-    """Cuts the long document into slices of equal lengths up to one token."""
-    cuts = [num_tokens * place // num_slices for place in range(num_slices + 1)]
+def _cut(sequences: StepSequences, num_slices: int) -> list[Span]:
+    """Cuts the long document into slices of equal lengths up to one token, but outside of blocks."""
+    cuts = [sequences.lengths[LONG] * place // num_slices for place in range(num_slices + 1)]
+    cuts = [*outside_blocks(cuts, sequences.blocks[LONG] if sequences.blocks else ())]
     return [Span(LONG, start, stop) for start, stop in pairwise(cuts)]
 
 
 def _plan(
     groups: Sequence[SequenceGroup],
-    lengths: Sequence[int],
+    sequences: StepSequences,
     num_ranks: int,
     ranges: Sequence[tuple[LayerRange, ...]],
     costs: CostModel,
@@ -142,6 +156,7 @@ def _plan(
 
     Ranks without documents run dummy chunks, in the same order of actions.
     """
+    lengths = sequences.lengths
     schedule: Schedule = "interleaved" if len(ranges[0]) > 1 else "elastic"
     micro_batches = []
     for group in (pipelined(each, ranges, schedule) for each in groups):
@@ -161,7 +176,8 @@ def _plan(
     return validate_plan(
         StepPlan(
             step=0,
-            lengths=tuple(lengths),
+            lengths=lengths,
+            blocks=sequences.blocks,
             num_stages=len(ranges),
             ranks_per_stage=num_ranks,
             parameters=costs.parameters,

@@ -2,14 +2,16 @@
 
 `self_test.check` runs it. Two layers are of one kind if their modules have equal classes, settings, shapes of all weights, and
 functions that users put on them: hooks, and methods that replace those of the class. The copy, with hooks, has the first layer of
-every kind, and at least two layers, under their own numbers; all other layers pass on their input. Embedding and head keep the
-first token ids. Windows and attention chunks too long to be filled are shortened, in the config and in every module, as are
-position steps for scaling queries. In a copy of another precision, packed weights are unpacked. The model itself is unchanged.
+every kind, and at least two layers, under their own numbers; all other layers pass on their input. Towers are left out or, for
+rows with images, have fewer layers, too. Embedding and head keep the first token ids. Windows and attention chunks too long to be
+filled are shortened, in the config and in every module, as are position steps for scaling queries. In a copy of another
+precision, packed weights are unpacked. The model itself is unchanged.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.families.registry import MODULES
 from hf_longctx.hf.checkpoints.deferred import forget_source, is_unread, source_of
@@ -40,6 +44,10 @@ NUM_TOKEN_IDS = 1024
 _MOST_CHOSEN = "index_topk"
 # setting with the number of positions that share one scale of queries, and its largest value in a copy
 _STEP, _LONGEST_STEP = "floor_scale", 8
+# attributes and settings with a token id
+_TOKEN_ID = re.compile(r"\w+_token_(id|index)")
+# layers at the end of a tower that a copy keeps beside the first of every kind
+_LAST_LAYERS = 2
 # settings that differ between layers without changing the computation
 _NUMBERS = ("layer_idx", "training")
 _NOISE = 0.02
@@ -93,20 +101,54 @@ class ChosenLayers:
     kept: Sequence[int]
     # false if copies have all layers, because the model cannot run without some of them
     is_cut: bool
+    # whether copies have towers
+    has_towers: bool = False
 
     @classmethod
-    def of(cls, model: Any, boundaries: Sequence[int]) -> ChosenLayers:
+    def of(cls, model: Any, boundaries: Sequence[int], has_towers: bool = False) -> ChosenLayers:
         """Chooses layers of `model`. boundaries: first layers of the layer ranges of stages; each range keeps a layer."""
         pieces, layers = decoder_layers(model)
         if pieces is None:
-            return cls(model, layers, range(len(layers)), is_cut=False)
+            return cls(model, layers, range(len(layers)), False, has_towers)
         types = layer_types(base_of(model).config.get_text_config(), len(layers))
-        return cls(model, layers, chosen_layers(layers, types, boundaries), is_cut=True)
+        return cls(model, layers, chosen_layers(layers, types, boundaries), True, has_towers)
 
     @property
     def left_out(self) -> list[nn.Module]:
-        """The layers that copies do not have."""
-        return [layer for place, layer in enumerate(self.layers) if place not in self.kept]
+        """The modules that copies do not have: layers, and towers that rows of text do not run, or layers of these."""
+        base = base_of(self.model)
+        towers = map(base.get_submodule, tower_names(base))
+        idle = [tower for tower in towers if type(tower).__name__ not in MODULES.run_on_text]
+        others = [layer for tower in idle for layer in _left_out_of_tower(base, tower)] if self.has_towers else idle
+        return [*(layer for place, layer in enumerate(self.layers) if place not in self.kept), *others]
+
+    @property
+    def packed(self) -> list[nn.Module]:
+        """Linear modules with weights of few bits that copies have."""
+        base = base_of(self.model)
+        owners = [self.layers[place] for place in self.kept]
+        owners += map(base.get_submodule, tower_names(base)) if self.has_towers else []
+        left_out = {id(module) for each in self.left_out for module in each.modules()}
+        return [each for owner in owners for each in packed_layers(owner).values() if id(each) not in left_out]
+
+
+def _left_out_of_tower(base: Any, tower: nn.Module) -> list[nn.Module]:
+    """Returns the layers of a tower that its copy does not have; none if the config reads outputs of other layers by number."""
+    if getattr(base.config, "vision_feature_layer", -1) not in range(-1 - _LAST_LAYERS, 0):
+        return []
+    found: list[nn.Module] = []
+    for layers in (module for module in tower.modules() if isinstance(module, nn.ModuleList)):
+        if all(isinstance(layer, GradientCheckpointingLayer) and _says_what_it_returns(layer) for layer in layers):
+            firsts = {_kind(layer): number for number, layer in reversed([*enumerate(layers)])}
+            kept = {*firsts.values(), *range(len(layers) - _LAST_LAYERS, len(layers))}
+            found += [layer for number, layer in enumerate(layers) if number not in kept]
+    inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
+    return [layer for layer in found if id(layer) not in inner]
+
+
+def _says_what_it_returns(layer: nn.Module) -> bool:
+    """Whether the forward of a layer's class is annotated; Llama 4's returns a tuple and is not."""
+    return inspect.signature(type(layer).forward).return_annotation is not inspect.Signature.empty
 
 
 def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype | None, seed: int = 0) -> ReducedCopy:
@@ -118,13 +160,11 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     model, layers, kept = chosen.model, chosen.layers, chosen.kept
     memo: dict[int, Any] = {id(layer): Identity(layer) for layer in chosen.left_out}
     base: Any = base_of(model)
-    towers = [tower for tower in map(base.get_submodule, tower_names(base)) if type(tower).__name__ not in MODULES.run_on_text]
-    memo |= {id(tower): Identity(tower) for tower in towers}
     num_token_ids = _cut_vocabulary(base, memo)
     is_unread_yet = source_of(model) is not None
     if dtype is not None or is_unread_yet:
         # packed layers multiply in a fixed precision, so replace them by their unpacked weights
-        memo |= {id(packed): in_full(packed) for place in kept for packed in packed_layers(layers[place]).values()}
+        memo |= {id(packed): in_full(packed) for packed in chosen.packed}
     # PEFT's own forward cannot add adapters to packed experts; plans unpack the codes that the copies keep
     packed_experts = {id(each): each for place in kept for each, _, _ in packed_weights(layers[place])}
     for each in packed_experts.values():
@@ -136,9 +176,10 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     if is_unread_yet:
         _make_weights(copied, seed)
         pack_copies(copied)
-        for place in kept:
-            for packed in packed_layers(layers[place]).values():
-                _round_again(copied, names[id(packed)], inner.dtype, packed.block, is_full=dtype is not None)
+        for packed in chosen.packed:
+            _round_again(copied, names[id(packed)], inner.dtype, packed.block, is_full=dtype is not None)
+    if chosen.has_towers:
+        _rename_tokens(copied, num_token_ids)
     config = inner.config.get_text_config()
     was_shortened = _shorten_windows(copied, inner.config, longest_window)
     generator = torch.Generator().manual_seed(seed)
@@ -172,8 +213,8 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
 def num_elements(chosen: ChosenLayers) -> int:
     """Counts elements in the weights of a copy, with packed weights unpacked."""
     model = chosen.model
-    left_out = {id(p) for layer in chosen.left_out for p in layer.parameters()}
-    left_out |= {id(p) for p in tower_parameters(model)}
+    left_out = {id(p) for module in chosen.left_out for p in module.parameters()}
+    left_out |= set() if chosen.has_towers else {id(p) for p in tower_parameters(model)}
     memo: dict[int, Any] = {}
     _cut_vocabulary(base_of(model), memo)
     counts, own = own_elements(model), dict(model.named_parameters())
@@ -216,8 +257,15 @@ def _added_functions(module: nn.Module) -> tuple[Any, ...]:
         for key, value in sorted(vars(module).items())
         if inspect.isroutine(value) or isinstance(value, partial) or (key == "forward" and callable(value))
     ]
-    own = [(key, getattr(f, "func", f).__qualname__ if package_of(f) == "hf_longctx" else id(f)) for key, f in functions]
+    own = [(key, getattr(f, "func", f).__qualname__ if package_of(f) == "hf_longctx" else _same(f)) for key, f in functions]
     return (*hooks, *own)
+
+
+def _same(function: Any) -> Any:
+    """Returns a key of a function; activations of transformers are partials, a new one in every layer."""
+    if isinstance(function, partial):
+        return _same(_function(function.func)), repr(function.args), repr(function.keywords)
+    return id(function)
 
 
 def has_user_functions(model: nn.Module) -> bool:
@@ -300,6 +348,20 @@ def _cut_vocabulary(base: Any, memo: dict[int, Any]) -> int:
         if isinstance(parameter, nn.Parameter):
             memo[id(parameter)] = nn.Parameter(parameter.detach()[:kept].clone(), parameter.requires_grad)
     return kept
+
+
+def _rename_tokens(copied: Any, num_token_ids: int) -> None:
+    """Gives a copy's tokens with a name of their own, such as that of an image, ids that its vocabulary has."""
+    configs = [config for module in copied.modules() if isinstance(config := vars(module).get("config"), PretrainedConfig)]
+    found = [
+        (own, name, value)
+        for own in {id(owner): vars(owner) for owner in (*copied.modules(), *configs)}.values()
+        for name, value in own.items()
+        if isinstance(value, int) and value >= num_token_ids and _TOKEN_ID.fullmatch(name)
+    ]
+    renamed = {value: num_token_ids - 1 - place for place, value in enumerate(sorted({value for _, _, value in found}))}
+    for own, name, value in found:
+        own[name] = renamed[value]
 
 
 def _make_weights(copied: Any, seed: int) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from hf_longctx.hf.data.collator import LongContextCollator, PlannedDataset, PlannedStep
+from hf_longctx.hf.data.fields import MEDIA
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
@@ -30,12 +31,15 @@ from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.forwards import cache_parameter
 from hf_longctx.hf.models.kernels import FusedLayers
+from hf_longctx.hf.models.media import tower_graphs
 from hf_longctx.hf.models.quantised import move_scales
 from hf_longctx.hf.models.spec import decoder_layers
 from hf_longctx.hf.models.states import mixers_of, num_scans
+from hf_longctx.hf.models.towers import tower_parameters, unit_classes
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.self_test.independent import independent_copy
-from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, Errors, merged
+from hf_longctx.hf.self_test.parity import EMBEDDING, ENDS, MERGED, TOWERS, Errors, merged
+from hf_longctx.hf.self_test.probe_images import ProbeImages
 from hf_longctx.hf.self_test.probe_plans import ProbePlan, probe_plans
 from hf_longctx.hf.self_test.reduced_copy import ReducedCopy
 from hf_longctx.plan.core.lending import is_lent, lent_order, lent_pieces, running_stages
@@ -55,6 +59,8 @@ from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
 from hf_longctx.runtime.process_groups import GroupPool
 from hf_longctx.runtime.states.book import CONVOLUTION, scan_name
 
+# room for graphs of towers that takes all of them
+_ROOM_BYTES = 2**60
 # the two recorded quantities
 Kind = Literal["values", "gradients"]
 # (sequence, start, stop, first): tokens [start, stop) of a sequence, which begin at index `first` of the row in a forward
@@ -75,15 +81,17 @@ class LeftState:
 class HiddenTrace:
     """Records outputs of `modules`, by site, and their gradients, for tokens given by `recording`.
 
+    first: the first layer if what it gets is recorded, too, as site `MERGED`.
+
     Forwards outside of `recording`, such as replays, are not recorded, nor are outputs without one vector for every token of one
     row, [1, T, ...].
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], first: nn.Module | None = None) -> None:
         self.records: dict[tuple[Kind, int], dict[tuple[int, int, int], Tensor]] = {}
         self.states: dict[Left, LeftState] = {}
         self._parts: Sequence[Part] | None = None
-        self._modules = modules
+        self._modules, self._first = modules, first
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -91,6 +99,13 @@ class HiddenTrace:
         with ExitStack() as undo:
             for site, module in self._modules.items():
                 undo.callback(module.register_forward_hook(self._hook(site)).remove)
+            if self._first is not None:
+                keep = self._hook(MERGED)
+
+                def before(module: nn.Module, args: Any, keywords: Any) -> None:
+                    keep(module, args, args[0] if args else keywords["hidden_states"])
+
+                undo.callback(self._first.register_forward_pre_hook(before, with_kwargs=True).remove)
             yield
 
     @contextmanager
@@ -195,7 +210,8 @@ def largest(trace: HiddenTrace, kind: Kind, site: int, sequences: Sequence[int],
     return max((value if value == value else float("inf") for value in values), default=0.0)
 
 
-Rows = list[dict[str, list[int]]]
+# with images, rows have two more columns
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -238,9 +254,10 @@ class RunPlace:
     # layer kernels for runs under plans; plain runs do not use them
     fused: FusedLayers | None = None
 
-    def labels_of(self, row: Mapping[str, list[int]]) -> list[int]:
+    def labels_of(self, row: Mapping[str, Any]) -> list[int]:
         """Returns the labels for the logits of `logits_of` for a row."""
-        return row["labels"][1:] if self.task.kind == "next_token" else row["labels"]
+        labels: list[int] = row["labels"]
+        return labels[1:] if self.task.kind == "next_token" else labels
 
     def logits_of(self, output: Any) -> Tensor:
         """Returns the logits [n, V] with labels in the model's output for one row: of all tokens, or of the whole document."""
@@ -251,10 +268,15 @@ class RunPlace:
 
 
 class Specimen:
-    """A reduced copy, placed like the model (replicated, sharded, in stages), that runs plainly and under plans."""
+    """A reduced copy, placed like the model (replicated, sharded, in stages), that runs plainly and under plans.
 
-    def __init__(self, reduced: ReducedCopy, is_autocast: bool, setup: Setup, place: RunPlace) -> None:
-        self.reduced, self.setup, self.place = reduced, setup, place
+    images: those of its rows; None for rows of text.
+    """
+
+    def __init__(
+        self, reduced: ReducedCopy, is_autocast: bool, setup: Setup, place: RunPlace, images: ProbeImages | None = None
+    ) -> None:
+        self.reduced, self.setup, self.place, self.images = reduced, setup, place, images
         self.pool, self.device, mesh, device = place.pool, place.device, place.mesh, place.device
         self.model, self.layers = reduced.model, reduced.layers
         self._dropout = keys_of(reduced.model)
@@ -282,7 +304,8 @@ class Specimen:
             if setup.costs.model.experts.num_ranks > 1:
                 spread_experts(spread_experts_of(owned), block_mesh(mesh), device)
             on_host = setup.costs.model.layers_on_host
-            shard_model(owned, tuple(self.model._no_split_modules or ()), mesh, place.fp32_gradients, on_host)
+            units = unit_classes(self.model, images is not None)
+            shard_model(owned, units, mesh, place.fp32_gradients, on_host)
         for model in {id(each): each for each in (self.model, owned)}.values():
             if mesh is None or model is not owned:
                 model.to(device)
@@ -297,14 +320,16 @@ class Specimen:
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
         """Returns the plans that the copy runs."""
         counts = [self._kept_layers(stage) for stage in range(self.setup.num_stages)]
-        return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, self.setup.planner.activations is not None)
+        blocks = () if self.images is None else self.images.blocks(self.model, lengths)
+        has_policies = self.setup.planner.activations is not None
+        return probe_plans(lengths, self.setup.costs, self.setup.planner, counts, has_policies, blocks)
 
     def plain(self, rows: Rows, members: Sequence[int] | None = None, cuts: Collection[tuple[int, int]] = ()) -> CopyRun:
         """Runs `members` (None: all) of `rows`, one by one, with the model's own code; returns loss, gradients, hidden states.
 
         cuts: rows and positions at which states of layers are also recorded.
         """
-        trace = HiddenTrace(self._sites)
+        trace = self._trace(self._sites)
         num_labels = sum(label != IGNORE_INDEX for row in rows for label in self.place.labels_of(row))
         total = 0.0
         with trace.hooked():
@@ -314,13 +339,18 @@ class Specimen:
                 # reset, so that a document does not get the rotary frequencies of a longer one before it
                 forget_documents(self.model)
                 with self._alone(number, ids), trace.recording([(number, 0, ids.shape[1], 0)]):
-                    logits_TV = self.place.logits_of(self.model(input_ids=ids, use_cache=False))
+                    logits_TV = self.place.logits_of(self._forward(rows[number], ids, use_cache=False))
                 loss = self._summed_loss(logits_TV, labels, self.place.token_loss) / num_labels
                 loss.backward()
                 total += float(loss.detach())
         for number, position in sorted(cuts):
             trace.states |= self._plain_states(rows, number, position)
         return CopyRun(total, self._take_gradients(self.model, self._copies_summed), trace, self._places(self.model, self.layers))
+
+    def _forward(self, row: Mapping[str, Any], ids_1T: Tensor, **keywords: Any) -> Any:
+        """Runs the model's own forward for a row, or for its first tokens, with its images."""
+        given = {} if self.images is None else self.images.plain_inputs(row, self.model, ids_1T)
+        return self.model(input_ids=ids_1T, **given, **keywords)
 
     def _alone(self, number: int, ids_1T: Tensor) -> AbstractContextManager[None]:
         """Context of a plain forward of row `number`, in which the copy's dropout gets the row's tokens."""
@@ -338,7 +368,7 @@ class Specimen:
         forget_documents(self.model)
         with self._alone(number, ids):
             keyword = cache_parameter(type(base_of(self.model)).forward)
-            self.model(input_ids=ids, use_cache=True, **{keyword: cache})
+            self._forward(rows[number], ids, use_cache=True, **{keyword: cache})
         states: dict[Left, LeftState] = {}
         for site, layer in self.layers.items():
             for mixer in mixers_of(layer).values():
@@ -347,7 +377,7 @@ class Specimen:
         return states
 
     @torch.no_grad()
-    def own_loss(self, row: dict[str, list[int]]) -> tuple[float, float] | None:
+    def own_loss(self, row: Mapping[str, Any]) -> tuple[float, float] | None:
         """Returns the loss of the model's forward for a document, and the mean cross-entropy, or `value_loss`, of its logits.
 
         None if the forward returns no loss, or cannot be called with labels. Collective, like `plain`.
@@ -363,10 +393,10 @@ class Specimen:
         try:
             forget_documents(self.model)
             with self._alone(0, ids):
-                loss = self.model(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=num_labels).loss
+                loss = self._forward(row, ids, labels=labels, use_cache=False, num_items_in_batch=num_labels).loss
             forget_documents(self.model)
             with self._alone(0, ids):
-                logits_TV = self.place.logits_of(self.model(input_ids=ids, use_cache=False))
+                logits_TV = self.place.logits_of(self._forward(row, ids, use_cache=False))
         except Exception:
             # plans do not call this
             return None
@@ -385,11 +415,14 @@ class Specimen:
 
     def planned(self, plan: StepPlan, rows: Rows) -> CopyRun:
         """Runs a plan; returns the loss, the hidden states of this rank's tokens, and gradients of the whole step. Collective."""
-        trace = HiddenTrace(self._own_sites)
+        trace = self._trace(self._own_sites)
         rank_plan = plan.for_rank(self.pool.rank)
         lengths = np.array([len(row["input_ids"]) for row in rows])
-        dataset = PlannedDataset(rows, SequenceIndex.build(lengths, int(lengths.max()), "error"), task=self.place.task)
-        batch = LongContextCollator()([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
+        reader = None if self.images is None else self.images.reader(self.model)
+        index = SequenceIndex.build(lengths, int(lengths.max()), "error")
+        dataset = PlannedDataset(rows, index, task=self.place.task, reader=reader)
+        have_media = None if reader is None or self.place.mesh is None else np.array([bool(row[MEDIA]) for row in rows])
+        batch = LongContextCollator(have_media)([dataset[PlannedStep(plan, tuple(range(len(rows))), self.pool.rank)]])
         forwards = self._forwards(plan)
         stage, *stages = (_TracedStage.of(each, trace, forwards) for each in (self.stage, *self._all_stages))
         executor = StepExecutor(
@@ -398,6 +431,9 @@ class Specimen:
         fused = self.place.fused or FusedLayers("")
         fused.bind(self.stage.model)
         engine = self._activations.engine(self.stage.model, rank_plan)
+        if self.images is not None and (graphs := tower_graphs(self.stage.model)) is not None:
+            # towers run again in plans with policies
+            graphs.begin(0 if engine is not None else _ROOM_BYTES)
         try:
             with trace.hooked():
                 result = executor.run(rank_plan, batch["chunks"], self.place.count(batch["num_label_tokens"]), engine=engine)
@@ -406,6 +442,10 @@ class Specimen:
             fused.close()
         own = {site: module for site, module in self._own_sites.items() if site != EMBEDDING}
         return CopyRun(float(result.loss), self._take_gradients(self.stage.model, 1), trace, self._places(self.stage.model, own))
+
+    def _trace(self, sites: Mapping[int, Any]) -> HiddenTrace:
+        """Makes a trace of these sites; with images in rows, also of what the first layer gets."""
+        return HiddenTrace(sites, sites.get(min(self.layers)) if self.images is not None and EMBEDDING in sites else None)
 
     def _kept_layers(self, stage: int) -> tuple[int, ...]:
         """Returns the number of the copy's layers in every layer range of a stage."""
@@ -471,6 +511,8 @@ class Specimen:
     def _places(self, model: Any, layers: dict[int, Any]) -> dict[str, int]:
         """Returns the layer of every weight."""
         owners = {id(parameter): place for place, layer in layers.items() for parameter in layer.parameters()}
+        if self.images is not None and (model is self.model or not self.stage.stage):
+            owners = {id(parameter): TOWERS for parameter in tower_parameters(model)} | owners
         return {name: owners.get(id(p), ENDS) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -513,6 +555,9 @@ def differences(run: CopyRun, plain: CopyRun, windows: dict[int, int]) -> Measur
     """Returns errors of a run against the plain run, by measure. Collective if only one of both has sharded gradients."""
     errors: Errors = {("loss", 0): abs(run.loss - plain.loss) / max(abs(plain.loss), 1e-30)}
     for kind, site in run.trace.records:
+        if (kind, site) == ("values", EMBEDDING) and ("values", MERGED) in run.trace.records:
+            # where features stand, a class may embed any token
+            continue
         errors[kind, site] = difference(run.trace, plain.trace, kind, site)
         if kind == "values" and windows.get(site):
             errors["early", site] = difference(run.trace, plain.trace, kind, site, stop=windows[site])
