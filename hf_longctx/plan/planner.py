@@ -24,6 +24,7 @@ from hf_longctx.plan.core.types import (
     Estimate,
     GroupShape,
     LayerRange,
+    Media,
     MicroBatch,
     SequenceGroup,
     Span,
@@ -90,11 +91,13 @@ def plan_step(
     config: PlannerConfig,
     most_s: float = math.inf,
     blocks: tuple[Blocks, ...] = (),
+    media: tuple[Media, ...] = (),
 ) -> StepPlan:
     """Plans optimizer step `step` for sequences of `lengths` tokens: the actions of every rank, and an estimate.
 
     most_s: seconds of a plan with other stages or shards, which a plan of several stages must beat; the search ends as soon as
-    it cannot. blocks: those of every sequence, on one stage; groups then divide heads, since rings cannot compute them.
+    it cannot. blocks: those of every sequence, on one stage; groups then divide heads, since rings cannot compute them. media:
+    the images of every sequence, whose towers count.
     Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit.
     Raises ValueError for a sequence that fits no allowed group and for settings that do not go together, NotFaster if no plan of
     several stages takes less than `most_s`, and PlanError if a pass broke an invariant.
@@ -104,11 +107,32 @@ def plan_step(
             "lend_stages is set, but the model's states are counted for one stage per rank (keeps_all_stages=False); a rank that "
             "is lent needs the weights of all stages, so set ModelSpec.keeps_all_stages or leave lend_stages out"
         )
-    started_s = time.perf_counter()
     if blocks:
         if len(config.stages) > 1:
             raise ValueError("sequences have tokens that see each other both ways, which several stages do not run; set stages=1")
         costs = replace(costs, method="ulysses")
+    if not media:
+        return _planned(step, lengths, costs, config, most_s, blocks)
+    costs = replace(costs, media=media)
+    budget, tower_bytes = config.activations, costs.model.towers_bytes(media)
+    if budget is not None and tower_bytes < budget.device_bytes:
+        # without a plan that leaves room for towers, the one with the least memory beside them
+        with suppress(ValueError):
+            beside = replace(config, activations=replace(budget, device_bytes=budget.device_bytes - tower_bytes))
+            return _planned(step, lengths, costs, beside, most_s, blocks)
+    return _planned(step, lengths, costs, config, most_s, blocks)
+
+
+def _planned(
+    step: int,
+    lengths: Sequence[int],
+    costs: CostModel,
+    config: PlannerConfig,
+    most_s: float,
+    blocks: tuple[Blocks, ...],
+) -> StepPlan:
+    """Plans a step whose images are those of `costs`; see `plan_step`."""
+    started_s = time.perf_counter()
     planning = Planning(costs, config, blocks)
     if len(config.stages) > 1:
         search = PipelineSearch(step, lengths, planning, most_s)
@@ -137,7 +161,9 @@ def plan_step(
         solver=solver,
         cost_source=costs.coefficients.source,
     )
-    return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan), planning.host_limit_bytes)
+    return validate_plan(
+        replace(plan, estimate=estimate, media=costs.media), planning.limit_bytes(plan), planning.host_limit_bytes
+    )
 
 
 def step_bound_s(lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> float:

@@ -17,10 +17,11 @@ from hf_longctx.hf.models.media import around_text, counted_graph, feature_table
 from hf_longctx.hf.models.spec import model_spec, trained_tower
 from hf_longctx.hf.models.towers import tower_names, tower_parameters
 from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
+from hf_longctx.plan.core.types import TowerWork
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.stage import part_state_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
-from hf_longctx.plan.model.towers import Medium, TowerSpec
+from hf_longctx.plan.model.towers import TowerSpec
 from hf_longctx.runtime.core.chunk_inputs import TowerInputs
 
 NUM_LAYERS = 8
@@ -34,7 +35,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def built(name: str) -> tuple[Any, TowerInputs, Medium, TowerSpec]:
+def built(name: str) -> tuple[Any, TowerInputs, TowerWork, TowerSpec]:
     """A tiny model in fp32 with more layers in its tower, an image, the same in numbers, and the tower in numbers."""
     settings, make = CASES[name]
     deep = "depth" if name.startswith(("Qwen", "Glm", "Ernie")) else "num_hidden_layers"
@@ -46,7 +47,7 @@ def built(name: str) -> tuple[Any, TowerInputs, Medium, TowerSpec]:
     shape = tensors["pixel_values"].shape
     num_parts = 1 if "image_grid_thw" in tensors else shape[:-3].numel() if len(shape) > 3 else 1
     patches = shape.numel() // spec.patch_elements // num_parts
-    return model, TowerInputs("image", tensors, count), Medium(num_parts, patches, count), spec
+    return model, TowerInputs("image", tensors, count), TowerWork(0, count, num_parts, patches, count), spec
 
 
 @pytest.mark.parametrize("name", CASES)

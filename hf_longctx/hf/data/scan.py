@@ -90,6 +90,8 @@ class DatasetScan:
     # (row, begin, end) of all tokens in a row that stand for a feature without another token between them, [M, 3], in order; None
     # if no row has any
     media_blocks: IntArray | None = None
+    # (row, start, stop, features, parts, elements, whether it is a video) of every `Medium`, [M, 7], in order; None without any
+    media: IntArray | None = None
 
     @property
     def sequence_lengths(self) -> IntArray:
@@ -130,6 +132,7 @@ def scan_dataset(
     documents: list[IntArray] = []
     media_features: list[IntArray] = []
     media_blocks: list[IntArray] = []
+    media: list[IntArray] = []
     row_digests = None if isinstance(dataset, datasets.Dataset) else np.zeros(len(dataset), dtype=np.uint64)
     bar = tqdm(total=len(dataset), desc=f"reading {name}", unit=" rows", unit_scale=True, delay=1.0, disable=not show_progress)
     with bar:
@@ -153,6 +156,7 @@ def scan_dataset(
                 media_features.append(_media_features(table, len(rows)))
                 if media_features[-1].any():
                     media_blocks.append(_media_blocks(table, rows, placeholders, num_rows - len(rows)))
+                    media.append(_media_table(table, num_rows - len(rows)))
                 documents += [] if (found_documents := _documents(table)) is None else [found_documents]
                 if (first := first_labels(table, found_documents, task)) is not None:
                     firsts.append(first)
@@ -174,7 +178,8 @@ def scan_dataset(
     features = np.concatenate(media_features) if media_features else None
     features = features if features is not None and features.any() else None
     blocks = np.concatenate(media_blocks) if media_blocks else None
-    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding, features, blocks)
+    known = np.concatenate(media) if media else None
+    return DatasetScan(lengths, digest.hexdigest(), problems, row_digests, joined, first, padding, features, blocks, known)
 
 
 def _media_features(table: pa.Table, num_rows: int) -> IntArray:
@@ -202,6 +207,19 @@ def _media_blocks(table: pa.Table, lengths: IntArray, placeholders: tuple[int, .
     begins, ends = np.flatnonzero(is_feature & ~before), np.flatnonzero(is_feature & ~after) + 1
     rows = np.searchsorted(firsts, begins, side="right") - 1
     return np.stack([first_row + rows, begins - firsts[rows], ends - firsts[rows]], axis=1).astype(np.int64)
+
+
+def _media_table(table: pa.Table, first_row: int) -> IntArray:
+    """Returns `DatasetScan.media` of a table without problems; rows count from `first_row`."""
+    _, numbers, rows = _media_numbers(table)
+    items = _values(table[MEDIA])
+    parts, elements, kinds = (
+        pc.fill_null(pc.struct_field(items, name), least).to_numpy(zero_copy_only=False)
+        if items.type.get_field_index(name) >= 0
+        else np.full(len(rows), least)
+        for name, least in _OF_TOWERS.items()
+    )
+    return np.stack([first_row + rows, *numbers.values(), parts, elements, kinds == "video"], axis=1).astype(np.int64)
 
 
 def _media_numbers(table: pa.Table) -> tuple[IntArray, dict[str, IntArray], IntArray]:
@@ -562,7 +580,7 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: 
             if column == MEDIA:
                 if problem := _medium_problem(row[column]):
                     return f"row {first_row + number} column {column!r} {problem}"
-                values[column].append([{name: item[name] for name in _MEDIUM} for item in row[column]])
+                values[column].append([{name: item.get(name) for name in (*_MEDIUM, *_OF_TOWERS)} for item in row[column]])
                 continue
             kinds, items, dtype = ("iuf", "numbers", np.float64) if column in floats else ("iub", "integers", np.int64)
             try:
@@ -575,18 +593,23 @@ def _plain_table(rows: list[Any], columns: Sequence[str], first_row: int, task: 
                 return f"row {first_row + number} column {column!r} holds {row[column]!r:.40}, expected a list of {items} per row"
             values[column].append(value if value is None else value.astype(dtype))
     types = {column: pa.list_(pa.float64() if column in floats else pa.int64()) for column in columns}
-    types[MEDIA] = pa.list_(pa.struct([(name, pa.int64()) for name in _MEDIUM]))
+    numbers = [(name, pa.int64()) for name in _MEDIUM]
+    types[MEDIA] = pa.list_(pa.struct([*numbers, *((name, pa.scalar(least).type) for name, least in _OF_TOWERS.items())]))
     return pa.table({column: pa.array(items, types[column]) for column, items in values.items()})
 
 
-# numbers of a medium that the scan reads
+# numbers of a medium that the scan reads, and what it reads of towers, which rows of earlier versions lack
 _MEDIUM = ("start", "stop", "num_features")
+_OF_TOWERS: dict[str, int | str] = {"num_parts": 1, "elements": 0, "kind": "image"}
 
 
 def _medium_problem(value: Any) -> str:
     """Returns what is wrong with a row's media; empty if nothing is."""
     is_right = isinstance(value, list | tuple) and all(
-        isinstance(item, Mapping) and all(isinstance(item.get(name), int) for name in _MEDIUM) for item in value
+        isinstance(item, Mapping)
+        and all(isinstance(item.get(name), int) for name in _MEDIUM)
+        and all(isinstance(item.get(name) or least, type(least)) for name, least in _OF_TOWERS.items())
+        for item in value
     )
     return "" if is_right else f"holds {value!r:.60}, expected the images that tokenise_chat writes with a processor"
 
@@ -943,18 +966,19 @@ def _parsed(content: bytes, header_start: int, made_from: dict[str, Any]) -> Dat
     if sum(count for count in counts if count is not None) != len(numbers) or min((c for c in counts if c), default=1) < 0:
         raise ValueError("counts")
     parts = iter(np.split(numbers, np.cumsum([count for count in counts if count is not None])))
-    lengths, documents, first, features, blocks = (None if count is None else next(parts) for count in counts)
+    lengths, documents, first, features, blocks, media = (None if count is None else next(parts) for count in counts)
     if lengths is None or not isinstance(values["digest"], str) or not isinstance(values["problems"], list):
         raise ValueError("lengths")
     padding = Padding(*map(int, values["padding"]))
     blocks = None if blocks is None else blocks.reshape(-1, 3)
-    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding, features, blocks)
+    media = None if media is None else media.reshape(-1, 7)
+    return DatasetScan(lengths, values["digest"], values["problems"], None, documents, first, padding, features, blocks, media)
 
 
 def _write(path: Path, made_from: dict[str, Any], scan: DatasetScan, name: str) -> None:
     """Writes checksum, header, and the numbers of rows and documents into one file, atomically."""
-    blocks = None if scan.media_blocks is None else scan.media_blocks.reshape(-1)
-    arrays = scan.lengths, scan.documents, scan.first_labels, scan.media_features, blocks
+    blocks, media = (None if each is None else each.reshape(-1) for each in (scan.media_blocks, scan.media))
+    arrays = scan.lengths, scan.documents, scan.first_labels, scan.media_features, blocks, media
     values: dict[str, Any] = {"made_from": made_from, "digest": scan.digest, "problems": scan.problems}
     values["padding"] = astuple(scan.padding)
     values["counts"] = [None if array is None else len(array) for array in arrays]

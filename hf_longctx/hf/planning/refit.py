@@ -196,7 +196,7 @@ def pass_samples(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs
 
 def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> dict[tuple[int, str], float]:
     """Returns seconds by (micro-batch of this rank, action), without the time that activation policies add."""
-    seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in intervals}
+    seconds = _without_towers(plan, rank, intervals, costs)
     for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
         for forward, (forward_s, backward_s) in _added_by_policies(plan, costs, group, stage).items():
             names = [(index, str(replace(forward, kind=kind))) for kind in ("F", "B")]
@@ -208,6 +208,23 @@ def _without_policies(plan: StepPlan, rank: int, intervals: Sequence[Interval], 
             # keep at least a tenth of the pass, since the added time is only a prediction
             for name, added_s in zip(names, (forward_s, backward_s), strict=True):
                 seconds[name] = max(seconds[name] - added_s * rate, seconds[name] / 10)
+    return seconds
+
+
+def _without_towers(plan: StepPlan, rank: int, intervals: Sequence[Interval], costs: CostModel) -> dict[tuple[int, str], float]:
+    """Returns seconds by (micro-batch of this rank, action), without the predicted share of towers."""
+    seconds = {(interval.round, interval.name): interval.stop_s - interval.start_s for interval in intervals}
+    if not plan.media:
+        return seconds
+    priced = replace(costs, media=plan.media)
+    for index, (group, stage) in enumerate(plan.for_rank(rank).rounds):
+        for action in stage.actions if not stage.stage else ():
+            if action.kind in ("F", "B") and action.layer_range == 0:
+                chunk, part, is_backward = group.chunks[action.chunk], _part_of(costs.model, group, action), action.kind == "B"
+                num_layers = stage.layer_ranges[0].num_layers
+                text_s = costs.part_s(chunk, group.shape, is_backward, num_layers, part.has_head)
+                towers_s = priced.chunk_towers_s(chunk, group.shape, is_backward)
+                seconds[index, str(action)] *= text_s / (text_s + towers_s)
     return seconds
 
 

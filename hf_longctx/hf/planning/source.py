@@ -103,9 +103,12 @@ class PlanSource:
     def solve(self, step: int, given: list[int] | StepSequences, explore: bool) -> StepPlan:
         """Plans one step on this rank only, however long that takes."""
         costs, planner = self.costs, self.planner
-        lengths, blocks = (given, ()) if isinstance(given, list) else (list(given.lengths), given.blocks)
-        if blocks:
-            planner = partial(planner, blocks=blocks)
+        sequences = StepSequences(tuple(given)) if isinstance(given, list) else given
+        lengths = list(sequences.lengths)
+        if sequences.blocks:
+            planner = partial(planner, blocks=sequences.blocks)
+        if sequences.media:
+            planner = partial(planner, media=sequences.media)
         explores = self._explores(explore)
         self._explore_steps -= explores
 

@@ -181,6 +181,7 @@ def _memory_of(
             messages = max(messages, message_bytes(model, stage, plan.num_stages, most_tokens))
         found = (joined_moments(moments, np.array(turns)) if turns else moments[0]).most
         book, device_peak = found.book, byte_model.stage_states(rounds[0][1], plan) + found.peak + messages
+        device_peak += 0 if rounds[0][1].stage else model.towers_bytes(plan.media)
     policies = [{(policy.layer_range, policy.chunk): policy for policy in stage.activations} for _, stage in rounds]
     held: dict[tuple[int, int, int], tuple[int, int]] = {}
     memory = NO_MEMORY

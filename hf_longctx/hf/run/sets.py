@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import TrainingArguments
 
+from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.fields import token_types_problem, unread_columns
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels
 from hf_longctx.hf.data.later_pieces import RowChanged, tables_of
 from hf_longctx.hf.data.media.processors import FileReader
+from hf_longctx.hf.data.media.rows import Medium, tower_work
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
 from hf_longctx.hf.data.streams.rows import StreamRules
@@ -34,7 +36,8 @@ from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.media import media_problems
 from hf_longctx.hf.start.setup import settings_for
 from hf_longctx.hf.start.stages import own_stage
-from hf_longctx.plan.core.types import Blocks
+from hf_longctx.plan.core.types import Blocks, Media, TowerWork
+from hf_longctx.plan.model.towers import TowerSpec
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.setup import Setup
 
@@ -170,7 +173,7 @@ class SequenceSets:
         raise_together(problems, self.control, alike=settings)
         self._reads_media = any(map(self.has_media, given))
         if self.has_media("train_dataset") and self.args.process_index == 0:
-            _log_towers(model)
+            _log_towers(model, self.setup.costs.model.tower)
 
     def _differing_rows(self, scans: Mapping[str, DatasetScan]) -> list[str]:
         """Problems with the first row that differs between ranks, for sets that run code to make rows. Collective."""
@@ -248,9 +251,19 @@ class SequenceSets:
             return lambda _: ()
 
         def found(sequences: list[int]) -> tuple[Blocks, ...]:
-            rows = index.rows[sequences]
-            ends = np.searchsorted(blocks[:, 0], np.stack([rows, rows + 1], axis=1)).tolist()
-            each = tuple(tuple((begin, end) for begin, end in blocks[first:stop, 1:].tolist()) for first, stop in ends)
+            each = tuple(tuple((begin, end) for begin, end in own) for own in _of_rows(blocks, index.rows[sequences]))
+            return each if any(each) else ()
+
+        return found
+
+    def media_of(self, name: str, index: SequenceIndex) -> Callable[[list[int]], tuple[Media, ...]]:
+        """Returns a function from sequences of a set's index to what towers read for them; () if none of them has images."""
+        media, tower = self._scans[name][1].media, self.setup.costs.model.tower
+        if media is None or tower.is_empty:
+            return lambda _: ()
+
+        def found(sequences: list[int]) -> tuple[Media, ...]:
+            each = tuple(tuple(_tower_work(own, tower)) for own in _of_rows(media, index.rows[sequences]))
             return each if any(each) else ()
 
         return found
@@ -400,6 +413,19 @@ class SequenceSets:
         ]
 
 
+def _of_rows(numbers: IntArray, rows: IntArray) -> list[list[list[int]]]:
+    """Returns the lines of a table for each of these rows, whose number is in its first column, without that column."""
+    ends = np.searchsorted(numbers[:, 0], np.stack([rows, rows + 1], axis=1)).tolist()
+    return [numbers[first:stop, 1:].tolist() for first, stop in ends]
+
+
+def _tower_work(media: list[list[int]], tower: TowerSpec) -> Iterator[TowerWork]:
+    """Yields what a tower reads for lines of `DatasetScan.media` without their rows."""
+    for start, stop, num_features, num_parts, elements, is_video in media:
+        kind: MediumKind = "video" if is_video else "image"
+        yield from tower_work(Medium(kind, start, stop, num_features, num_parts=num_parts, elements=elements), tower)
+
+
 def _first_difference(name: str, everyone: list[Any]) -> list[str]:
     """Problem with the first row that differs between rank 0 and another rank, given row lengths and row hashes of every rank."""
     (lengths, digests), *others = everyone
@@ -414,14 +440,16 @@ def _first_difference(name: str, everyone: list[Any]) -> list[str]:
     return []
 
 
-def _log_towers(model: nn.Module) -> None:
-    """Logs what plans count of towers."""
+def _log_towers(model: nn.Module, tower: TowerSpec) -> None:
+    """Logs how many weights of towers are trained, and if plans cannot count what images cost."""
     trained = sum(weight.numel() for weight in tower_parameters(model) if weight.requires_grad)
-    logger.warning(
-        "rows have images: plans count weights of towers%s, but neither their seconds nor what they save for a backward; where "
-        "memory is short, give a lower device_gib",
-        f", and gradients and optimizer states of the {trained:,} trained ones" if trained else "",
-    )
+    logger.info("rows have images; %s weights of towers are trained", f"{trained:,}" if trained else "no")
+    if tower.is_empty:
+        logger.warning(
+            "rows have images, but the config of %s names no sizes of its tower, so plans count neither its seconds nor its "
+            "memory; where memory is short, give a lower device_gib",
+            type(model).__name__,
+        )
 
 
 def _log_cuts(name: str, row_lengths: IntArray, index: SequenceIndex, limit: int) -> None:

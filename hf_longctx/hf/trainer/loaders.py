@@ -28,7 +28,7 @@ from hf_longctx.hf.ranks.agreement import raise_together
 from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.run.run import Run
 from hf_longctx.plan.core.messages import listed
-from hf_longctx.plan.core.types import Blocks, StepSequences
+from hf_longctx.plan.core.types import Blocks, Media, StepSequences
 
 
 class PlannedBatchSampler:
@@ -36,7 +36,8 @@ class PlannedBatchSampler:
 
     The main process of every rank draws the plans, ahead of the loader's workers, which then fetch only the sequences of this
     rank. `steps_done` returns the number of plans that the run finished before it was resumed. A trainer that resumes discards
-    the first batches of its epoch, so those batches are empty and not planned. `blocks` returns the blocks of these sequences.
+    the first batches of its epoch, so those batches are empty and not planned. `blocks` and `media` return the blocks and images
+    of these sequences.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class PlannedBatchSampler:
         explore: bool,
         steps_done: Callable[[], int] = lambda: 0,
         blocks: Callable[[list[int]], tuple[Blocks, ...]] = lambda _: (),
+        media: Callable[[list[int]], tuple[Media, ...]] = lambda _: (),
     ) -> None:
         self.sampler, self.lengths, self.source, self.explore = sampler, lengths, source, explore
-        self.steps_done, self.blocks = steps_done, blocks
+        self.steps_done, self.blocks, self.media = steps_done, blocks, media
         # on resume the trainer skips steps through a copy of the loader, which reads these two attributes
         self.batch_size, self.drop_last = None, False
 
@@ -71,7 +73,7 @@ class PlannedBatchSampler:
             yield [PlannedStep(plan, tuple(batch), self.source.pool.rank)]
 
     def _sequences(self, batch: list[int]) -> StepSequences:
-        return StepSequences(tuple(self.lengths[batch].tolist()), self.blocks(batch))
+        return StepSequences(tuple(self.lengths[batch].tolist()), self.blocks(batch), self.media(batch))
 
 
 # global batches that are read ahead if the settings name no number
@@ -115,8 +117,8 @@ def train_loader(run: Run, dataset: Any, global_step: Callable[[], int]) -> Data
     name = "train_dataset"
     tokens = token_rows(run.sets.rows(name), run.task)
     rows = PlannedDataset(tokens, index, run.sets.scanned(name), run.task, run.sets.reader(name))
-    blocks = run.sets.blocks_of(name, index)
-    return _loader(run, name, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done, blocks))
+    of_rows = run.sets.blocks_of(name, index), run.sets.media_of(name, index)
+    return _loader(run, name, rows, PlannedBatchSampler(sampler, index.lengths, run.source, True, done, *of_rows))
 
 
 def eval_loader(run: Run, name: str, dataset: Any, marks: bool = False) -> DataLoader[Any]:
@@ -126,8 +128,9 @@ def eval_loader(run: Run, name: str, dataset: Any, marks: bool = False) -> DataL
     sampler = LengthAwareSampler(index.lengths, per_step, run.config.tokens_per_step, shuffle=False)
     task = replace(run.sets.task_of(name), marks=marks)
     rows = PlannedDataset(token_rows(run.sets.rows(name), run.task), index, run.sets.scanned(name), task, run.sets.reader(name))
-    blocks = run.sets.blocks_of(name, index)
-    return _loader(run, name, rows, PlannedBatchSampler(sampler, index.lengths, run.source, explore=False, blocks=blocks))
+    blocks, media = run.sets.blocks_of(name, index), run.sets.media_of(name, index)
+    steps = PlannedBatchSampler(sampler, index.lengths, run.source, explore=False, blocks=blocks, media=media)
+    return _loader(run, name, rows, steps)
 
 
 def _loader(run: Run, name: str, rows: PlannedDataset, steps: PlannedBatchSampler) -> DataLoader[Any]:

@@ -25,12 +25,14 @@ from hf_longctx.plan.core.types import (
     Estimate,
     LayerPolicy,
     LayerRange,
+    Media,
     MicroBatch,
     SequenceGroup,
     Span,
     StagePlan,
     StepPlan,
     TensorShare,
+    TowerWork,
 )
 
 SCHEMA_VERSION = 1
@@ -182,6 +184,8 @@ def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
         return tuple(_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if annotation == "tuple[Blocks, ...]":
         return tuple(_decode_blocks(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+    if annotation == "tuple[Media, ...]":
+        return tuple(_decode_media(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if not isinstance(value, str):
         raise ValueError(f"{path}: expected a string, found {shown(value)}")
     return value
@@ -192,6 +196,14 @@ def _decode_blocks(data: Any, path: str) -> Blocks:
     if wrong := [each for each in found if len(each) != 2]:
         raise ValueError(f"{path}: expected [begin, end], found {shown(list(wrong[0]))}")
     return tuple((begin, end) for begin, end in found)
+
+
+def _decode_media(data: Any, path: str) -> Media:
+    found = [_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(data, path))]
+    names = TowerWork._fields
+    if wrong := [each for each in found if len(each) != len(names)]:
+        raise ValueError(f"{path}: expected [{', '.join(names)}], found {shown(list(wrong[0]))}")
+    return tuple(TowerWork(*each) for each in found)
 
 
 def _decode_span(data: Any, path: str) -> Span:

@@ -14,12 +14,12 @@ run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from hf_longctx.plan.core.types import Chunk, GroupShape, Span
+from hf_longctx.plan.core.types import Chunk, GroupShape, Media, Span, TowerWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,21 @@ def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...
     if shape.ulysses == 1:
         return block_pieces(chunk, shape)
     return tuple(shard for block in block_pieces(chunk, shape) for shard in _split_block(block, shape.ulysses))
+
+
+def rank_media(chunk: Chunk, shape: GroupShape, media: Sequence[Media]) -> list[list[TowerWork]]:
+    """Returns the images that every rank of a group runs, since it has tokens of them. media: those of every sequence."""
+    found: list[list[TowerWork]] = []
+    for pieces in rank_pieces(chunk, shape):
+        own: dict[tuple[int, int], TowerWork] = {}
+        for piece in pieces:
+            # behind the documents come dummies
+            if piece.document < len(chunk.spans) and media[(span := chunk.spans[piece.document]).sequence]:
+                begin, end = span.start + piece.start, span.start + piece.stop
+                inside = (each for each in media[span.sequence] if each.start < end and begin < each.stop)
+                own |= {(span.sequence, each.start): each for each in inside}
+        found.append(list(own.values()))
+    return found
 
 
 def block_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:

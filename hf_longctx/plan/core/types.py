@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,6 +224,23 @@ class LayerRange:
 
 # ascending ranges [begin, end) of a sequence's tokens that see each other both ways, as those of an image do in some models
 Blocks = tuple[tuple[int, int], ...]
+
+
+class TowerWork(NamedTuple):
+    """What towers read for an image, or for a step in time of a video, whose tokens are [start, stop) of their sequence.
+
+    num_parts: tiles whose patches see each other. patches: those of each part.
+    """
+
+    start: int
+    stop: int
+    num_parts: int
+    patches: int
+    num_features: int
+
+
+# for every image of a sequence, in order
+Media = tuple[TowerWork, ...]
 # layer ranges of every stage (several with interleaving)
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
@@ -351,10 +368,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of a step: their tokens, and the blocks of each; (): no sequence has any."""
+    """The sequences of a step: their tokens, and the blocks and images of each; (): no sequence has any."""
 
     lengths: tuple[int, ...]
     blocks: tuple[Blocks, ...] = ()
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +415,8 @@ class StepPlan:
     turns: tuple[tuple[int, ...], ...] = ()
     # the blocks of every sequence, in which no slice ends; (): no sequence has any
     blocks: tuple[Blocks, ...] = ()
+    # the images of every sequence, whose towers cost seconds; (): no sequence has any
+    media: tuple[Media, ...] = ()
 
     @property
     def block_ranks(self) -> int:
@@ -405,7 +425,7 @@ class StepPlan:
 
     @property
     def sequences(self) -> StepSequences:
-        return StepSequences(self.lengths, self.blocks)
+        return StepSequences(self.lengths, self.blocks, self.media)
 
     @property
     def num_ranks(self) -> int:

@@ -244,6 +244,7 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
     _check_shape(plan)
     _check_cover(plan)
     _check_blocks(plan)
+    _check_media(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
         _check_positions(plan, index, micro_batch)
         for group in micro_batch.groups:
@@ -416,6 +417,20 @@ def _check_cover(plan: StepPlan) -> None:
             reached = stop
         if reached != length:
             raise PlanError(f"sequence {sequence}: tokens {reached} to {length} are never planned")
+
+
+def _check_media(plan: StepPlan) -> None:
+    """Checks that images are ranges of their sequences, in order, and have patches and features."""
+    if plan.media and len(plan.media) != len(plan.lengths):
+        raise PlanError(f"images are given for {len(plan.media)} sequences, but the plan has {len(plan.lengths)}")
+    for sequence, (media, length) in enumerate(zip(plan.media, plan.lengths, strict=False)):
+        ends = [0, *(each.stop for each in media)]
+        for before, each in zip(ends, media, strict=False):
+            if not before <= each.start < each.stop <= length or min(each[2:]) < 1:
+                raise PlanError(
+                    f"sequence {sequence}: image {tuple(each)} is empty, overlaps the one before, or lies outside its {length} "
+                    f"tokens"
+                )
 
 
 def _check_blocks(plan: StepPlan) -> None:

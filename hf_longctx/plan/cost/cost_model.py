@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
 from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
-from hf_longctx.plan.core.sharding import UNPACKING_BYTES
-from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Parameters
+from hf_longctx.plan.core.sharding import UNPACKING_BYTES, rank_media
+from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Media, Parameters, TowerWork
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
@@ -45,7 +45,6 @@ from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.config import HeadSizes
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
-from hf_longctx.plan.model.towers import Medium
 
 # bytes of one token per feature of hidden states and per inner feature of the MLP, in half precision and in fp32; with adapters,
 # gradients of what several matrices read add up inside their products
@@ -215,6 +214,8 @@ class CostModel:
     shard_ranks: int = 1
     # the model and coefficients of a teacher, whose forwards run under the same plans
     teacher: CostModel | None = None
+    # the images of every sequence of the step that is planned; (): no sequence has any
+    media: tuple[Media, ...] = field(default=(), compare=False)
 
     @property
     def shards(self) -> int:
@@ -401,7 +402,21 @@ class CostModel:
         token_s += num_layers * scan_bytes(self.model)[0] / rate if rate else 0.0
         return np.where(tokens > states.block_tokens, token_s * tokens, 0.0)
 
-    def tower_s(self, media: Iterable[Medium], is_backward: bool, again: bool = False) -> float:
+    def chunk_towers_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
+        """Returns seconds of towers in a pass of a chunk, on the rank of its group with most of them.
+
+        In backward they run again, as they do where no memory is left for their graphs.
+        """
+        if not any(self.media[span.sequence] for span in chunk.spans if self.media):
+            return 0.0
+        return max(self.tower_s(own, is_backward, again=True) for own in rank_media(chunk, shape, self.media))
+
+    def sequence_towers_s(self, num_sequences: int) -> FloatArray:
+        """Returns seconds of towers for each sequence of the step on one rank, forward plus backward."""
+        passes = ([self.tower_s(own, is_backward, again=True) for is_backward in (False, True)] for own in self.media)
+        return np.array([sum(each) for each in passes]) if self.media else np.zeros(num_sequences)
+
+    def tower_s(self, media: Iterable[TowerWork], is_backward: bool, again: bool = False) -> float:
         """Returns seconds in which a rank runs its tower for these images, at the rates of the text model's forward.
 
         again: the backward first runs the forward once more. A frozen tower has no backward.

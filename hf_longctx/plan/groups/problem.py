@@ -83,13 +83,14 @@ class GroupingProblem:
         block_ranks = 1 if costs.parameters == "replicated" else costs.shards
         documents = len(lengths) * share / max(1, sum(lengths))
         shapes = {degree: costs.best_shape(degree, degree * share, degree * documents) for degree in config.degrees}
+        towers_s = costs.sequence_towers_s(len(lengths))
         return cls(
             lengths=tuple(lengths),
             num_ranks=num_ranks,
             capacity=config.tokens_per_rank,
             degrees=config.degrees,
             shapes=shapes,
-            seconds=np.stack([costs.sequences_s(list(lengths), shape) for shape in shapes.values()]),
+            seconds=np.stack([costs.sequences_s(list(lengths), shape) + towers_s / shape.degree for shape in shapes.values()]),
             group_s=tuple(costs.group_s(shape) for shape in shapes.values()),
             block_ranks=block_ranks if config.nested and not config.one_micro_batch else 0,
             overlaps=0 < block_ranks < num_ranks,

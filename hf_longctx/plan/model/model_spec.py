@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.families.registry import traits_of
 from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES
-from hf_longctx.plan.core.types import LayerRange, TensorClass
+from hf_longctx.plan.core.types import LayerRange, Media, TensorClass
 from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.config import (
     NO_EXPERTS,
@@ -521,6 +521,11 @@ class ModelSpec:
         if self.heads:
             return self._head_mean(lambda own: 4 * self.num_heads * own.head_dim) + self.index.pair_operations
         return 2 * self.num_heads * self.kv_head_size + self.index.pair_operations
+
+    def towers_bytes(self, media: Iterable[Media]) -> int:
+        """Bytes that the first stage needs while towers run, one of these images of sequences at a time; 0 without any."""
+        sizes = (self.bytes_per_element, self.hidden_bytes)
+        return max((self.tower.work_bytes(each, *sizes) for own in media for each in own), default=0)
 
     def attention_pairs(self, layer_ranges: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
         """Returns the query-key pairs of a layer, averaged over the layers of `layer_ranges`; without any, over all layers.

@@ -17,18 +17,11 @@ saves; `families/towers.py` has them for every class, and tests count them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hf_longctx.families.towers import TOWER_LAYERS, TOWERS, Tower
-
-
-class Medium(NamedTuple):
-    """Patches and features of an image or video: parts whose patches see each other, patches of each, and features of all."""
-
-    num_parts: int
-    patches: int
-    num_features: int
+from hf_longctx.plan.core.types import TowerWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +84,19 @@ class TowerSpec:
         """Matrix parameters, without tables of positions and heads that images do not use."""
         return self.num_layers * self.layer_parameters + self.patch_elements * self.hidden_size + self.projector_products
 
-    def products(self, medium: Medium) -> float:
+    def products(self, medium: TowerWork) -> float:
         """Multiplications by matrices in a forward."""
         layers = self._tokens(medium) * self.num_layers * self.layer_parameters
         embedding = medium.num_parts * medium.patches * self.patch_elements * self.hidden_size
         return layers + embedding + medium.num_features * self.projector_products
 
-    def pair_operations(self, medium: Medium) -> float:
+    def pair_operations(self, medium: TowerWork) -> float:
         """Operations of attention in a forward."""
         seen = medium.patches + self.class_tokens
         of_layers = self.num_layers * seen - self.num_windowed * max(0, seen - self.window_patches)
         return 4.0 * self.hidden_size * self._tokens(medium) * of_layers
 
-    def operations(self, medium: Medium) -> float:
+    def operations(self, medium: TowerWork) -> float:
         """All operations of a forward; a product counts as a multiplication and an addition."""
         return 2.0 * self.products(medium) + self.pair_operations(medium)
 
@@ -114,7 +107,7 @@ class TowerSpec:
             return 0.0
         return self.graph_layers / self.num_layers + min(1.0, self.trained_parameters / self.num_parameters)
 
-    def graph_bytes(self, medium: Medium, bytes_per_element: int) -> int:
+    def graph_bytes(self, medium: TowerWork, bytes_per_element: int) -> int:
         """Bytes that a forward keeps for its backward, besides pixels and weights."""
         if not self.trained_parameters:
             return 0
@@ -127,11 +120,14 @@ class TowerSpec:
         ends = e * d * (int(self.graph_layers == self.num_layers) + self.kept_after * (1 + self.num_levels))
         return round(self._tokens(medium) * (self.graph_layers * layer + ends))
 
-    def feature_bytes(self, medium: Medium, bytes_per_feature: int) -> int:
-        """Bytes of an image's features of all levels, given those of one."""
-        return medium.num_features * (1 + self.num_levels) * bytes_per_feature
+    def work_bytes(self, medium: TowerWork, bytes_per_element: int, bytes_per_feature: int) -> int:
+        """Bytes while an image runs: what its backward needs, the tensors of one layer, features of all levels and gradients."""
+        e = bytes_per_element
+        layer = replace(self, num_layers=1, graph_layers=1, num_levels=0, kept_after=0, trained_parameters=1)
+        features = medium.num_features * (1 + self.num_levels) * bytes_per_feature * (1 + bool(self.trained_parameters))
+        return self.graph_bytes(medium, e) + layer.graph_bytes(medium, e) + features
 
-    def _tokens(self, medium: Medium) -> int:
+    def _tokens(self, medium: TowerWork) -> int:
         return medium.num_parts * (medium.patches + self.class_tokens)
 
 

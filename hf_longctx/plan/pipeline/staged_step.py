@@ -103,7 +103,9 @@ class StagedStep:
         tokens = self.lengths.astype(np.float64)
         self.gathers = stage_gathers(costs, ranges, self.block_ranks)
         self.rates = {degree: busiest_rates(costs, shape, ranges, tokens, self.gathers) for degree, shape in self.shapes.items()}
-        self.seconds = {degree: rates.sequences_s(tokens) for degree, rates in self.rates.items()}
+        # the first stage has the towers
+        towers_s = costs.sequence_towers_s(len(tokens))
+        self.seconds = {degree: rates.sequences_s(tokens) + towers_s / degree for degree, rates in self.rates.items()}
         self.room = StageRoom(costs, ranges, config)
         self.longest = {degree: degree * self.room.longest_tokens for degree in self.degrees}
         per_node, ranks = cluster.ranks_per_node, range(per_stage)

@@ -97,6 +97,8 @@ def evaluate_plan(plan: StepPlan, costs: CostModel, with_events: bool = True, kn
     known: cache for plans of the same model, so that the bytes of equal chunks are computed once. Raises ValueError naming what
     cannot be predicted yet: lent ranks together with interleaving, policies or packs. Raises PlanError for a deadlock.
     """
+    if plan.media:
+        costs = replace(costs, media=plan.media)
     run = _Run(plan, costs, with_events, PredictionCache() if known is None else known)
     if plan.turns:
         run.enter_schedule(plan.micro_batches, plan.turns)
@@ -206,7 +208,8 @@ class _Run:
         clock_s, times, inside = start_s, [], []
         for is_backward in (False, True):
             exchange_s = self._exchange_s(chunk, group.shape, near, is_backward)
-            stop_s = clock_s + (self.costs.local_s(chunk, group.shape, is_backward) + exchange_s)
+            towers_s = self.costs.chunk_towers_s(chunk, group.shape, is_backward)
+            stop_s = clock_s + (self.costs.local_s(chunk, group.shape, is_backward) + exchange_s + towers_s)
             times.append((clock_s, stop_s))
             inside.append(exchange_s)
             clock_s = stop_s
@@ -275,6 +278,8 @@ class _Run:
         counted_s = [self.counted_s[place] + sum(ends_s([self.gathers], *own)) for place, own in self.ends.items()]
         last_s = max((self.clocks[rank] + after_s for rank, after_s in self.after_s.items()), default=0.0)
         once_s = self.costs.coefficients.step_s
+        # the first stage has the towers
+        tower_bytes, per_stage = self.costs.model.towers_bytes(self.costs.media), self.plan.ranks_per_stage
         ranks = tuple(
             # rounding must not make a wait negative
             RankUse(rank, busy_s - exchanged_s, exchanged_s, max(0.0, chunks_s - busy_s), tokens)
@@ -284,7 +289,7 @@ class _Run:
             step_s=chunks_s + once_s,
             once_s=once_s,
             ranks=ranks,
-            peak_bytes=tuple(self.peak_bytes),
+            peak_bytes=(*(num_bytes + tower_bytes for num_bytes in self.peak_bytes[:per_stage]), *self.peak_bytes[per_stage:]),
             host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),

@@ -267,6 +267,12 @@ class ChunkSeconds:
             self._passes[key] = np.array(found)
         return self._passes[key]
 
+    @cached_property
+    def towers(self) -> FloatArray:
+        """Seconds of towers in every pass of the first stage, shape (chunks, F/B)."""
+        chunks, shape, both = self.group.chunks, self.group.shape, (False, True)
+        return np.array([[self.costs.chunk_towers_s(chunk, shape, is_backward) for is_backward in both] for chunk in chunks])
+
     def hops(self, leaves: bool) -> list[float]:
         """Seconds of the message that takes each chunk to the next stage. leaves: whether that stage is on another node."""
         if leaves not in self._hops:
@@ -356,6 +362,7 @@ class StageSeconds:
     def table(self) -> FloatArray:
         """Seconds of every pass, as `of` returns them, shape (layer ranges, stages, chunks, F/B); input of `Wiring.seconds`."""
         table = self._by_layer(0)
+        table[0, 0] += self.chunks.towers
         last = self.near[-1], self.pairs[-1][-1]
         table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
         for stage, policies in enumerate(self.policies):
@@ -440,6 +447,7 @@ class StageSeconds:
         is_last = action.stage == len(self.group.stages) - 1 and action.layer_range == len(stage.layer_ranges) - 1
         seconds = body_s * stage.layer_ranges[action.layer_range].num_layers + (head_s if is_last else 0.0)
         seconds += float(self.gathers[action.layer_range, action.stage, action.chunk, int(action.kind == "B")])
+        seconds += 0.0 if action.stage or action.layer_range else float(self.chunks.towers[action.chunk, int(action.kind == "B")])
         return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
 
     def exchange_s(self, action: Action) -> float:

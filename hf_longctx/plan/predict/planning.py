@@ -280,11 +280,12 @@ class Planning:
         return run.step_s + run.gathers_s
 
     def limit_bytes(self, plan: StepPlan) -> int:
-        """Most bytes that a rank may hold: the largest states of any stage plus the budget; 0 means that no budget is set."""
-        budget = self.config.activations
+        """Most bytes that a rank may hold: the largest states of any stage, the budget, and those of towers; 0: no budget."""
+        budget, model = self.config.activations, self.costs.model
         if budget is None:
             return 0
-        return budget.device_bytes + max(state_bytes(plan, self.costs, self.known.byte_model(self.costs.model)))
+        states = max(state_bytes(plan, self.costs, self.known.byte_model(model)))
+        return budget.device_bytes + states + model.towers_bytes(self.costs.media)
 
     @property
     def host_limit_bytes(self) -> int | None:

@@ -185,7 +185,8 @@ def cost_model_record(costs: CostModel, memory: DeviceMemory) -> dict[str, Any]:
 
 def _costs_record(costs: CostModel) -> dict[str, Any]:
     record = dataclasses.asdict(dataclasses.replace(costs, teacher=None))
-    del record["teacher"]
+    # a plan has its images itself
+    del record["teacher"], record["media"]
     return record if costs.teacher is None else {**record, "teacher": _costs_record(costs.teacher)}
 
 
@@ -235,7 +236,7 @@ def _cost_model(data: Any) -> CostModel:
     taught_by = record.pop("teacher", None)
     teacher = None if taught_by is None else _cost_model(taught_by)
     model = _model(record.get("model"))
-    values = _fields(CostModel, record, "cost_model", leave=("teacher",))
+    values = _fields(CostModel, record, "cost_model", leave=("teacher", "media"))
     cluster = _fields(ClusterSpec, record["cluster"], "cost_model.cluster")
     hardware = _fields(HardwareSpec, cluster["hardware"], "cost_model.cluster.hardware")
     for name in RATE_TABLES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -110,7 +111,9 @@ def plain_loss(model: Any, rows: Any, processor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_processor(frozen: bool, tmp_path: Path) -> None:
+def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_processor(
+    frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, processor = rows_and_processor()
     plain, model = (qwen3_vl(processor) for _ in range(2))
     for each in (plain, model):
@@ -127,8 +130,18 @@ def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_process
             processing_class=processor,
             longctx_config=SETTINGS,
         )
+        source, planned = trainer.longctx_run.source, []
+        solve = source.solve
+        monkeypatch.setattr(source, "solve", lambda *given: planned.append(solve(*given)) or planned[-1])
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
+    # plans count what towers read, and states of trained ones
+    tower = source.costs.model.tower
+    assert tower.trained_parameters == (0 if frozen else sum(parameter.numel() for parameter in tower_parameters(model)))
+    works = [each for own in planned[0].media for each in own]
+    grids = [item["grid"] for row in rows for item in row["media"]]
+    assert sorted(each.patches for each in works) == sorted(math.prod(grid) for grid in grids)
+    assert [bool(own) for own in planned[0].media].count(True) == 3
     after = dict(model.named_parameters())
     assert max(relative_error(after[name], expected[name]) for name in after) <= 1e-9
     changed = {name for name in after if not torch.equal(after[name], before[name])}

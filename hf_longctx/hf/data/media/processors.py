@@ -36,12 +36,14 @@ _TOGETHER = "batch_num_images"
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Tokens of an image or video in a row, how many stand for a feature, the grid of its patches, and seconds between them."""
+    """Tokens of an image or video in a row, and the numbers of its `Medium`."""
 
     ids: tuple[int, ...]
     num_features: int
     grid: tuple[int, ...]
-    seconds: float = 0.0
+    seconds: float
+    num_parts: int
+    elements: int
 
 
 @dataclass
@@ -155,7 +157,12 @@ class MediaTokens:
             )
         grid = tuple(found[f"{kind}_grid_thw"][0].tolist()) if f"{kind}_grid_thw" in found else ()
         seconds = float(found["second_per_grid_ts"][0]) if kind == "video" and "second_per_grid_ts" in found else 0.0
-        return Expansion(tuple(ids), ids.count(own), grid, seconds)
+        pixels = found.get("pixel_values" if kind == "image" else "pixel_values_videos")
+        shape = torch.Size(()) if pixels is None else torch.as_tensor(pixels).shape
+        # without a grid: tiles, and their channels, height and width, or patches and their elements
+        num_parts = grid[0] if grid else max(1, shape[: -3 if len(shape) > 3 else -2].numel())
+        elements = shape.numel() // num_parts if shape else 0
+        return Expansion(tuple(ids), ids.count(own), grid, seconds, num_parts, elements)
 
     @cached_property
     def ends(self) -> tuple[str, str]:
@@ -359,7 +366,8 @@ def expanded(
             )
         new_ids += expansion.ids
         new_labels += [ignored] * len(expansion.ids)
-        media.append(Medium(kind, start, len(new_ids), expansion.num_features, expansion.grid, expansion.seconds))
+        of_towers = expansion.num_parts, expansion.elements
+        media.append(Medium(kind, start, len(new_ids), expansion.num_features, expansion.grid, expansion.seconds, *of_towers))
         ordered.append(file)
         first = place + 1 + has_marks
     return [*new_ids, *ids[first:]], [*new_labels, *labels[first:]], media, ordered

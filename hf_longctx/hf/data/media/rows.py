@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from datasets import List, Value
 from torch import Tensor
 
 from hf_longctx.families.family import MediumKind
+from hf_longctx.plan.core.types import TowerWork
+from hf_longctx.plan.model.towers import TowerSpec
 from hf_longctx.runtime.core.chunk_inputs import ChunkMedia, TowerInputs
 
 # type of the column `media`
@@ -27,6 +30,8 @@ MEDIA_FEATURE = List(
         "num_features": Value("int64"),
         "grid": List(Value("int64")),
         "seconds": Value("float64"),
+        "num_parts": Value("int64"),
+        "elements": Value("int64"),
     }
 )
 _FILE = {"path": Value("string"), "bytes": Value("binary")}
@@ -39,7 +44,8 @@ class Medium:
     """An image or video in a row. Its tokens are [start, stop), of which `num_features` stand for a feature.
 
     grid: number of patches in time, height and width; empty if positions do not depend on it. seconds: from one patch in time to
-    the next; 0 if positions do not depend on it.
+    the next; 0 if positions do not depend on it. num_parts: tiles or steps in time that towers treat apart. elements: numbers of
+    the pixels of each; 0 in rows of earlier versions.
     """
 
     kind: MediumKind
@@ -48,17 +54,31 @@ class Medium:
     num_features: int
     grid: tuple[int, ...] = ()
     seconds: float = 0.0
+    num_parts: int = 1
+    elements: int = 0
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> Medium:
         """Reads an item of the column `media`."""
         grid = tuple(map(int, item.get("grid") or ()))
         seconds = float(item.get("seconds") or 0.0)
-        return cls(item["kind"], int(item["start"]), int(item["stop"]), int(item["num_features"]), grid, seconds)
+        parts = int(item.get("num_parts") or 1), int(item.get("elements") or 0)
+        return cls(item["kind"], int(item["start"]), int(item["stop"]), int(item["num_features"]), grid, seconds, *parts)
 
     def as_item(self) -> dict[str, Any]:
         """Returns the item of the column `media`."""
         return asdict(self) | {"grid": list(self.grid)}
+
+
+def tower_work(medium: Medium, tower: TowerSpec) -> list[TowerWork]:
+    """Returns what a tower reads for an image, or for each step in time of a video, as if its steps had equally many tokens."""
+    each, start, stop = medium.num_parts, medium.start, medium.stop
+    merged = -(-medium.num_features * tower.merged_patches // each)
+    patches = max(1, medium.elements // tower.patch_elements if medium.elements else merged)
+    if medium.kind == "image":
+        return [TowerWork(start, stop, each, patches, medium.num_features)]
+    bounds = [start + (stop - start) * step // each for step in range(each + 1)]
+    return [TowerWork(*bound, 1, patches, max(1, medium.num_features // each)) for bound in pairwise(bounds)]
 
 
 class MediaReader(Protocol):

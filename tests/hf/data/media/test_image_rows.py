@@ -51,7 +51,9 @@ def test_tokens_are_those_of_the_processor_and_only_the_assistants_are_learnt(fo
     learnt = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     assert processor.tokenizer.decode(learnt) == "it is an answer<|end|>"
     feature = MediaTokens(processor).feature
-    for item in row["media"]:
+    for item, image in zip(row["media"], images, strict=True):
+        pixels = MediaTokens(processor).read(image, "image")[1]["pixel_values"]
+        assert item["num_parts"] * item["elements"] == pixels.numel() > 0
         own = slice(item["start"], item["stop"])
         assert row["input_ids"][own].count(feature) == item["num_features"] > 0
         assert set(row["labels"][own]) == {-100}
@@ -310,6 +312,9 @@ def test_a_scan_counts_rows_with_images_and_refuses_places_that_are_wrong(listed
     assert scan.problems == []
     assert scan.media_features is not None
     assert scan.media_features.tolist() == [12, 0]
+    assert scan.media is not None
+    numbers = ("start", "stop", "num_features", "num_parts", "elements")
+    assert scan.media.tolist() == [[0, *(item[name] for name in numbers), 0] for item in tokens[0]["media"]]
     for change in ({"start": 0, "stop": 3}, {"num_features": 11}, {"stop": 1000}):
         rows[0]["media"] = [rows[0]["media"][0] | change]
         given = rows if listed else datasets.Dataset.from_list(rows, features=tokens.features)

@@ -121,6 +121,8 @@ def check(processor: Any, row: dict[str, Any], expected: Any) -> None:
     assert set(row["labels"][medium.start : medium.stop]) == {-100}
     found = reader_of(processor).tower_inputs(medium, file, own, "row 0 video 0")
     assert torch.equal(found.tensors["pixel_values_videos"], expected["pixel_values_videos"])
+    assert medium.num_parts == medium.grid[0]
+    assert medium.num_parts * medium.elements == expected["pixel_values_videos"].numel()
 
 
 @pytest.mark.parametrize("folder", ["qwen3_vl", "qwen2_5_vl"])

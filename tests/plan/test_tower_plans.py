@@ -1,0 +1,148 @@
+"""Plans count towers: their seconds in the group that holds an image's tokens, and memory for one image at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from helpers.plans.cost_models import MODEL, cost_model
+from helpers.plans.pipeline_plans import stage_ranges
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
+from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.sharding import rank_media
+from hf_longctx.plan.core.types import Chunk, GroupShape, Media, Span, TowerWork
+from hf_longctx.plan.core.validate import PlanError, validate_plan
+from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.model.towers import TowerSpec
+from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.predict.evaluate import evaluate_plan
+
+TOWER = TowerSpec(
+    **{"num_layers": 6, "hidden_size": 64, "inner_size": 256, "num_heads": 4, "patch_elements": 588, "merged_patches": 4},
+    **{"projector_products": 256 * 64, "kept": 11, "kept_inner": 2, "kept_after": 3},
+)
+TRAINED = replace(TOWER, graph_layers=6, trained_parameters=TOWER.num_parameters)
+CONFIG = PlannerConfig(tokens_per_rank=400, degrees=(1, 2), solver="greedy")
+
+
+def costs_of(tower: TowerSpec = TRAINED, num_ranks: int = 2) -> CostModel:
+    costs = cost_model("attention", num_ranks)
+    return replace(costs, model=replace(MODEL, tower=tower))
+
+
+def image(start: int, stop: int) -> TowerWork:
+    return TowerWork(start, stop, 1, 4 * (stop - start), stop - start)
+
+
+def test_sequences_with_images_share_ranks_with_those_without() -> None:
+    costs = costs_of()
+    media: tuple[Media, ...] = ((image(0, 80),), (image(10, 90),), (), ())
+    plan = plan_step(0, [100] * 4, costs, CONFIG, media=media)
+    held = [
+        sorted(
+            bool(media[span.sequence])
+            for micro_batch in plan.micro_batches
+            for group in micro_batch.groups
+            if position in group.positions
+            for chunk in group.chunks
+            for span in chunk.spans
+        )
+        for position in range(2)
+    ]
+    assert held == [[False, True], [False, True]]
+    without = plan_step(0, [100] * 4, costs, CONFIG)
+    towers_s = sum(costs.tower_s(media[0], is_backward, again=True) for is_backward in (False, True))
+    assert towers_s > 0.01 * without.estimate.step_s
+    assert plan.estimate.step_s == pytest.approx(without.estimate.step_s + towers_s)
+    # a frozen tower has no backward
+    frozen = plan_step(0, [100] * 4, costs_of(TOWER), CONFIG, media=media)
+    assert frozen.estimate.step_s == pytest.approx(without.estimate.step_s + towers_s / 4)
+
+
+def test_an_image_counts_on_every_rank_and_in_every_slice_that_has_a_token_of_it() -> None:
+    media: tuple[Media, ...] = ((image(0, 10), image(20, 40), image(50, 60)), ())
+    whole = Chunk(0, (Span(1, 0, 10), Span(0, 0, 60)))
+    assert rank_media(whole, GroupShape(1), media) == [list(media[0])]
+    assert rank_media(whole, GroupShape(2, 2), media) == [list(media[0][:2]), list(media[0][1:])]
+    assert rank_media(Chunk(0, (Span(0, 25, 50),)), GroupShape(1), media) == [[media[0][1]]]
+    # zigzag: the first and last quarter on one rank
+    assert rank_media(Chunk(0, (Span(0, 0, 60),)), GroupShape(2, 1), media) == [[media[0][0], media[0][2]], [media[0][1]]]
+    costs = replace(costs_of(), media=media)
+    slices = [costs.chunk_towers_s(Chunk(0, (Span(0, *ends),)), GroupShape(1), False) for ends in ((0, 30), (30, 60))]
+    alone = [costs.tower_s([each], False) for each in media[0]]
+    assert slices == pytest.approx([alone[0] + alone[1], alone[1] + alone[2]])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]))
+def test_any_images_give_a_valid_plan_that_is_read_back_and_is_no_faster_than_its_bound(seed: int, num_ranks: int) -> None:
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(8, 300) for _ in range(drawn.randint(1, 9))]
+    media = []
+    for length in lengths:
+        ends = sorted(drawn.sample(range(length + 1), 2 * drawn.randint(0, 3)))
+        media.append(tuple(image(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)))
+    costs = costs_of(num_ranks=num_ranks)
+    config = replace(CONFIG, degrees=tuple(d for d in (1, 2, 4) if d <= num_ranks), solver="auto")
+    plan = plan_step(0, lengths, costs, config, media=tuple(media))
+    again = plan_from_json(plan_to_json(plan))
+    assert plan_digest(again) == plan_digest(plan) and again.media == plan.media == tuple(media)
+    assert plan.estimate.lower_bound_s <= plan.estimate.step_s * (1 + 1e-9)
+    run = evaluate_plan(again, costs)
+    assert (run.step_s, max(run.peak_bytes)) == (plan.estimate.step_s, plan.estimate.peak_bytes)
+
+
+def test_the_first_stage_counts_towers() -> None:
+    costs = costs_of(num_ranks=2)
+    config = replace(CONFIG, degrees=(1,), stages=stage_ranges(MODEL, 2))
+    media: tuple[Media, ...] = ((image(0, 80),), (image(10, 90),), (), ())
+    plan = plan_step(0, [100] * 4, costs, config, media=media)
+    with_images, without = (evaluate_plan(replace(plan, media=each), costs) for each in (media, ()))
+    towers_s = sum(costs.tower_s([*media[0], *media[1]], is_backward, again=True) for is_backward in (False, True))
+    assert with_images.ranks[0].compute_s - without.ranks[0].compute_s == pytest.approx(towers_s)
+    assert with_images.ranks[1].compute_s == pytest.approx(without.ranks[1].compute_s)
+    assert with_images.peak_bytes[0] - without.peak_bytes[0] == costs.model.towers_bytes(media) > 0
+    assert with_images.peak_bytes[1] == without.peak_bytes[1]
+    assert plan.estimate.step_s == with_images.step_s > without.step_s
+
+
+def test_memory_is_left_for_the_largest_image() -> None:
+    costs, media = costs_of(num_ranks=1), ((image(0, 100),), ())
+    one = costs.model.towers_bytes(media)
+    assert one > costs.model.tower.graph_bytes(media[0][0], MODEL.bytes_per_element) > 0
+    assert costs.model.towers_bytes(((image(0, 100), image(100, 150)),)) == one
+    config = replace(CONFIG, degrees=(1,))
+    free = plan_step(0, [200, 200], costs, config, media=media)
+    assert free.estimate.peak_bytes == plan_step(0, [200, 200], costs, config).estimate.peak_bytes + one
+    # so much that everything can be kept beside no tower only
+    needed = free.estimate.peak_bytes - one - ByteModel(costs.model).states("replicated", 1)
+    tight = replace(config, activations=ActivationBudget(400, needed + one // 2))
+    plan = plan_step(0, [200, 200], costs, tight, media=media)
+    assert plan.estimate.peak_bytes <= ByteModel(costs.model).states("replicated", 1) + needed + one // 2
+    assert plan.estimate.step_s > free.estimate.step_s
+    # where no plan leaves room, the prediction says so
+    huge = ((TowerWork(0, 100, 1, 10**6, 100),), ())
+    assert math.isfinite(plan_step(0, [200, 200], costs, tight, media=huge).estimate.step_s)
+    assert plan_step(0, [200, 200], costs, tight, media=huge).estimate.peak_bytes > costs.model.towers_bytes(huge)
+
+
+@pytest.mark.parametrize("media,message", [
+    (((image(0, 80),),), "images are given for 1 sequences, but the plan has 2"),
+    (((image(0, 80), image(79, 90)), ()), "sequence 0: image (79, 90, 1, 44, 11) is empty, overlaps the one before"),
+    (((), (image(50, 101),)), "lies outside its 100 tokens"),
+    (((), (TowerWork(0, 9, 1, 0, 9),)), "sequence 1: image (0, 9, 1, 0, 9) is empty"),
+])  # fmt: skip
+def test_impossible_images_are_named(media: tuple[Media, ...], message: str) -> None:
+    plan = plan_step(0, [100, 100], costs_of(), CONFIG)
+    with pytest.raises(PlanError, match=re.escape(message)):
+        validate_plan(replace(plan, media=media))
+    text = plan_to_json(replace(plan, media=((image(0, 80),), ()))).replace("[0, 80, 1, 320, 80]", "[0, 80]")
+    with pytest.raises(ValueError, match=re.escape("plan.media[0]: expected [start, stop, num_parts, patches, num_features]")):
+        plan_from_json(text)
