@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_longctx.cli.terminal import explain, say_refusal
 
 if TYPE_CHECKING:
+    from hf_longctx.plan.core.types import Media
     from hf_longctx.plan.cost.cost_model import CostModel
+    from hf_longctx.plan.model.towers import TowerSpec
     from hf_longctx.plan.setup import DeviceMemory
     from hf_longctx.sim.execution import Price
     from hf_longctx.sim.forecast import Forecast
@@ -362,7 +366,13 @@ def _forecast(options: argparse.Namespace) -> Forecast:
         raise ValueError("--tokenizer has no effect, since --lengths names no column of text or messages; leave it out")
     batch = options.global_batch or min(wanted, workload.num_sequences if workload else wanted)
     first = workload.draw_steps(options.steps, batch, options.seed)[0] if workload else ()
-    scenario = build_scenario(request_of(options, workload.longest if workload else 0, first))
+    has_images = counter is not None and counter.has_images
+    scenario = build_scenario(replace(request_of(options, workload.longest if workload else 0, first), has_images=has_images))
+    if workload is not None and counter is not None and has_images:
+        workload = replace(workload, media=counter.media_of(scenario.costs.model.tower))
+        if not workload.media:
+            caveat = "images count by their tokens alone, since the config of the model names no tower that is known"
+            scenario = replace(scenario, caveats=(*scenario.caveats, caveat), notes=(*scenario.notes, caveat))
     if options.ablation and workload is None:
         raise ValueError("--ablation compares plans for sequences; give --lengths too")
     return make_forecast(scenario, workload, options.steps, batch, options.seed, options.ablation)
@@ -477,12 +487,31 @@ _BATCH_ROWS = 256
 
 
 class TokenCounter:
-    """Counts tokens with a tokenizer that is loaded for the first row. was_used: whether there was such a row."""
+    """Counts tokens with a tokenizer that is loaded for the first row.
+
+    was_used: whether there was such a row. has_images: whether a row had images.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.was_used = name, False
         # counts the tokens of images; None before the first row with images
         self._images: Any = None
+        # images of every row, by its tokens
+        self._media: dict[int, list[list[Any]]] = {}
+
+    @property
+    def has_images(self) -> bool:
+        return self._images is not None
+
+    def media_of(self, tower: TowerSpec) -> dict[int, list[Media]]:
+        """Returns what a tower reads for every row, by the row's tokens; empty for an unknown tower."""
+        from hf_longctx.hf.data.media.rows import tower_work
+
+        return {
+            length: [tuple(work for medium in row for work in tower_work(medium, tower)) for row in rows]
+            for length, rows in self._media.items()
+            if not tower.is_empty
+        }
 
     def __call__(self, rows: Sequence[UncountedRow]) -> list[int]:
         """Returns the number of tokens of each row; 0 for a text without characters, which training skips."""
@@ -490,10 +519,15 @@ class TokenCounter:
         tokenizer = self._load()
         counts: list[int] = []
         for first in range(0, len(rows), _BATCH_ROWS):
-            counts += _counted(tokenizer, rows[first : first + _BATCH_ROWS], self._with_images)
+            media: dict[str, list[Any]] = {}
+            batch = rows[first : first + _BATCH_ROWS]
+            found = list(_counted(tokenizer, batch, partial(self._with_images, media)))
+            for row, count in zip(batch, found, strict=True):
+                self._media.setdefault(count, []).append(media.get(row.place, []))
+            counts += found
         return counts
 
-    def _with_images(self, row: UncountedRow) -> int:
+    def _with_images(self, media: dict[str, list[Any]], row: UncountedRow) -> int:
         """Returns the number of tokens of a conversation with images, as `tokenise_chat` makes them."""
         from hf_longctx.hf.data.chat import RenderedText, read_messages, read_tools, render_text
         from hf_longctx.hf.data.media.messages import media_of_row, place_media
@@ -518,7 +552,8 @@ class TokenCounter:
         text = render_text(tokenizer, messages, read_tools(row.tools, row.place), row.place)
         text = self._images.framed(RenderedText(text, ())).text
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return len(expanded(ids, ids, files, self._images, row.place, -100)[0])
+        ids, _, media[row.place], _ = expanded(ids, ids, files, self._images, row.place, -100)
+        return len(ids)
 
     def _load(self) -> Any:
         from transformers import AutoTokenizer, ByT5Tokenizer

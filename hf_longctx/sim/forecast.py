@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.settings import GroupMethod, PlannerConfig
-from hf_longctx.plan.core.types import GroupShape, SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import GroupShape, Media, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.planning import WeightSeconds
@@ -39,6 +39,8 @@ class StepForecast:
     execution: Execution
     memory_use: MemoryUse
     baselines: tuple[Choice, ...]
+    # seconds by which towers lengthen the step
+    towers_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,17 @@ class Forecast:
         return _mean([step.plan.estimate.lower_bound_s for step in self.steps])
 
     @property
+    def towers_s(self) -> float:
+        """Mean seconds by which towers lengthen a step."""
+        return _mean([step.towers_s for step in self.steps])
+
+    @property
+    def tower_bytes(self) -> int:
+        """Most bytes that plans leave free for the largest image of a step."""
+        model = self.scenario.costs.model
+        return max((model.towers_bytes(step.plan.media) for step in self.steps), default=0)
+
+    @property
     def tokens_per_s(self) -> float:
         return sum(sum(step.plan.lengths) for step in self.steps) / len(self.steps) / self.taught_step_s
 
@@ -202,9 +215,12 @@ def make_forecast(
         return Forecast(scenario, None, seed, (), (), longer, longest, at_limit)
     _check_longest(scenario, workload)
     batches = workload.draw_steps(num_steps, global_batch, seed)
-    rivals = Rivals(scenario.flat, batches, workload.limit)
+    media = [workload.media_of(lengths) for lengths in batches]
+    rivals = Rivals(scenario.flat, batches, workload.limit, media)
     others = rivals.baselines()
-    steps = tuple(_forecast_step(number, lengths, scenario, others[number]) for number, lengths in enumerate(batches))
+    steps = tuple(
+        _forecast_step(number, lengths, scenario, others[number], media[number]) for number, lengths in enumerate(batches)
+    )
     static = (rivals.static_degree(degree) for degree in scenario.flat.placement.degrees)
     alternatives = (*static, *_other_methods(steps[0].plan, scenario))
     rows = ablation(batches[0], _machine(scenario.flat)) if with_ablation else ()
@@ -225,20 +241,23 @@ def _beside_one_stage(plan: StepPlan, scenario: Scenario) -> StageOptions:
     return StageOptions(tuple(sorted((own, *other.fitting), key=lambda option: option.counted_s)))
 
 
-def _forecast_step(number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...]) -> StepForecast:
+def _forecast_step(
+    number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...], media: tuple[Media, ...] = ()
+) -> StepForecast:
     costs, config = scenario.costs, scenario.planner_config
     # the choice of stages has planned the first step
     known = (
         option.plan
         for option in scenario.setup.stage_options.fitting
         if (option.setup.costs, option.setup.config) == (costs, config)
-        and (option.plan.step, option.plan.lengths) == (number, tuple(lengths))
+        and (option.plan.step, option.plan.lengths, option.plan.media) == (number, tuple(lengths), media)
     )
-    plan = next(known, None) or plan_step(number, lengths, costs, config)
+    plan = next(known, None) or plan_step(number, lengths, costs, config, media=media)
     execution = execute_plan(plan, scenario.costs)
+    towers_s = execution.step_s - execute_plan(replace(plan, media=()), scenario.costs).step_s if media else 0.0
     use = memory_use(plan, execution, scenario.costs, scenario.memory, scenario.budget)
     plan = replace(plan, estimate=replace(plan.estimate, peak_bytes=use.peak_bytes))
-    return StepForecast(plan, execution, use, others)
+    return StepForecast(plan, execution, use, others, towers_s)
 
 
 def _other_methods(plan: StepPlan, scenario: Scenario) -> tuple[Choice, ...]:

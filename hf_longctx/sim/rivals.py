@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.messages import counted
 from hf_longctx.plan.core.settings import PlannerConfig
-from hf_longctx.plan.core.types import SequenceGroup, StepPlan
+from hf_longctx.plan.core.types import Media, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.groups.greedy import plan_static
 from hf_longctx.plan.groups.placement import place_layout
@@ -122,10 +122,15 @@ class _Way:
 
 
 class Rivals:
-    """Baselines for the steps of our plans. limit: most tokens of a sequence in the whole run, which "static" must hold."""
+    """Baselines for the steps of our plans. limit: most tokens of a sequence in the whole run, which "static" must hold.
 
-    def __init__(self, scenario: Scenario, batches: Sequence[Sequence[int]], limit: int) -> None:
-        self.scenario, self.batches, self.limit = scenario, batches, limit
+    media: images of the sequences of every step.
+    """
+
+    def __init__(
+        self, scenario: Scenario, batches: Sequence[Sequence[int]], limit: int, media: Sequence[tuple[Media, ...]] = ()
+    ) -> None:
+        self.scenario, self.batches, self.limit, self.media = scenario, batches, limit, media
         self.settings = settings_of(scenario)
         self._byte_model = ByteModel(scenario.memory.model)
         self._problems: dict[tuple[str, int], GroupingProblem] = {}
@@ -219,6 +224,8 @@ class Rivals:
             layout = way.layout(problem)
             placed = place_layout(layout, problem.num_ranks, costs.cluster.ranks_per_node, node_aligned=True)
             plan = build_plan(number, problem.lengths, placed, problem.shapes, costs)
+            # other systems lay sequences out by their tokens, but run towers, too
+            plan = replace(plan, media=self.media[number] if self.media else ())
             needed = self._most_bytes(plan, way.setting)
             if needed <= way.setting.left_bytes:
                 step_s, most_s, gathers_s = predicted_s(plan, costs, self.scenario.costs)

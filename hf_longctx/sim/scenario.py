@@ -127,6 +127,8 @@ class Request:
     expandable_segments: bool = False
     # model whose forwards run under the same plans (empty: none)
     teacher: str = ""
+    # sequences have images, so that towers are trained with all other weights
+    has_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,6 +502,10 @@ def _model(
             f"bytes are those of transformers' torch code, which runs them"
             + ("" if model.states.tile_tokens > 1 or not model.states.heads else " token by token, in many times these seconds")
         )
+    if request.has_images and not request.lora_rank:
+        tower = model.tower
+        trained = replace(tower, graph_layers=tower.num_layers, trained_parameters=tower.num_parameters)
+        quantised = replace(quantised, tower=trained)
     if request.lora_rank:
         if request.lora_experts and not model.experts.num_layers:
             raise ValueError(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.serialize import parse_json
+from hf_longctx.plan.core.types import Media
 
 # bytes to which any gzipped file may unpack; larger ones must have at most this ratio, as text, numbers and JSON have
 _MOST_UNPACKED_BYTES, _MOST_RATIO = 2**26, 50
@@ -107,13 +108,23 @@ CountTokens = Callable[[Sequence[UncountedRow]], list[int]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Numbers of sequences (`counts`) with each of the ascending `lengths`. num_dropped: sequences longer than `limit`."""
+    """Numbers of sequences (`counts`) with each of the ascending `lengths`. num_dropped: sequences longer than `limit`.
+
+    media: for a length, the images of every sequence that has it; empty without images.
+    """
 
     source: str
     lengths: IntArray
     counts: IntArray
     limit: int
     num_dropped: int = 0
+    media: Mapping[int, Sequence[Media]] = field(default_factory=dict)
+
+    def media_of(self, lengths: Sequence[int]) -> tuple[Media, ...]:
+        """Returns the images of sequences of these lengths, those of equal length one after the other; () without any."""
+        taken = {length: itertools.cycle(same) for length, same in self.media.items()}
+        found = tuple(next(taken[length], ()) if length in taken else () for length in lengths)
+        return found if any(found) else ()
 
     @property
     def num_sequences(self) -> int:

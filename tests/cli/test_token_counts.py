@@ -128,3 +128,29 @@ def test_conversations_with_images_need_a_processor(tokenizer, tmp_path: Path) -
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(ValueError, match=r"line 1: a conversation with images, whose tokens .* cannot count \("):
         read_workload(f"{tmp_path / 'rows.jsonl'}:messages", count_tokens=TokenCounter(tokenizer[0]))
+
+
+def test_the_command_counts_towers_of_conversations_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_processor("llava").save_pretrained(tmp_path / "processor")
+    picture(40, 28).save(tmp_path / "a.png")
+    said = [{"type": "image", "path": str(tmp_path / "a.png")}, {"type": "text", "text": "what is this?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "one two"}]}
+    rows = [{"messages": [{"role": "user", "content": content}, answer]} for content in (said, said[1:])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
+    text = sizes | {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 200, "max_position_embeddings": 4096}
+    vision = sizes | {"model_type": "clip_vision_model", "num_hidden_layers": 8, "image_size": 16, "patch_size": 4}
+    config = {"model_type": "llava", "text_config": text, "vision_config": vision}
+    words = ["--gpus", "1", "--hardware", "h100", "--global-batch", "2", "--steps", "1"]
+    words += ["--lengths", f"{tmp_path / 'rows.jsonl'}:messages", "--tokenizer", str(tmp_path / "processor")]
+    seconds = []
+    for name, each in (("model", config), ("text", text)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(each))
+        assert main(["plan", "--model", str(tmp_path / f"{name}.json"), *words, "--json"]) == 0
+        plan = plan_from_json(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
+        seconds.append(plan.estimate.step_s)
+        assert [each[2:] for own in plan.media for each in own] == ([(1, 16, 16)] if name == "model" else [])
+        assert main(["plan", "--model", str(tmp_path / f"{name}.json"), *words, "--details"]) == 0
+        said_of = "1 a step: trained towers add" if name == "model" else "images count by their tokens alone"
+        assert said_of in capsys.readouterr().out
+    assert seconds[0] > seconds[1]

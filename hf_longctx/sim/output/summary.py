@@ -39,7 +39,8 @@ def forecast_summary(forecast: Forecast, price: Price | None = None) -> str:
 def summary_rows(forecast: Forecast, price: Price | None) -> list[tuple[str, str]]:
     """Returns the facts behind the answer, as pairs of a name and a line."""
     scenario = forecast.scenario
-    rows = [("model", _where(scenario)), *_links(scenario), *_steps(forecast), *_money(forecast, price)]
+    rows = [("model", _where(scenario)), *_links(scenario), *_steps(forecast)]
+    rows += [*(("images", words) for words in towers_words(forecast)), *_money(forecast, price)]
     rows.append(("memory", _memory(forecast)))
     if scenario.kept_because:
         rows.append(("kept", f"a run of this class keeps everything, without recomputing: {scenario.kept_because}"))
@@ -76,6 +77,19 @@ def held_words(parameters: Parameters, shard_ranks: int) -> str:
     """Describes how weights of a stage are held."""
     words = parameters.replace("_", " ")
     return words if parameters == "replicated" else f"{words} over {shard_ranks} ranks"
+
+
+def towers_words(forecast: Forecast) -> list[str]:
+    """Describes what images cost; empty without images."""
+    media = [each for step in forecast.steps for own in step.plan.media for each in own]
+    if not media:
+        return []
+    trained = "trained" if forecast.scenario.costs.model.tower.trained_parameters else "frozen"
+    return [
+        f"{len(media) / len(forecast.steps):,.0f} a step: {trained} towers add {duration(forecast.towers_s)} "
+        f"({forecast.towers_s / forecast.step_s:.0%} of a step), and {forecast.tower_bytes / 2**30:.2f} GiB are left for the "
+        f"largest"
+    ]
 
 
 def _steps(forecast: Forecast) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from hf_longctx.plan.setup import COMMUNICATOR_BYTES, DeviceMemory, num_communic
 from hf_longctx.sim.execution import Execution
 from hf_longctx.sim.forecast import DegreeUse, Forecast
 from hf_longctx.sim.memory_use import MemoryUse, memory_use, peak_bytes
-from hf_longctx.sim.output.summary import answer, held_words, state_words, states_words
+from hf_longctx.sim.output.summary import answer, held_words, state_words, states_words, towers_words
 from hf_longctx.sim.output.tables import Table, as_text
 from hf_longctx.sim.rivals import Choice
 from hf_longctx.sim.scenario import Scenario
@@ -125,6 +125,7 @@ def _step(forecast: Forecast) -> list[str]:
         f"  lower bound for {limits}: {duration(bound_s)}; this plan {counted}is within {gap:.1%} of optimal",
         f"  {_shares(forecast.share('compute_s'), forecast.share('exchange_s'), forecast.share('idle_s'))}",
         *_weights_lines(forecast.weights, forecast.step_bounds_s),
+        *(f"  images: {words}" for words in towers_words(forecast)),
         f"  planned in {duration(first.estimate.solve_s)} on this CPU ({first.estimate.solver}); a run plans one step ahead",
         f"  layout of the first step ({_micro_batches(first)}, <degree x groups>):",
         *_wrapped(first.folded_layouts),
