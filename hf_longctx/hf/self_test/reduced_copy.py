@@ -123,7 +123,7 @@ class ChosenLayers:
         return [*(layer for place, layer in enumerate(self.layers) if place not in self.kept), *others]
 
     @property
-    def packed(self) -> list[nn.Module]:
+    def packed(self) -> list[Any]:
         """Linear modules with weights of few bits that copies have."""
         base = base_of(self.model)
         owners = [self.layers[place] for place in self.kept]

@@ -208,7 +208,7 @@ def test_processors_that_do_not_fit_are_refused_by_name() -> None:
 
 def test_text_around_an_image_that_depends_on_its_size_is_refused() -> None:
     tokens = MediaTokens(tiny_processor("gemma3"))
-    # as if the image by which the text was learnt had another size
+    # the text as learnt from an image of another size
     vars(tokens)["ends"] = ("here is ", "")
     with pytest.raises(DataError, match="row 0: Gemma3Processor names no features, or puts text at the ends of an image that"):
         tokens.of_size(96, 32, "row 0")
