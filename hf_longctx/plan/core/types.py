@@ -227,7 +227,7 @@ Blocks = tuple[tuple[int, int], ...]
 
 
 class TowerWork(NamedTuple):
-    """What towers read for an image, or for a step in time of a video, whose tokens are [start, stop) of their sequence.
+    """Work of towers for an image, or for a step in time of a video, whose tokens are [start, stop) of their sequence.
 
     num_parts: tiles whose patches see each other. patches: those of each part.
     """

@@ -41,20 +41,19 @@ FILES_FEATURE = List({**_FILE, "frames": List(_FILE), "times": List(Value("float
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """An image or video in a row. Its tokens are [start, stop), of which `num_features` stand for a feature.
-
-    grid: number of patches in time, height and width; empty if positions do not depend on it. seconds: from one patch in time to
-    the next; 0 if positions do not depend on it. num_parts: tiles or steps in time that towers treat apart. elements: numbers of
-    the pixels of each; 0 in rows of earlier versions.
-    """
+    """An image or video in a row. Its tokens are [start, stop), of which `num_features` stand for a feature."""
 
     kind: MediumKind
     start: int
     stop: int
     num_features: int
+    # number of patches in time, height and width; empty if positions do not depend on it
     grid: tuple[int, ...] = ()
+    # from one patch in time to the next; 0 if positions do not depend on it
     seconds: float = 0.0
+    # tiles or steps in time that towers treat apart
     num_parts: int = 1
+    # numbers of the pixels of each part; 0 in rows of earlier versions
     elements: int = 0
 
     @classmethod
