@@ -261,7 +261,7 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
     if name == "images":
         write_images(folder)
     code, num_ranks = codes[name]
-    (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder))
+    (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder), timeout_s=250.0)
     assert steps == 0 if name == "evaluation" else steps >= 2
     assert all(found == steps for _, found in others)
     # a model of which every rank loaded a stage cannot be tested, and nothing is printed before training
@@ -269,6 +269,7 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
         assert "self-test passed" in shown, shown
 
 
+@pytest.mark.wide("deepspeed", "frozen_fp8", "packed_experts", "loaders")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_a_snippet_runs_as_it_is_printed(ranks, name: str, tmp_path: Path) -> None:
