@@ -130,7 +130,7 @@ def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, nu
 
 @pytest.mark.parametrize("parameters", MODES)
 def test_random_plans_match(ranks, parameters: Parameters) -> None:
-    @settings(max_examples=12, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=4, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
     @given(random_steps(4))
     def matches(step: tuple[list, list[int]]) -> None:
         plan = plan_of(*step, 4, parameters=parameters)
