@@ -56,7 +56,7 @@ class RankPool:
         self.is_alive = True
         self._answers(_START_TIMEOUT_S)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 200.0) -> list[Any]:
         """Runs `function(*args)` on every rank; returns results in rank order. Raises RankFailure with every rank's traceback.
 
         The pool is closed after a failure, since its ranks may hang in different collectives.
