@@ -261,7 +261,7 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
     if name == "images":
         write_images(folder)
     code, num_ranks = codes[name]
-    (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder), timeout_s=250.0)
+    (shown, steps), *others = ranks(num_ranks).run(run, code, name, str(folder))
     assert steps == 0 if name == "evaluation" else steps >= 2
     assert all(found == steps for _, found in others)
     # a model of which every rank loaded a stage cannot be tested, and nothing is printed before training

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -113,21 +113,24 @@ class ChosenLayers:
         types = layer_types(base_of(model).config.get_text_config(), len(layers))
         return cls(model, layers, chosen_layers(layers, types, boundaries), True, has_towers)
 
-    @property
+    @cached_property
+    def base(self) -> Any:
+        """The model without its adapters."""
+        return base_of(self.model)
+
+    @cached_property
     def left_out(self) -> list[nn.Module]:
         """The modules that copies do not have: layers, and towers that rows of text do not run, or layers of these."""
-        base = base_of(self.model)
-        towers = map(base.get_submodule, tower_names(base))
+        towers = map(self.base.get_submodule, tower_names(self.base))
         idle = [tower for tower in towers if type(tower).__name__ not in MODULES.run_on_text]
-        others = [layer for tower in idle for layer in _left_out_of_tower(base, tower)] if self.has_towers else idle
+        others = [layer for tower in idle for layer in _left_out_of_tower(self.base, tower)] if self.has_towers else idle
         return [*(layer for place, layer in enumerate(self.layers) if place not in self.kept), *others]
 
-    @property
+    @cached_property
     def packed(self) -> list[Any]:
         """Linear modules with weights of few bits that copies have."""
-        base = base_of(self.model)
         owners = [self.layers[place] for place in self.kept]
-        owners += map(base.get_submodule, tower_names(base)) if self.has_towers else []
+        owners += map(self.base.get_submodule, tower_names(self.base)) if self.has_towers else []
         left_out = {id(module) for each in self.left_out for module in each.modules()}
         return [each for owner in owners for each in packed_layers(owner).values() if id(each) not in left_out]
 
@@ -159,7 +162,7 @@ def reduced_copy(chosen: ChosenLayers, longest_window: int, dtype: torch.dtype |
     """
     model, layers, kept = chosen.model, chosen.layers, chosen.kept
     memo: dict[int, Any] = {id(layer): Identity(layer) for layer in chosen.left_out}
-    base: Any = base_of(model)
+    base = chosen.base
     num_token_ids = _cut_vocabulary(base, memo)
     is_unread_yet = source_of(model) is not None
     if dtype is not None or is_unread_yet:
@@ -216,7 +219,7 @@ def num_elements(chosen: ChosenLayers) -> int:
     left_out = {id(p) for module in chosen.left_out for p in module.parameters()}
     left_out |= set() if chosen.has_towers else {id(p) for p in tower_parameters(model)}
     memo: dict[int, Any] = {}
-    _cut_vocabulary(base_of(model), memo)
+    _cut_vocabulary(chosen.base, memo)
     counts, own = own_elements(model), dict(model.named_parameters())
     return sum(memo[id(p)].numel() if id(p) in memo else counts[name] for name, p in own.items() if id(p) not in left_out)
 

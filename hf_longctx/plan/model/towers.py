@@ -204,7 +204,7 @@ _PROJECTORS: dict[str, Callable[[_Sizes], int]] = {
     "mlp": lambda s: s.merged * s.hidden * s.text + s.text * s.text,
     "merger_and_mlp": lambda s: s.merged * s.hidden * s.hidden + s.hidden * s.text + s.text * s.text,
     "wide_mlp": lambda s: (s.merged * s.hidden) ** 2 + s.merged * s.hidden * s.text,
-    "in_space_and_time": lambda s: 6 * (s.merged * s.hidden) ** 2 - (s.merged * s.hidden) ** 2 + s.merged * s.hidden * s.text,
+    "in_space_and_time": lambda s: 5 * (s.merged * s.hidden) ** 2 + s.merged * s.hidden * s.text,
     "gated": _gated,
     "adapter": _llama4,
     "middle": _between,
