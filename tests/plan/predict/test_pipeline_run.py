@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 
 import pytest
+from helpers.measures.calls import counted_calls
 from helpers.plans.cost_models import HARDWARE, MODEL
 from helpers.plans.fixture_plans import fixture
 from helpers.plans.stage_orders import Stages, interleaved, one_forward_one_backward, with_messages
@@ -396,10 +396,8 @@ def test_hand_written_plans_run(name: str) -> None:
         assert run.peak_bytes[rank] > ByteModel(MODEL).stage_states(stage, plan)
 
 
-def test_five_hundred_sequences_on_four_stages_are_judged_in_half_a_second() -> None:
+def test_five_hundred_sequences_on_four_stages_are_judged_at_once() -> None:
     lengths = tuple(range(500, 1012))
     group = group_of(chunks_of(lengths), with_messages(one_forward_one_backward(4, len(lengths))), even_ranges(4, 4))
     plan, costs = plan_of(lengths, [[group]]), costs_of(MODEL, 4)
-    start_s = time.process_time()
-    evaluate_plan(plan, costs, with_events=False)
-    assert time.process_time() - start_s < 0.5
+    assert counted_calls(lambda: evaluate_plan(plan, costs, with_events=False))[1] < 500_000
