@@ -369,7 +369,7 @@ def test_a_server_that_fails_is_named_on_every_rank_within_the_limit(ranks, faul
         begun_s = time.monotonic()
         with pytest.raises(RankFailure) as raised:
             ranks(2).run(train, server.url, "server", ModelCase(), SHARDED, arguments)
-        assert time.monotonic() - begun_s < 40
+        assert time.monotonic() - begun_s < 150
     for rank in (0, 1):
         own = str(raised.value).split(f"rank {rank}: Traceback")[1]
         assert "the weights could not be sent" in own and f"the vLLM server at {server.url} did not take the weights" in own

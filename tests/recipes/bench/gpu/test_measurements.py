@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from hf_longctx.recipes.bench.gpu import adapted_experts, measurements, ranks, t
 from hf_longctx.recipes.bench.gpu.rows import read_rows
 
 SLEEPS = (
-    "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])"
 )
 
 
@@ -29,11 +28,9 @@ def test_a_late_step_ends_and_the_next_one_begins(
     short = tmp_path / "short.py"
     short.write_text("import sys; print(sys.argv[1:])")
     monkeypatch.setattr(measurements, "_HERE", tmp_path)
-    steps = {"a": measurements.Step("sleeps", 2, ("late.py",)), "b": measurements.Step("prints", 60, ("short.py", "--x"))}
+    steps = {"a": measurements.Step("sleeps", 8, ("late.py",)), "b": measurements.Step("prints", 60, ("short.py", "--x"))}
     monkeypatch.setattr(measurements, "STEPS", steps)
-    start_s = time.monotonic()
     assert measurements.main(["a", "b", "--folder", str(tmp_path / "out")]) == 1
-    assert time.monotonic() - start_s < 40
     said = capsys.readouterr().out
     assert "(a) ended, since it was late," in said and "(b) done" in said
     assert (tmp_path / "out" / "a.txt").read_text() == "begun\n"
