@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
+from hf_longctx.plan.core.settings import NoRoom, PlannerConfig, check_degrees
 from hf_longctx.plan.core.types import (
     Action,
     Blocks,
@@ -99,8 +99,9 @@ def plan_step(
     it cannot. blocks: those of every sequence, on one stage; groups then divide heads, since rings cannot compute them. media:
     the images of every sequence, whose towers count.
     Deterministic: equal arguments give an equal digest, except that solvers "lp" and "milp" stop at their time limit.
-    Raises ValueError for a sequence that fits no allowed group and for settings that do not go together, NotFaster if no plan of
-    several stages takes less than `most_s`, and PlanError if a pass broke an invariant.
+    Raises ValueError for a sequence that fits no allowed group and for settings that do not go together, NoRoom (a ValueError)
+    where memory is short, NotFaster if no plan of several stages takes less than `most_s`, and PlanError if a pass broke an
+    invariant.
     """
     if config.lend_stages and not costs.model.keeps_all_stages:
         raise ValueError(
@@ -117,7 +118,7 @@ def plan_step(
     budget, tower_bytes = config.activations, costs.model.towers_bytes(media)
     if budget is not None and tower_bytes < budget.device_bytes:
         # without a plan that leaves room for towers, the one with the least memory beside them
-        with suppress(ValueError):
+        with suppress(NoRoom):
             beside = replace(config, activations=replace(budget, device_bytes=budget.device_bytes - tower_bytes))
             return _planned(step, lengths, costs, beside, most_s, blocks)
     return _planned(step, lengths, costs, config, most_s, blocks)

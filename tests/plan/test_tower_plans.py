@@ -6,6 +6,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers.plans.cost_models import MODEL, cost_model
@@ -13,10 +14,11 @@ from helpers.plans.pipeline_plans import stage_ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_longctx.plan import planner
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
-from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
+from hf_longctx.plan.core.settings import ActivationBudget, NoRoom, PlannerConfig
 from hf_longctx.plan.core.sharding import rank_media
-from hf_longctx.plan.core.types import Chunk, GroupShape, Media, Span, TowerWork
+from hf_longctx.plan.core.types import Chunk, GroupShape, Media, Span, StepPlan, TowerWork
 from hf_longctx.plan.core.validate import PlanError, validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -131,6 +133,38 @@ def test_memory_is_left_for_the_largest_image() -> None:
     huge = ((TowerWork(0, 100, 1, 10**6, 100),), ())
     assert math.isfinite(plan_step(0, [200, 200], costs, tight, media=huge).estimate.step_s)
     assert plan_step(0, [200, 200], costs, tight, media=huge).estimate.peak_bytes > costs.model.towers_bytes(huge)
+
+
+def test_only_a_lack_of_room_leads_to_a_plan_without_room_for_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, media = costs_of(num_ranks=1), ((image(0, 100),), ())
+    config = replace(CONFIG, degrees=(1,), activations=ActivationBudget(400, 1 << 40))
+    tried: list[int] = []
+
+    def failing(error: ValueError) -> StepPlan:
+        def planned(*given: Any) -> Any:
+            tried.append(given[3].activations.device_bytes)
+            if len(tried) == 1:
+                raise error
+            return "without room for towers"
+
+        tried.clear()
+        monkeypatch.setattr(planner, "_planned", planned)
+        return plan_step(0, [200, 200], costs, config, media=media)
+
+    assert failing(NoRoom("nothing fits")) == "without room for towers"
+    assert tried == [(1 << 40) - costs.model.towers_bytes(media), 1 << 40]
+    for error in (PlanError("deadlock"), ValueError("not a whole number of ranks")):
+        with pytest.raises(ValueError, match=str(error)):
+            failing(error)
+
+
+def test_what_fits_no_memory_is_a_lack_of_room() -> None:
+    costs = costs_of(num_ranks=1)
+    with pytest.raises(NoRoom):
+        plan_step(0, [200, 200], costs, replace(CONFIG, degrees=(1,), activations=ActivationBudget(1, 1)))
+    staged = replace(CONFIG, degrees=(1,), stages=stage_ranges(MODEL, 2), activations=ActivationBudget(1, 1))
+    with pytest.raises(NoRoom):
+        plan_step(0, [200, 200], costs_of(), staged)
 
 
 @pytest.mark.parametrize("media,message", [

@@ -22,6 +22,10 @@ GROUP_METHODS: tuple[str, ...] = ("auto", "ulysses", "ring", "hybrid")
 _NODE_RANKS = 8
 
 
+class NoRoom(ValueError):
+    """Raised if sequences do not fit into the memory of an `ActivationBudget`, whatever is recomputed or offloaded."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationBudget:
     """Memory of one rank for saved activations and workspace, after weights, gradients and optimizer states."""

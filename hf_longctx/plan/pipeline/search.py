@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from hf_longctx.plan.core.orders import in_turns
+from hf_longctx.plan.core.settings import NoRoom
 from hf_longctx.plan.core.types import FloatArray, MicroBatch, StepPlan, frees_every_round
 from hf_longctx.plan.cost.weight_traffic import ends_s
 from hf_longctx.plan.groups.placement import PlacedGroup
@@ -94,7 +95,7 @@ class PipelineSearch:
         self._least_of: dict[tuple[int, ...], LeastMemory] = {}
 
     def plan(self) -> StepPlan:
-        """Plans all sequences; raises ValueError for a sequence for which nothing fits, and NotFaster."""
+        """Plans all sequences; raises NoRoom for a sequence for which nothing fits, and NotFaster."""
         if self.most_s < math.inf and (least_s := self.bound_s()) >= self.most_s:
             raise NotFaster(least_s)
         return self._in_turns(self._plan_of(self.micro_batches(tuple(range(len(self.staged.lengths))))))
@@ -162,7 +163,7 @@ class PipelineSearch:
 
         may_leave: leave sequences for which a pipeline takes longer than stages that run one after the other, and all longer
         ones.
-        Raises ValueError for a sequence for which nothing fits.
+        Raises NoRoom for a sequence for which nothing fits.
         """
         found: list[MicroBatch] = []
         waiting, work_s = [members], np.zeros(self.staged.num_stages)
@@ -410,7 +411,7 @@ class PipelineSearch:
             return None
         try:
             plan = make_room(plan, self.planning)
-        except ValueError:
+        except NoRoom:
             return None
         made = _Row(plan, self.planning.predict(plan))
         return made if self.fits(made.plan, made.run) else None
@@ -418,7 +419,7 @@ class PipelineSearch:
     def _least_memory(self, members: tuple[int, ...], tries_longest: bool = True) -> _Row | None:
         """Finds a fitting micro-batch of the largest groups with as few slices as possible; None if there is none.
 
-        Raises ValueError for a single sequence that does not fit; tries_longest: also if the longest does not fit even alone.
+        Raises NoRoom for a single sequence that does not fit; tries_longest: also if the longest does not fit even alone.
         """
         longest = self._longest(members)
         for tried in dict.fromkeys([members, (longest,)]) if tries_longest or len(members) == 1 else [members]:
@@ -427,7 +428,7 @@ class PipelineSearch:
                 return row if tried == members else None
         if tried != (longest,):
             return None
-        raise ValueError(self._nothing_fits(longest))
+        raise NoRoom(self._nothing_fits(longest))
 
     def _longest(self, members: Sequence[int]) -> int:
         """The longest of these sequences."""

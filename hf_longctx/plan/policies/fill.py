@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_longctx.plan.core.settings import NoRoom
 from hf_longctx.plan.core.types import FloatArray, IntArray, TensorShare
 from hf_longctx.plan.policies.slots import Batch, Slot, SlotTable
 from hf_longctx.plan.solver import LinearProgram, SolverError, solve_linear_program
@@ -195,7 +196,7 @@ def choose_policy(
     explains: bool = True,
     solves: bool = True,
 ) -> PolicyChoice:
-    """Finds the cheapest shares within the limits, at most as costly as `greedy_shares`; raises ValueError if none fit.
+    """Finds the cheapest shares within the limits, at most as costly as `greedy_shares`; raises NoRoom if none fit.
 
     slots: slots, or their table if they are asked for several limits. `explains`: whether to give a reason, which may require
     solving a second program. `solves`: False skips the linear program. It is also skipped if a bound proves that it cannot save
@@ -217,7 +218,7 @@ def choose_policy(
             found.append(("lp", solved, outcome_of(table, solved, limits)))
     fitting = [entry for entry in found if _fits(entry[2], limits)]
     if not fitting:
-        raise ValueError(_nothing_fits(table.slots, limits))
+        raise NoRoom(_nothing_fits(table.slots, limits))
     # a copy that saves no time is useless: at equal cost, prefer fewer bytes on the host
     name, shares, outcome = min(fitting, key=lambda entry: (round(entry[2].cost_s, 12), entry[2].host_bytes))
     reason = _reason(table, limits, outcome, time_limit_s) if explains else ""

@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from hf_longctx.plan.chunks import LEAST_SLICE_TOKENS, SLICE_COUNTS, cut_evenly, even_slice
-from hf_longctx.plan.core.settings import ActivationBudget
+from hf_longctx.plan.core.settings import ActivationBudget, NoRoom
 from hf_longctx.plan.core.sharding import PART_ELEMENTS, shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
@@ -151,18 +151,18 @@ class FittedGroups:
     ) -> SequenceGroup:
         """The fastest of the fitting trials that `search` finds, with the sequences and ranks of `group`.
 
-        variant: everything else that the answer depends on. Raises ValueError with the sentence of `nothing_fits` if there is no
+        variant: everything else that the answer depends on. Raises NoRoom with the sentence of `nothing_fits` if there is no
         trial.
         """
         spans = tuple(tuple((span.start, span.stop) for span in chunk.spans) for chunk in group.chunks)
         key = group.shape, spans, tuple(self._number(stage.actions) for stage in group.stages), variant
         if key in self._refused:
-            raise ValueError(self._refused[key])
+            raise NoRoom(self._refused[key])
         if key not in self._known:
             best = min(search(group), key=lambda trial: trial.all_s, default=None)
             if best is None:
                 self._refused[key] = nothing_fits(group)
-                raise ValueError(self._refused[key])
+                raise NoRoom(self._refused[key])
             self._known[key] = group, best.group
         return _like(group, *self._known[key])
 

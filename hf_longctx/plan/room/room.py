@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.plan.chunks import SLICE_COUNTS, slice_counts, sliced_in_step
-from hf_longctx.plan.core.settings import ActivationBudget
+from hf_longctx.plan.core.settings import ActivationBudget, NoRoom
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
     Action,
@@ -133,7 +133,7 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     """Gives policies, and on one stage perhaps slices, to every group that does not fit as it is.
 
     Without a budget the plan is returned unchanged. `device_bytes` of the budget is the room of the stage with the most weights
-    and optimizer states; other stages have more. Raises ValueError for the first group for which nothing fits.
+    and optimizer states; other stages have more. Raises NoRoom for the first group for which nothing fits.
     """
     budget = planning.config.activations
     if budget is None:
@@ -172,7 +172,7 @@ class Room(ABC):
         self.byte_model = self.predictions.byte_model(costs.model)
 
     def for_group(self, group: SequenceGroup) -> SequenceGroup:
-        """Gives the group the policies that it needs to fit; raises ValueError if nothing fits."""
+        """Gives the group the policies that it needs to fit; raises NoRoom if nothing fits."""
         return self.fitted.fit(group, self._search, self._nothing_fits, self._variant(group))
 
     def _search(self, group: SequenceGroup) -> list[Trial]:
@@ -256,7 +256,7 @@ class GroupRoom(Room):
         self._accumulated_bytes = self.byte_model.accumulated(costs.parameters, costs.shard_ranks)
 
     def fitting(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[SequenceGroup, ...]:
-        """The groups of a micro-batch with room; raises ValueError naming the first one for which nothing fits."""
+        """The groups of a micro-batch with room; raises NoRoom naming the first one for which nothing fits."""
         found = list(micro_batch.groups)
         for places in plan.in_step(micro_batch):
             groups = [found[place] for place in places]
@@ -271,7 +271,7 @@ class GroupRoom(Room):
             return group
 
         def search(group: SequenceGroup) -> list[Trial]:
-            with suppress(ValueError):
+            with suppress(NoRoom):
                 return [Trial(made, 0.0, (0.0,)) for made in self._in_step([group])]
             return []
 
@@ -284,14 +284,14 @@ class GroupRoom(Room):
     def _in_step(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
         """Makes room for groups that run one order of actions: all keep their one chunk, or all are cut in step.
 
-        Raises ValueError naming the first group whose chunk does not fit, if slices do not fit either.
+        Raises NoRoom naming the first group whose chunk does not fit, if slices do not fit either.
         """
         best: list[SequenceGroup] = []
         # the error itself would hold this frame by its traceback, and so itself
         refusal = ""
         try:
             best = self._whole_chunks(groups)
-        except ValueError as error:
+        except NoRoom as error:
             refusal = str(error)
         is_crowded = self._accumulated_bytes > _ROOM.most_waiting * self.budget.device_bytes
         if best and (is_crowded or not self.allows_slices or not any(group.stages[0].activations for group in best)):
@@ -312,14 +312,14 @@ class GroupRoom(Room):
                 break
         best = best or [trial.group for trial in self._in_equal_slices(groups, WAYS[1:] if self.allows_slices else ())]
         if not best:
-            raise ValueError(refusal)
+            raise NoRoom(refusal)
         return best
 
     def _whole_chunks(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
         """Policies of groups that keep their one chunk and wait for the slowest of them.
 
         Memory is filled greedily first. Programs are solved for the groups for which others wait, until none of these gets
-        faster: elsewhere they would save no time. Raises ValueError for the first group that does not fit.
+        faster: elsewhere they would save no time. Raises NoRoom for the first group that does not fit.
         """
         is_kept = [self._is_kept(group) for group in groups]
         found = [group if kept else self._filled(group) for group, kept in zip(groups, is_kept, strict=True)]
@@ -360,7 +360,7 @@ class GroupRoom(Room):
         for place in sorted(range(len(sliced)), key=lambda place: -self._kept_s(sliced[place])):
             try:
                 found[place] = self.for_group(sliced[place])
-            except ValueError:
+            except NoRoom:
                 return []
         return found
 
@@ -526,7 +526,7 @@ class GroupRoom(Room):
             try:
                 limits = MemoryLimits(max(0.0, room_bytes), host_bytes, self.costs.cluster.hardware.copy_bytes_per_s)
                 choice = choose_policy(table, limits, explains=explains, solves=self._solves and not fills)
-            except ValueError:
+            except NoRoom:
                 return None
             chosen = {(0, chunk, 0): own for chunk, own in enumerate(layers(choice.shares))}
             counted = {"counted_s": choice.outcome.cost_s, "counted_bytes": choice.outcome.device_bytes, "reason": choice.reason}
@@ -641,7 +641,7 @@ class PipelineRoom(Room):
         self._latest: Trial | None = None
 
     def fitting(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[SequenceGroup, ...]:
-        """The groups of a micro-batch with their policies; raises ValueError if nothing fits one of them.
+        """The groups of a micro-batch with their policies; raises NoRoom if nothing fits one of them.
 
         Those whose ranks have most tokens of one sequence come first: where nothing fits, it is mostly for them, and the program
         need not be solved for others.
