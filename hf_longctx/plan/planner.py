@@ -48,11 +48,13 @@ from hf_longctx.plan.groups.placement import (
     with_idle_ranks,
 )
 from hf_longctx.plan.groups.problem import GroupingProblem, Layout
+from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline.lending import lent_plans
 from hf_longctx.plan.pipeline.search import NotFaster, PipelineSearch
 from hf_longctx.plan.predict.bounds import MemoryLimitedStep
-from hf_longctx.plan.predict.evaluate import Evaluation
+from hf_longctx.plan.predict.evaluate import Evaluation, state_bytes
 from hf_longctx.plan.predict.planning import Planning
+from hf_longctx.plan.predict.towers import with_towers
 from hf_longctx.plan.room.room import make_room
 
 # factor on the even share of tokens that a rank of a micro-batch may hold: groups are never quite even
@@ -112,16 +114,17 @@ def plan_step(
         if len(config.stages) > 1:
             raise ValueError("sequences have tokens that see each other both ways, which several stages do not run; set stages=1")
         costs = replace(costs, method="ulysses")
-    if not media:
-        return _planned(step, lengths, costs, config, most_s, blocks)
     costs = replace(costs, media=media)
+    plan = _planned(step, lengths, costs, config, most_s, blocks)
     budget, tower_bytes = config.activations, costs.model.towers_bytes(media)
     if budget is not None and tower_bytes < budget.device_bytes:
-        # without a plan that leaves room for towers, the one with the least memory beside them
-        with suppress(NoRoom):
-            beside = replace(config, activations=replace(budget, device_bytes=budget.device_bytes - tower_bytes))
-            return _planned(step, lengths, costs, beside, most_s, blocks)
-    return _planned(step, lengths, costs, config, most_s, blocks)
+        states = max(state_bytes(plan, costs, ByteModel(costs.model)))
+        if plan.estimate.peak_bytes > budget.device_bytes + states:
+            # towers meet what other chunks hold; where no plan leaves room for that, the estimate says what the step needs
+            with suppress(NoRoom):
+                beside = replace(config, activations=replace(budget, device_bytes=budget.device_bytes - tower_bytes))
+                return _planned(step, lengths, costs, beside, most_s, blocks, tower_bytes)
+    return plan
 
 
 def _planned(
@@ -131,8 +134,12 @@ def _planned(
     config: PlannerConfig,
     most_s: float,
     blocks: tuple[Blocks, ...],
+    tower_bytes: int = 0,
 ) -> StepPlan:
-    """Plans a step whose images are those of `costs`; see `plan_step`."""
+    """Plans a step whose images are those of `costs`; see `plan_step`.
+
+    tower_bytes: of the device, left free beside the budget.
+    """
     started_s = time.perf_counter()
     planning = Planning(costs, config, blocks)
     if len(config.stages) > 1:
@@ -145,6 +152,9 @@ def _planned(
         problem = GroupingProblem.build(lengths, costs, config)
         fitting = group_plans(step, problem, planning)
     plan, run, solver = choose(fitting, planning)
+    if costs.media:
+        plan = with_towers(plan, planning, tower_bytes)
+        run = planning.predict(plan)
     counted_s = planning.counted_s(plan)
     if counted_s >= most_s:
         raise NotFaster(counted_s)
@@ -162,9 +172,7 @@ def _planned(
         solver=solver,
         cost_source=costs.coefficients.source,
     )
-    return validate_plan(
-        replace(plan, estimate=estimate, media=costs.media), planning.limit_bytes(plan), planning.host_limit_bytes
-    )
+    return validate_plan(replace(plan, estimate=estimate), planning.limit_bytes(plan), planning.host_limit_bytes)
 
 
 def step_bound_s(lengths: Sequence[int], costs: CostModel, config: PlannerConfig) -> float:

@@ -139,7 +139,7 @@ class Forecast:
 
     @property
     def tower_bytes(self) -> int:
-        """Most bytes that plans leave free for the largest image of a step."""
+        """Most bytes that towers take while an image runs."""
         model = self.scenario.costs.model
         return max((model.towers_bytes(step.plan.media) for step in self.steps), default=0)
 

@@ -323,7 +323,11 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
             for part, positions in parts
         )
         loss_weights = torch.cat(list(of_parts)).unsqueeze(0)
-    media = chunk_media([(number, part.media, positions) for number, (part, positions) in zip(numbers, parts, strict=True)])
+    keeps: dict[int, dict[int, bool]] = {}
+    for run in (run for run in group.towers if run.chunk == chunk.index):
+        keeps.setdefault(run.sequence, {})[run.number] = bool(run.keeps)
+    of_parts = ((number, part.media, positions) for number, (part, positions) in zip(numbers, parts, strict=True))
+    media = chunk_media([(number, own and own.kept(keeps.get(number, {})), each) for number, own, each in of_parts])
     return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values, media)
 
 

@@ -122,11 +122,12 @@ def tower_graphs(model: nn.Module) -> TowerGraphs | None:
 
 
 class TowerGraphs:
-    """Keeps the graph of an image's towers until the chunk's backward, or runs the towers again in it.
+    """Keeps the graph of an image's towers until the chunk's backward, or runs the towers again in it, as the plan says.
 
-    A graph is kept while all that wait fit into `room_bytes`, which the running plan leaves free on the device; the room is 0
-    until `begin`. One that takes little more than its features, as that of a trained projector behind frozen towers, is always
-    kept, since nothing would be gained. Towers that run again do so image by image, so that at most one graph is made at a time.
+    Where the plan does not know the towers, a graph is kept while all that wait fit into `room_bytes`, which the running plan
+    leaves free on the device; the room is 0 until `begin`. One that takes little more than its features, as that of a trained
+    projector behind frozen towers, is then always kept, since nothing would be gained. Towers that run again do so image by
+    image, so that at most one graph is made at a time.
     """
 
     def __init__(self) -> None:
@@ -142,17 +143,23 @@ class TowerGraphs:
 
     def features(self, around: Any, medium: TowerInputs) -> list[Tensor]:
         """Returns the `feature_tables` of an image or video."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or medium.keeps:
             return feature_tables(around, medium)
+        if medium.keeps is not None:
+            return self._again(around, medium)
         num_bytes, is_small = self.graph_bytes(around, medium)
         if not is_small and self.waiting_bytes + num_bytes > self.room_bytes:
-            # towers draw no random numbers, see `tower_dropout`
-            again: list[Tensor] = checkpoint(feature_tables, around, medium, use_reentrant=False, preserve_rng_state=False)
-            return again
+            return self._again(around, medium)
         tables = feature_tables(around, medium)
         if not is_small and tables[0].requires_grad:
             self.waiting_bytes += num_bytes
             tables[0].register_hook(lambda _: self._free(num_bytes))
+        return tables
+
+    @staticmethod
+    def _again(around: Any, medium: TowerInputs) -> list[Tensor]:
+        # towers draw no random numbers, see `tower_dropout`
+        tables: list[Tensor] = checkpoint(feature_tables, around, medium, use_reentrant=False, preserve_rng_state=False)
         return tables
 
     def _free(self, num_bytes: int) -> None:

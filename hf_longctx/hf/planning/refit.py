@@ -223,7 +223,7 @@ def _without_towers(plan: StepPlan, rank: int, intervals: Sequence[Interval], co
                 chunk, part, is_backward = group.chunks[action.chunk], _part_of(costs.model, group, action), action.kind == "B"
                 num_layers = stage.layer_ranges[0].num_layers
                 text_s = costs.part_s(chunk, group.shape, is_backward, num_layers, part.has_head)
-                towers_s = priced.chunk_towers_s(chunk, group.shape, is_backward)
+                towers_s = priced.chunk_towers_s(group, chunk, is_backward)
                 seconds[index, str(action)] *= text_s / (text_s + towers_s)
     return seconds
 

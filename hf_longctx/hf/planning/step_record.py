@@ -20,6 +20,7 @@ from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
 from hf_longctx.plan.memory.stage import joined_moments, message_bytes
+from hf_longctx.plan.memory.towers import TowerBytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
@@ -181,7 +182,9 @@ def _memory_of(
             messages = max(messages, message_bytes(model, stage, plan.num_stages, most_tokens))
         found = (joined_moments(moments, np.array(turns)) if turns else moments[0]).most
         book, device_peak = found.book, byte_model.stage_states(rounds[0][1], plan) + found.peak + messages
-        device_peak += 0 if rounds[0][1].stage else model.towers_bytes(plan.media)
+        towers = TowerBytes(plan, byte_model)
+        if not rounds[0][1].stage:
+            device_peak += max(towers.above(group, place) for (group, _), place in zip(rounds, places, strict=True))
     policies = [{(policy.layer_range, policy.chunk): policy for policy in stage.activations} for _, stage in rounds]
     held: dict[tuple[int, int, int], tuple[int, int]] = {}
     memory = NO_MEMORY

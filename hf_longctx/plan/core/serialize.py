@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_longctx.plan.core.messages import shortened, shown
 from hf_longctx.plan.core.types import (
@@ -25,17 +25,19 @@ from hf_longctx.plan.core.types import (
     Estimate,
     LayerPolicy,
     LayerRange,
-    Media,
     MicroBatch,
     SequenceGroup,
     Span,
     StagePlan,
     StepPlan,
     TensorShare,
+    TowerRun,
     TowerWork,
 )
 
 SCHEMA_VERSION = 1
+
+_Row = TypeVar("_Row", TowerWork, TowerRun)
 
 # largest integer: exact in floating point, and more than any plan's tokens, ranks or bytes
 _MOST = 2**53
@@ -185,7 +187,9 @@ def _decode_plain(kind: type, name: str, value: Any, path: str) -> Any:
     if annotation == "tuple[Blocks, ...]":
         return tuple(_decode_blocks(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
     if annotation == "tuple[Media, ...]":
-        return tuple(_decode_media(item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+        return tuple(_decode_rows(TowerWork, item, f"{path}[{i}]") for i, item in enumerate(_items(value, path)))
+    if annotation == "tuple[TowerRun, ...]":
+        return _decode_rows(TowerRun, value, path)
     if not isinstance(value, str):
         raise ValueError(f"{path}: expected a string, found {shown(value)}")
     return value
@@ -198,12 +202,13 @@ def _decode_blocks(data: Any, path: str) -> Blocks:
     return tuple((begin, end) for begin, end in found)
 
 
-def _decode_media(data: Any, path: str) -> Media:
+def _decode_rows(kind: type[_Row], data: Any, path: str) -> tuple[_Row, ...]:
+    """Decodes lists of as many integers as a `NamedTuple` has fields."""
     found = [_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(data, path))]
-    names = TowerWork._fields
+    names = kind._fields
     if wrong := [each for each in found if len(each) != len(names)]:
         raise ValueError(f"{path}: expected [{', '.join(names)}], found {shown(list(wrong[0]))}")
-    return tuple(TowerWork(*each) for each in found)
+    return tuple(kind(*each) for each in found)
 
 
 def _decode_span(data: Any, path: str) -> Span:

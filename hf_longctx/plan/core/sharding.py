@@ -52,18 +52,32 @@ def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...
     return tuple(shard for block in block_pieces(chunk, shape) for shard in _split_block(block, shape.ulysses))
 
 
-def rank_media(chunk: Chunk, shape: GroupShape, media: Sequence[Media]) -> list[list[TowerWork]]:
-    """Returns the images that every rank of a group runs, since it has tokens of them. media: those of every sequence."""
-    found: list[list[TowerWork]] = []
-    for pieces in rank_pieces(chunk, shape):
-        own: dict[tuple[int, int], TowerWork] = {}
+def images_of(chunk: Chunk, media: Sequence[Media]) -> dict[tuple[int, int], TowerWork]:
+    """Returns the images with a token in a chunk, by sequence and number. media: those of every sequence, or none."""
+    return {
+        (span.sequence, number): each
+        for span in (chunk.spans if media else ())
+        for number, each in enumerate(media[span.sequence])
+        if each.start < span.stop and span.start < each.stop
+    }
+
+
+def rank_media(chunk: Chunk, shape: GroupShape, media: Sequence[Media]) -> list[dict[tuple[int, int], int]]:
+    """Returns the number of tokens of every image that each rank of a group has, by sequence and number; see `images_of`."""
+    images = images_of(chunk, media)
+    found: list[dict[tuple[int, int], int]] = [{} for _ in range(shape.degree)]
+    of_sequence: dict[int, list[tuple[tuple[int, int], TowerWork]]] = {}
+    for key, each in images.items():
+        of_sequence.setdefault(key[0], []).append((key, each))
+    for own, pieces in zip(found, rank_pieces(chunk, shape) if images else (), strict=False):
         for piece in pieces:
             # behind the documents come dummies
-            if piece.document < len(chunk.spans) and media[(span := chunk.spans[piece.document]).sequence]:
+            if piece.document < len(chunk.spans):
+                span = chunk.spans[piece.document]
                 begin, end = span.start + piece.start, span.start + piece.stop
-                inside = (each for each in media[span.sequence] if each.start < end and begin < each.stop)
-                own |= {(span.sequence, each.start): each for each in inside}
-        found.append(list(own.values()))
+                for key, each in of_sequence.get(span.sequence, ()):
+                    if count := max(0, min(end, each.stop) - max(begin, each.start)):
+                        own[key] = own.get(key, 0) + count
     return found
 
 

@@ -241,6 +241,19 @@ class TowerWork(NamedTuple):
 
 # for every image of a sequence, in order
 Media = tuple[TowerWork, ...]
+
+
+class TowerRun(NamedTuple):
+    """How a group runs the towers for an image, or for a step in time of a video, in a chunk with a token of it."""
+
+    chunk: int
+    sequence: int
+    # in the media of the sequence
+    number: int
+    # 1: its graph waits for the chunk's backward; 0: a trained tower runs once more there
+    keeps: int = 1
+
+
 # layer ranges of every stage (several with interleaving)
 Ranges = tuple[tuple[LayerRange, ...], ...]
 
@@ -284,7 +297,8 @@ class GroupShape:
 class SequenceGroup:
     """Ranks that share the tokens of their chunks. positions: within a stage (the "sp" axis), not over the job.
 
-    ulysses_degree: only for method "hybrid", the number of neighbours that split heads within each block of the ring.
+    ulysses_degree: only for method "hybrid", the number of neighbours that split heads within each block of the ring. towers: all
+    images of all chunks; (): there are none, or the plan does not know them, and towers keep what the running step has room for.
     """
 
     positions: tuple[int, ...]
@@ -292,6 +306,7 @@ class SequenceGroup:
     chunks: tuple[Chunk, ...]
     stages: tuple[StagePlan, ...]
     ulysses_degree: int = 0
+    towers: tuple[TowerRun, ...] = ()
 
     @classmethod
     def of(

@@ -19,7 +19,7 @@ The planner validates every plan it makes, and the command line every plan it re
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from hf_longctx.plan.core.lending import lender_fault
 from hf_longctx.plan.core.messages import shortened
 from hf_longctx.plan.core.orders import MessagedPasses, joined_stages
 from hf_longctx.plan.core.serialize import plan_digest
+from hf_longctx.plan.core.sharding import images_of
 from hf_longctx.plan.core.types import (
     ACTION_KINDS,
     METHODS,
@@ -245,6 +246,7 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
     _check_cover(plan)
     _check_blocks(plan)
     _check_media(plan)
+    _check_towers(plan)
     for index, micro_batch in enumerate(plan.micro_batches):
         _check_positions(plan, index, micro_batch)
         for group in micro_batch.groups:
@@ -431,6 +433,20 @@ def _check_media(plan: StepPlan) -> None:
                     f"sequence {sequence}: image {tuple(each)} is empty, overlaps the one before, or lies outside its {length} "
                     f"tokens"
                 )
+
+
+def _check_towers(plan: StepPlan) -> None:
+    """Checks that groups whose plan says how towers run name every image of every chunk once."""
+    for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.towers):
+        found = Counter((run.chunk, run.sequence, run.number) for run in group.towers)
+        expected = {(chunk.index, *key) for chunk in group.chunks for key in images_of(chunk, plan.media)}
+        wrong = [*(expected - found.keys()), *(key for key, count in found.items() if count > 1 or key not in expected)]
+        if wrong:
+            chunk, sequence, number = wrong[0]
+            raise PlanError(
+                f"chunk {chunk}: the towers run image {number} of sequence {sequence} {found[wrong[0]]} times, but the chunk has "
+                f"{'a token' if wrong[0] in expected else 'no token'} of it"
+            )
 
 
 def _check_blocks(plan: StepPlan) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 
 from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
 from hf_longctx.plan.core.sharding import UNPACKING_BYTES, rank_media
-from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Media, Parameters, TowerWork
+from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Media, Parameters, SequenceGroup, TowerWork
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
@@ -402,18 +402,23 @@ class CostModel:
         token_s += num_layers * scan_bytes(self.model)[0] / rate if rate else 0.0
         return np.where(tokens > states.block_tokens, token_s * tokens, 0.0)
 
-    def chunk_towers_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
+    def chunk_towers_s(self, group: SequenceGroup, chunk: Chunk, is_backward: bool) -> float:
         """Returns seconds of towers in a pass of a chunk, on the rank of its group with most of them.
 
-        In backward they run again, as they do where no memory is left for their graphs.
+        In backward those run again that `SequenceGroup.towers` do not keep.
         """
         if not any(self.media[span.sequence] for span in chunk.spans if self.media):
             return 0.0
-        return max(self.tower_s(own, is_backward, again=True) for own in rank_media(chunk, shape, self.media))
+        again = {(run.sequence, run.number) for run in group.towers if run.chunk == chunk.index and not run.keeps}
+
+        def rank_s(own: Iterable[tuple[int, int]]) -> float:
+            return sum(self.tower_s([self.media[key[0]][key[1]]], is_backward, key in again) for key in own)
+
+        return max(map(rank_s, rank_media(chunk, group.shape, self.media)))
 
     def sequence_towers_s(self, num_sequences: int) -> FloatArray:
-        """Returns seconds of towers for each sequence of the step on one rank, forward plus backward."""
-        passes = ([self.tower_s(own, is_backward, again=True) for is_backward in (False, True)] for own in self.media)
+        """Returns seconds of towers for each sequence of the step on one rank, forward plus backward, if none runs again."""
+        passes = ([self.tower_s(own, is_backward) for is_backward in (False, True)] for own in self.media)
         return np.array([sum(each) for each in passes]) if self.media else np.zeros(num_sequences)
 
     def tower_s(self, media: Iterable[TowerWork], is_backward: bool, again: bool = False) -> float:

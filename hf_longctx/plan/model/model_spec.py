@@ -523,9 +523,10 @@ class ModelSpec:
         return 2 * self.num_heads * self.kv_head_size + self.index.pair_operations
 
     def towers_bytes(self, media: Iterable[Media]) -> int:
-        """Bytes that the first stage needs while towers run, one of these images of sequences at a time; 0 without any."""
-        sizes = (self.bytes_per_element, self.hidden_bytes)
-        return max((self.tower.work_bytes(each, *sizes) for own in media for each in own), default=0)
+        """Bytes that plans leave free on the first stage for one of these images of sequences at a time; 0 without any."""
+        tower, sizes = self.tower, (self.bytes_per_element, self.hidden_bytes)
+        found = (tower.work_bytes(each, sizes[0]) + tower.feature_bytes(each, sizes[1]) for own in media for each in own)
+        return max(found, default=0)
 
     def attention_pairs(self, layer_ranges: Sequence[LayerRange] = (), tile_keys: int = 0) -> AttentionPairs:
         """Returns the query-key pairs of a layer, averaged over the layers of `layer_ranges`; without any, over all layers.

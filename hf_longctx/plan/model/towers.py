@@ -120,12 +120,14 @@ class TowerSpec:
         ends = e * d * (int(self.graph_layers == self.num_layers) + self.kept_after * (1 + self.num_levels))
         return round(self._tokens(medium) * (self.graph_layers * layer + ends))
 
-    def work_bytes(self, medium: TowerWork, bytes_per_element: int, bytes_per_feature: int) -> int:
-        """Bytes while an image runs: what its backward needs, the tensors of one layer, features of all levels and gradients."""
-        e = bytes_per_element
+    def work_bytes(self, medium: TowerWork, bytes_per_element: int) -> int:
+        """Bytes while an image runs, besides its features: what its backward needs, and the tensors of one layer."""
         layer = replace(self, num_layers=1, graph_layers=1, num_levels=0, kept_after=0, trained_parameters=1)
-        features = medium.num_features * (1 + self.num_levels) * bytes_per_feature * (1 + bool(self.trained_parameters))
-        return self.graph_bytes(medium, e) + layer.graph_bytes(medium, e) + features
+        return self.graph_bytes(medium, bytes_per_element) + layer.graph_bytes(medium, bytes_per_element)
+
+    def feature_bytes(self, medium: TowerWork, bytes_per_feature: int) -> int:
+        """Bytes of an image's features of all levels, and of their gradients if the tower is trained."""
+        return medium.num_features * (1 + self.num_levels) * bytes_per_feature * (1 + bool(self.trained_parameters))
 
     def _tokens(self, medium: TowerWork) -> int:
         return medium.num_parts * (medium.patches + self.class_tokens)

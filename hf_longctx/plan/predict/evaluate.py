@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.lending import is_lent
@@ -23,6 +23,7 @@ from hf_longctx.plan.cost.weight_traffic import StageGathers, ends_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.memory.teacher import TeacherBytes
+from hf_longctx.plan.memory.towers import TowerBytes
 from hf_longctx.plan.predict.lending import run_lent_pipeline
 from hf_longctx.plan.predict.pipeline_run import PredictionCache, StageRun, near_ranks, run_pipeline
 from hf_longctx.plan.predict.schedule_run import run_schedule
@@ -84,6 +85,8 @@ class Evaluation:
     # for each stage, the most chunks that wait for their backward at one time; a chunk counts once for each layer range
     # where it waits
     in_flight: tuple[int, ...]
+    # bytes of every group on a rank of the first stage, without towers, by the id of its chunks and its positions
+    text_bytes: Mapping[tuple[int, tuple[int, ...]], int]
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -124,6 +127,8 @@ class _Run:
         self.state_bytes = state_bytes(plan, costs, known.byte_model(costs.model))
         self.peak_bytes = _with_teacher(plan, costs, self.state_bytes)
         self.in_flight = [0] * plan.num_stages
+        self.text_bytes: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.towers = TowerBytes(plan, known.byte_model(costs.model))
         self.events: list[TimelineEvent] = []
         self.exchange_s: list[float] = []
         # (shape, near ranks, is backward) -> seconds of an exchange, fixed and per token; many groups have equal keys
@@ -198,8 +203,16 @@ class _Run:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
             self.host_bytes[rank] = max(self.host_bytes[rank], run.host_bytes)
             self.after_s[rank] = run.ends_s[1]
+        if ranks[0] < self.plan.ranks_per_stage:
+            self._add_towers(group, run.peak_bytes)
         for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
             self._record(group, ranks, action, time, inside_s)
+
+    def _add_towers(self, group: SequenceGroup, text_bytes: int) -> None:
+        """Adds bytes of towers to those that a group needs on the first stage without them."""
+        self.text_bytes[id(group.chunks), group.positions] = text_bytes
+        for place, position in enumerate(group.positions if self.plan.media else ()):
+            self.peak_bytes[position] = max(self.peak_bytes[position], text_bytes + self.towers.above(group, place))
 
     def _enter_kept(self, group: SequenceGroup, start_s: float) -> None:
         """Runs a chunk that keeps everything by formulas for the whole model; most groups without stages need no event loop."""
@@ -208,7 +221,7 @@ class _Run:
         clock_s, times, inside = start_s, [], []
         for is_backward in (False, True):
             exchange_s = self._exchange_s(chunk, group.shape, near, is_backward)
-            towers_s = self.costs.chunk_towers_s(chunk, group.shape, is_backward)
+            towers_s = self.costs.chunk_towers_s(group, chunk, is_backward)
             stop_s = clock_s + (self.costs.local_s(chunk, group.shape, is_backward) + exchange_s + towers_s)
             times.append((clock_s, stop_s))
             inside.append(exchange_s)
@@ -219,6 +232,7 @@ class _Run:
         for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
             self.tokens[position] = max(self.tokens[position], tokens)
             self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + chunk_bytes)
+        self._add_towers(group, self.state_bytes[group.positions[0]] + chunk_bytes)
         for action, time, exchange_s in zip(stage.actions, times, inside, strict=True):
             self._record(group, group.positions, action, time, exchange_s)
 
@@ -278,8 +292,6 @@ class _Run:
         counted_s = [self.counted_s[place] + sum(ends_s([self.gathers], *own)) for place, own in self.ends.items()]
         last_s = max((self.clocks[rank] + after_s for rank, after_s in self.after_s.items()), default=0.0)
         once_s = self.costs.coefficients.step_s
-        # the first stage has the towers
-        tower_bytes, per_stage = self.costs.model.towers_bytes(self.costs.media), self.plan.ranks_per_stage
         ranks = tuple(
             # rounding must not make a wait negative
             RankUse(rank, busy_s - exchanged_s, exchanged_s, max(0.0, chunks_s - busy_s), tokens)
@@ -289,12 +301,13 @@ class _Run:
             step_s=chunks_s + once_s,
             once_s=once_s,
             ranks=ranks,
-            peak_bytes=(*(num_bytes + tower_bytes for num_bytes in self.peak_bytes[:per_stage]), *self.peak_bytes[per_stage:]),
+            peak_bytes=tuple(self.peak_bytes),
             host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),
             gathers_s=sum(self.before_s) + max(0.0, last_s - chunks_s) + max(counted_s, default=0.0),
             in_flight=tuple(self.in_flight),
+            text_bytes=self.text_bytes,
         )
 
 

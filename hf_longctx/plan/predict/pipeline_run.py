@@ -93,11 +93,11 @@ class PredictionCache:
         self._gathers: dict[tuple[int, int, bool, bool], StageGathers] = {}
         self._bytes: ByteModel | None = None
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
-        self.runs: dict[tuple[int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
+        self.runs: dict[tuple[int, int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
         # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
         self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
-        self._seconds: dict[tuple[int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
+        self._seconds: dict[tuple[int, int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
 
     def without_gathers(self) -> PredictionCache:
         """Returns a cache that counts no gathers, and shares what does not depend on them."""
@@ -135,7 +135,7 @@ class PredictionCache:
 
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
         """Returns the seconds of the group's chunks, which depend neither on policies nor on positions."""
-        key = id(group.chunks), group.shape
+        key = id(group.chunks), id(group.towers), group.shape
         if key not in self._seconds:
             self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
         return self._seconds[key][1]
@@ -156,11 +156,11 @@ def run_pipeline(
     if len(group.stages) == 1:
         # a group without stages does not depend on others while it runs, so its run may start at any time and place
         near = near_ranks(group.positions, costs.cluster.ranks_per_node)
-        alone = id(group.chunks), id(group.stages), (near,), (0.0,)
+        alone = id(group.chunks), id(group.stages), id(group.towers), (near,), (0.0,)
         if alone not in known.runs:
             known.runs[alone] = group, _run_pipeline(plan, group, costs, (0.0,), known)
         return tuple(run.later(start_s[0]) for run in known.runs[alone][1])
-    key = id(group.chunks), id(group.stages), group.positions, tuple(start_s)
+    key = id(group.chunks), id(group.stages), id(group.towers), group.positions, tuple(start_s)
     if key not in known.runs:
         known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
     return known.runs[key][1]
@@ -270,8 +270,10 @@ class ChunkSeconds:
     @cached_property
     def towers(self) -> FloatArray:
         """Seconds of towers in every pass of the first stage, shape (chunks, F/B)."""
-        chunks, shape, both = self.group.chunks, self.group.shape, (False, True)
-        return np.array([[self.costs.chunk_towers_s(chunk, shape, is_backward) for is_backward in both] for chunk in chunks])
+        both, group = (False, True), self.group
+        return np.array(
+            [[self.costs.chunk_towers_s(group, chunk, is_backward) for is_backward in both] for chunk in group.chunks]
+        )
 
     def hops(self, leaves: bool) -> list[float]:
         """Seconds of the message that takes each chunk to the next stage. leaves: whether that stage is on another node."""

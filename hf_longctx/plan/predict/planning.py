@@ -16,6 +16,7 @@ from hf_longctx.plan.core.types import Blocks, Parameters, SequenceGroup, StageP
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic
 from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
+from hf_longctx.plan.memory.towers import TowerBytes
 from hf_longctx.plan.policies.fit import FittedGroups
 from hf_longctx.plan.predict.evaluate import Evaluation, RankUse, evaluate_plan, state_bytes
 from hf_longctx.plan.predict.pipeline_run import PredictionCache, plan_gathers
@@ -280,12 +281,12 @@ class Planning:
         return run.step_s + run.gathers_s
 
     def limit_bytes(self, plan: StepPlan) -> int:
-        """Most bytes that a rank may hold: the largest states of any stage, the budget, and those of towers; 0: no budget."""
-        budget, model = self.config.activations, self.costs.model
+        """Most bytes that a rank may hold: the largest states of any stage, the budget, and what towers need; 0: no budget."""
+        budget, byte_model = self.config.activations, self.known.byte_model(self.costs.model)
         if budget is None:
             return 0
-        states = max(state_bytes(plan, self.costs, self.known.byte_model(model)))
-        return budget.device_bytes + states + model.towers_bytes(self.costs.media)
+        least = max(byte_model.model.towers_bytes(plan.media), TowerBytes(plan, byte_model).least)
+        return budget.device_bytes + max(state_bytes(plan, self.costs, byte_model)) + least
 
     @property
     def host_limit_bytes(self) -> int | None:

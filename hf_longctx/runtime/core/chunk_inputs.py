@@ -19,6 +19,8 @@ class TowerInputs:
     tensors: Mapping[str, Tensor]
     # number of features that towers return
     num_features: int
+    # whether the graph of trained towers waits for the backward, or is made again there; None: whatever there is room for
+    keeps: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

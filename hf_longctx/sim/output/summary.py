@@ -87,8 +87,8 @@ def towers_words(forecast: Forecast) -> list[str]:
     trained = "trained" if forecast.scenario.costs.model.tower.trained_parameters else "frozen"
     return [
         f"{len(media) / len(forecast.steps):,.0f} a step: {trained} towers add {duration(forecast.towers_s)} "
-        f"({forecast.towers_s / forecast.step_s:.0%} of a step), and {forecast.tower_bytes / 2**30:.2f} GiB are left for the "
-        f"largest"
+        f"({forecast.towers_s / forecast.step_s:.0%} of a step), and the largest takes up to "
+        f"{forecast.tower_bytes / 2**30:.2f} GiB while they run"
     ]
 
 

@@ -109,6 +109,14 @@ class SequenceMedia:
     rows: Tensor
     # [3, n], positions in time, height and width; None for a model that counts tokens
     positions: Tensor | None
+    # number of each of `inputs` in the plan's media of the sequence
+    numbers: tuple[int, ...] = ()
+
+    def kept(self, keeps: Mapping[int, bool]) -> SequenceMedia:
+        """Returns these media with `TowerInputs.keeps` by their numbers in the plan."""
+        pairs = zip(self.inputs, self.numbers, strict=True)
+        inputs = (each and replace(each, keeps=keeps.get(number)) for each, number in pairs)
+        return replace(self, inputs=tuple(inputs))
 
     def cut(self, begin: int, end: int) -> SequenceMedia:
         """Returns tokens [begin, end) of these."""
@@ -128,7 +136,8 @@ def sequence_media(
     rows = torch.full_like(ids, -1)
     inputs: list[TowerInputs | None] = []
     firsts: list[int] = []
-    num_rows = 0
+    numbers: list[int] = []
+    num_rows = num_planned = 0
     for number, (medium, file) in enumerate(media):
         if medium.kind not in reader.tokens:
             raise ValueError(f"{where} has a {medium.kind}, which is not read for this model; remove such rows")
@@ -141,17 +150,23 @@ def sequence_media(
         rows[places] = torch.arange(num_rows, num_rows + len(places))
         first, num_rows = num_rows, num_rows + len(places)
         is_needed = any(bool(((places >= begin) & (places < end)).any()) for begin, end in needed)
+        # a plan counts the steps of a video, unless the row is of an earlier version
+        before, num_steps = num_planned, medium.num_parts if medium.kind == "video" else 1
+        num_planned += num_steps
         if not is_needed:
             inputs.append(None)
             firsts.append(first)
+            numbers.append(before)
             continue
         given = file.as_py() if hasattr(file, "as_py") else file
         own = ids[medium.start : medium.stop].tolist()
         for part in _steps(reader.tower_inputs(medium, given, own, f"{where} {medium.kind} {number}")):
             inputs.append(part)
             firsts.append(first)
+            numbers.append(before + (first - (num_rows - len(places))) * num_steps // len(places))
             first += part.num_features
-    return SequenceMedia(tuple(inputs), tuple(firsts), rows, reader.positions(ids, [medium for medium, _ in media]))
+    positions = reader.positions(ids, [medium for medium, _ in media])
+    return SequenceMedia(tuple(inputs), tuple(firsts), rows, positions, tuple(numbers))
 
 
 def _steps(whole: TowerInputs) -> list[TowerInputs]:
@@ -172,7 +187,7 @@ def _joined(media: Sequence[TowerInputs]) -> list[TowerInputs]:
     found: list[list[TowerInputs]] = []
     for each in media:
         before = found[-1][0] if found else each
-        is_step = bool(found) and each.kind == before.kind == "video"
+        is_step = bool(found) and each.kind == before.kind == "video" and each.keeps == before.keeps
         if is_step and torch.equal(each.tensors["video_grid_thw"], before.tensors["video_grid_thw"]):
             found[-1].append(each)
         else:
@@ -183,9 +198,8 @@ def _joined(media: Sequence[TowerInputs]) -> list[TowerInputs]:
 def _together(steps: Sequence[TowerInputs]) -> TowerInputs:
     grid = steps[0].tensors["video_grid_thw"] * torch.tensor([len(steps), 1, 1])
     patches = torch.cat([each.tensors["pixel_values_videos"] for each in steps])
-    return TowerInputs(
-        "video", {"pixel_values_videos": patches, "video_grid_thw": grid}, sum(each.num_features for each in steps)
-    )
+    num_features = sum(each.num_features for each in steps)
+    return replace(steps[0], tensors={"pixel_values_videos": patches, "video_grid_thw": grid}, num_features=num_features)
 
 
 def positions_alone(ids: Tensor, media: Sequence[Medium], reader: MediaReader) -> SequenceMedia | None:
