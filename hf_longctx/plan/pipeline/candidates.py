@@ -188,7 +188,8 @@ class _CandidateSearch:
     doubt: float = 0.95
     # layouts that are simulated
     most_layouts: int = 4
-    # for each group: cuts that fit before the simulation stops, cuts tried before it gives up
+    # for each group: cuts that fit before the simulation stops, unless memory is short and the last was the fastest; cuts tried
+    # before it gives up
     fitting_cuts: int = 3
     most_cuts: int = 5
     # ways to run a layout for which room is made if memory is short
@@ -331,13 +332,17 @@ class Candidates:
         cuts = self.staged.cuts(max(groups, key=lambda group: self.staged.cuts(group)[0].estimate_s))
         found: list[_Option] = []
         num_fitting, best = 0, cuts[0]
-        for cut in cuts[: _CANDIDATES.most_cuts]:
+        for num_tried, cut in enumerate(cuts, 1):
             own = self._run(groups, cut)
             num_fitting += bool(own)
             if own and (not found or own[0].seconds < min(found, key=_in_order).seconds):
                 best = cut
             found += own
-            if num_fitting == _CANDIDATES.fitting_cuts or (found and min(found, key=_in_order).seconds <= least_s):
+            if found and min(found, key=_in_order).seconds <= least_s:
+                break
+            # estimates count no messages: where these are slow, more chunks are in flight, so that smaller ones save memory
+            goes_on = best is cut and bool(own) and own[0].is_short
+            if (num_fitting >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
                 break
         found.sort(key=_in_order)
         if found and found[0].seconds > least_s and self.staged.growth:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.plans.cost_models import MODEL, cost_model
 from helpers.plans.grouping_problems import lognormal_lengths
+from helpers.plans.pipeline_plans import stage_ranges
 
-from hf_longctx.plan.core.settings import PlannerConfig
+from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import StepPlan
-from hf_longctx.plan.pipeline.candidates import Candidates
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.memory.byte_model import ByteModel
+from hf_longctx.plan.pipeline.candidates import Candidates, dealt_layouts
 from hf_longctx.plan.pipeline.staged_step import StagedStep
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.predict.evaluate import evaluate_plan
@@ -43,3 +49,19 @@ def test_candidates_of_least_memory_have_the_largest_groups_and_ever_more_slices
     found = [candidate.micro_batch.groups for candidate in Candidates(staged).least_memory((0, 1))]
     assert all([group.degree for group in groups] == [2, 2] for groups in found)
     assert [max(len(group.chunks) for group in groups) for groups in found] == [1, 2, 4, 8, 16]
+
+
+def test_chunks_get_smaller_while_that_is_faster_on_a_slow_network() -> None:
+    """Slow messages keep more chunks in flight, which estimates of cuts do not count: no further cut is faster."""
+    model, hardware = named_model("llama-3.1-8b"), replace(GENERIC_GPU, network_bytes_per_s=3e8)
+    cluster, lengths = ClusterSpec(8, 2, hardware), lognormal_lengths(3, 32, 60_000, 20_000.0)
+    costs = CostModel(
+        model, cluster, default_coefficients(model, cluster), "ulysses", parameters="gathered_per_step", shard_ranks=2
+    )
+    room = ByteModel(model).budget(4 << 30, 8 << 30, 1024)
+    staged = StagedStep(lengths, costs, PlannerConfig(100_000, (2,), stages=stage_ranges(model, 4), activations=room))
+    candidates, members = Candidates(staged), tuple(range(len(lengths)))
+    (group,) = next(dealt_layouts(staged, members))
+    ways = [replace(cut, growth=growth) for cut in staged.cuts(group)[:10] for growth in (0.0, staged.growth)]
+    runs_s = [run.seconds for cut in ways for run in staged.groups_s({group: candidates._chunks(group, cut)})]
+    assert candidates.fastest(members)[0].seconds <= 1.001 * min(runs_s)
