@@ -303,7 +303,7 @@ def token_column_problem(columns: Mapping[str, bool], name: str) -> str | None:
             f"{name} has a column {refused[0]!r}, which is not supported, and to ignore it would change what is trained; "
             f"{TOKEN_COLUMNS[refused[0]].meaning}"
         )
-    if pixels := [column for column in columns if _PIXELS.fullmatch(column)]:
+    if pixels := tower_columns(columns):
         return (
             f"{name} has a column {pixels[0]!r}, an input for images, sound or video made beforehand, which plans do not read; "
             f"give rows with images to tokenise_chat and the model's processor, or remove such rows, then the column"
@@ -343,6 +343,11 @@ def listed_column_problem(name: str, lengths: list[int], others: Mapping[str, li
                 + (_NOT_WEIGHTS if per == "token" else "write it as a field of the messages, or remove the column")
             )
     return None
+
+
+def tower_columns(names: Iterable[str]) -> list[str]:
+    """Returns the names of inputs of towers for images, sound or video that were made beforehand."""
+    return [name for name in names if _PIXELS.fullmatch(name)]
 
 
 def unread_columns(columns: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,12 +256,29 @@ def _media_problems(name: str, first_row: int, table: pa.Table, lengths: IntArra
     bad = set(rows[wrong].tolist())
     totals = sums[firsts + lengths] - sums[firsts]
     bad |= set(np.flatnonzero(totals != np.bincount(rows, features, len(lengths))).tolist())
+    if not bad and (learnt := _learnt_features(table, placeholders)):
+        row = int(np.searchsorted(firsts + lengths, learnt[0], side="right"))
+        return [
+            f"{name} row {first_row + row} has labels on tokens that stand for images, which are no text to learn; give these "
+            f"tokens the label {IGNORE_INDEX} in a column 'labels', as tokenise_chat does, and use no collator that writes labels"
+        ]
     return [
         f"{name} row {first_row + row} has {totals[row]} tokens that stand for images, sound or video, and its column {MEDIA!r} "
         f"places {int(features[rows == row].sum())} of them elsewhere or in another number; tokenise the row again with the "
         f"model's processor"
         for row in sorted(bad)
     ]
+
+
+def _learnt_features(table: pa.Table, placeholders: tuple[int, ...]) -> list[int]:
+    """Returns the places of features in a table's tokens that have a label."""
+    column = "labels" if "labels" in table.column_names else "input_ids"
+    are_features, labels = _are_features(table, placeholders), _values(table[column])
+    if len(labels) != len(are_features):
+        # reported with the labels
+        return []
+    values = pc.fill_null(labels.cast(pa.int64(), safe=False), IGNORE_INDEX).to_numpy()
+    return np.flatnonzero(are_features & (values != IGNORE_INDEX)).tolist()
 
 
 def _digests_of(table: pa.Table) -> list[int]:
@@ -432,6 +449,8 @@ def column_problem(columns: Mapping[str, bool], name: str, task: HeadTask = NEXT
         )
     if (problem := task.column_problem(list(columns), name, PACKED, LOSS_WEIGHTS)) is not None:
         return problem
+    if MEDIA in columns and MEDIA_FILES not in columns:
+        return f"{name} has a column {MEDIA!r} without {MEDIA_FILES!r}, which names the files of images; keep both"
     own = task.label_column(list(columns))
     return token_column_problem({column: is_text for column, is_text in columns.items() if column != own}, name)
 
@@ -448,7 +467,9 @@ def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
 class RowTokens:
     """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none.
 
-    documents: the lengths of the row's documents, if it is packed. num_padding: removed padding tokens.
+    documents: the lengths of the row's documents, if it is packed. num_padding: removed padding tokens. media, files: items of
+    the columns `media` and `media_files`. blocks: begin and end of the tokens that stand for a feature without another token
+    between them, [M, 2].
     """
 
     input_ids: IntArray
@@ -456,6 +477,9 @@ class RowTokens:
     loss_weights: NDArray[np.float64] | None
     documents: IntArray | None = None
     num_padding: int = 0
+    media: Sequence[Mapping[str, Any]] = ()
+    files: Sequence[Any] = ()
+    blocks: IntArray | None = None
 
 
 def row_tokens(
@@ -472,21 +496,19 @@ def row_tokens(
         raise ValueError(unusable)
     if problem := _other_columns([row], columns, number, NEXT_TOKEN):
         raise ValueError(f"{name} {problem}")
-    if row.get(MEDIA):
-        raise ValueError(
-            f"{name} row {number} has images, which streams do not read yet; give rows that can be read by number, for example "
-            f"datasets.Dataset.from_generator(...)"
-        )
     read = [column for column in _READ if column in columns]
     padded = _plain_table([row], read, number)
     table = unpadded(padded)
-    _, problems = _table_problems(name, number, table, vocab_size, placeholders)
+    lengths, problems = _table_problems(name, number, table, vocab_size, placeholders)
     if problems:
         raise ValueError(problems[0])
     assert isinstance(table, pa.Table)
     ids, labels = (_values(table[column]).to_numpy() for column in ("input_ids", "labels" if "labels" in read else "input_ids"))
     weights = _values(table[LOSS_WEIGHTS]).to_numpy() if LOSS_WEIGHTS in read else None
-    return RowTokens(ids, labels, weights, _documents(table), padding_of(padded).num_tokens)
+    tokens = RowTokens(ids, labels, weights, _documents(table), padding_of(padded).num_tokens)
+    if not row.get(MEDIA):
+        return tokens
+    return replace(tokens, media=row[MEDIA], files=row[MEDIA_FILES], blocks=_media_blocks(table, lengths, placeholders, 0)[:, 1:])
 
 
 def too_long(
@@ -511,6 +533,14 @@ def too_long(
         f"{name} row {row} has {lengths[longest]} tokens, above {broken}{others}; set long_sequences='truncate' to drop "
         f"the tail, long_sequences='split' to cut it into independent documents, or raise the limit"
     ]
+
+
+def images_too_long(where: str, num_tokens: int, num_features: int, limit: int) -> str:
+    """Returns why a row with images is not cut to a limit of tokens. where: its name."""
+    return (
+        f"{where} has {num_tokens} tokens, {num_features} of them for images, above the limit of {limit}, and rows with images "
+        f"are not cut so far; raise max_length, lower the number of pixels in the processor's settings, or remove such rows"
+    )
 
 
 def _columns(dataset: Any) -> list[str]:

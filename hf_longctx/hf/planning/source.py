@@ -33,9 +33,9 @@ Planner = Callable[..., StepPlan]
 # solvers with programs that may take up to `solver_time_limit_s`
 _SLOW_SOLVERS = ("lp", "milp")
 
-# lengths of a step, its sequences, or a function that returns lengths after the next step was drawn, or None if the data ended
+# lengths of a step, its sequences, or a function that returns these after the next step was drawn, or None if the data ended
 # before
-Lengths = list[int] | StepSequences | Callable[[], list[int] | None]
+Lengths = list[int] | StepSequences | Callable[[], list[int] | StepSequences | None]
 
 
 def quick(config: PlannerConfig) -> PlannerConfig:

@@ -23,6 +23,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import default_data_collator
 
+from hf_longctx.hf.data.fields import tower_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
 from hf_longctx.hf.data.scan import PACKED, as_array
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -71,7 +72,7 @@ class Collation:
         if self._is_known:
             found = _known_problems(self.collator, self._name, dataset, self.kind_of_head)
             return [problem.replace("train_dataset", name) for problem in found]
-        if dataset is None or is_stream(dataset) or not _is_readable(dataset):
+        if dataset is None or is_stream(dataset) or not is_readable(dataset):
             return []
         with _kept_random_states():
             try:
@@ -86,7 +87,7 @@ class Collation:
             return dataset
         if self._is_known:
             pad = _pad_token(self.collator)
-            if pad is None or not _is_readable(dataset):
+            if pad is None or not is_readable(dataset):
                 return dataset
             changes = _has_labels(dataset) or _has_token(dataset, pad)
             return CollatedRows(dataset, self._masked) if changes else dataset
@@ -195,8 +196,12 @@ class Collation:
         found = {name: np.asarray(value) for name, value in batch.items() if value is not None}
         if unknown := [name for name in found if name not in _READ]:
             raise _CollatorProblem(
-                f"it returns {unknown[0]!r}, which plans do not read, and to ignore it would change what is trained; express "
-                f"it in input_ids, labels (-100 for no label) and attention_mask"
+                f"it returns {unknown[0]!r}, which plans do not read, and to ignore it would change what is trained; "
+                + (
+                    "give rows with images to tokenise_chat and the model's processor, and leave the collator out"
+                    if tower_columns(unknown[:1])
+                    else "express it in input_ids, labels (-100 for no label) and attention_mask"
+                )
             )
         for name in ("input_ids", "labels"):
             if name not in found:
@@ -341,7 +346,7 @@ def _classifier_problems(collator: Any, kind: type, name: str, kind_of_head: Hea
 
 
 def _label_problems(name: str, dataset: Any) -> list[str]:
-    if _is_readable(dataset) and not _has_labels(dataset):
+    if is_readable(dataset) and not _has_labels(dataset):
         return [
             f"{name} makes no labels and train_dataset has no column 'labels', so the stock trainer would have no loss; add "
             f"labels, or use DataCollatorWithFlattening or DataCollatorForLanguageModeling(mlm=False)"
@@ -351,7 +356,7 @@ def _label_problems(name: str, dataset: Any) -> list[str]:
 
 def _packing_problems(name: str, dataset: Any) -> list[str]:
     columns = getattr(dataset, "column_names", None) or ()
-    if not columns and _is_readable(dataset) and isinstance(row := dataset[0], Mapping):
+    if not columns and is_readable(dataset) and isinstance(row := dataset[0], Mapping):
         columns = list(row)
     return [
         f"train_dataset has a column {column!r}, by which plans would divide rows into documents, but {name} does not; remove "
@@ -404,7 +409,7 @@ def _padding_side_problems(collator: Any) -> list[str]:
     ]
 
 
-def _is_readable(dataset: Any) -> bool:
+def is_readable(dataset: Any) -> bool:
     """Whether rows can be looked up by number; other datasets are refused later, when row lengths are read."""
     # iterable datasets of torch inherit a __getitem__ that always fails
     if is_stream(dataset) or isinstance(dataset, dict | type):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from hf_longctx.hf.data.fields import MEDIA
 from hf_longctx.hf.data.media.processors import processor_problem, tokens_problem
+from hf_longctx.hf.data.streams.sources import WholeStream, is_stream
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.media import media_kinds, num_added_levels, sees_images_both_ways, tower_dropout
+from hf_longctx.hf.rules.collators import is_readable
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.setup import Setup
 
@@ -47,6 +51,23 @@ def media_problems(facts: ModelFacts, processor: Any, setup: Setup, is_attached:
             f"the rate to 0 in the config of the tower"
         )
     return problems
+
+
+def may_have_media(dataset: Any, model: Any, processor: Any) -> bool:
+    """Whether rows of a set may have images: by its columns; for a stream of unknown ones, by model and processor."""
+    columns = source_columns(dataset)
+    if columns is None and (is_stream(dataset) or isinstance(dataset, WholeStream)):
+        return bool(media_kinds(model)) and not processor_problem(processor)
+    return MEDIA in (columns or ())
+
+
+def source_columns(dataset: Any) -> Collection[str] | None:
+    """Returns the columns of a set, for other rows than those of `datasets` the first one's; None if nobody knows them yet."""
+    source = dataset.stream if isinstance(dataset, WholeStream) else dataset
+    columns: Collection[str] | None = getattr(source, "column_names", None)
+    if columns is None and is_readable(source) and isinstance(row := source[0], Mapping):
+        return row
+    return columns
 
 
 def _both_ways_problem(name: str, setup: Setup) -> str:

@@ -59,6 +59,7 @@ from hf_longctx.hf.ranks.heartbeats import follow_launcher
 from hf_longctx.hf.rules.arguments import WAY_OUT
 from hf_longctx.hf.rules.collators import Collation
 from hf_longctx.hf.rules.hooks import hook_problems
+from hf_longctx.hf.rules.media import may_have_media
 from hf_longctx.hf.rules.models import align_padding, classifier_problems
 from hf_longctx.hf.rules.rule import Facts, refusals
 from hf_longctx.hf.rules.teacher import TAUGHT_ROWS, teacher_digest, teacher_problems
@@ -401,7 +402,9 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
     beside = OtherResidents(sum(weight.nbytes for weight in reference), kernels, teacher)
     has_choice = request.has_open_stages or config.parameters == "auto"
     must_fit = has_choice and config.long_sequences == "error"
-    rows = TrainingRows(request.collation.rows(request.datasets.get("train_dataset")), checked.task, must_fit)
+    dataset = request.datasets.get("train_dataset")
+    has_towers = may_have_media(dataset, model, request.processing_class)
+    rows = TrainingRows(request.collation.rows(dataset), checked.task, must_fit, has_towers)
     setup = choose_setup(config, checked.facts, args, checked.degrees, control, rows, beside)
     raise_together(unread_problems(model, setup), control)
     if args.process_index == 0 and (line := attention_line(model)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -19,21 +20,21 @@ from transformers import TrainingArguments
 
 from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.fields import token_types_problem, unread_columns
+from hf_longctx.hf.data.fields import MEDIA, token_types_problem, unread_columns
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask, have_labels
 from hf_longctx.hf.data.later_pieces import RowChanged, tables_of
 from hf_longctx.hf.data.media.processors import FileReader
 from hf_longctx.hf.data.media.rows import Medium, tower_work
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, is_empty, scan_on_every_rank, too_long
-from hf_longctx.hf.data.streams.rows import StreamRules
+from hf_longctx.hf.data.scan import DatasetScan, ScannedRows, images_too_long, is_empty, scan_on_every_rank, too_long
+from hf_longctx.hf.data.streams.rows import StreamMedia, StreamRules
 from hf_longctx.hf.data.streams.sources import is_stream, source_digest, stream_length, stream_problems, whole
 from hf_longctx.hf.models.facts import TOKEN_TYPES, ModelFacts
 from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.towers import tower_parameters
 from hf_longctx.hf.ranks.agreement import gather_objects, raise_together
 from hf_longctx.hf.rules.collators import Collation
-from hf_longctx.hf.rules.media import media_problems
+from hf_longctx.hf.rules.media import media_problems, source_columns
 from hf_longctx.hf.start.setup import settings_for
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.plan.core.types import Blocks, Media, TowerWork
@@ -135,6 +136,8 @@ class SequenceSets:
         self._scans: dict[str, tuple[Any, DatasetScan]] = {}
         # for every sequence of a scanned set, whether a label counts in it
         self._labelled: dict[str, NDArray[np.bool_]] = {}
+        # why rows of an iterable training set may have no images; empty if they may
+        self._no_images = StreamMedia().problem
         # names of the sets whose cut rows were reported already
         self._told: set[str] = set()
 
@@ -161,6 +164,7 @@ class SequenceSets:
             problems += _differing_stages(own_stage(len(ranges)), model, self.control)
         if is_stream(stream := datasets.get("train_dataset")):
             settings["length of train_dataset"] = stream_length(stream, self.config)
+            problems += self._stream_media_problems(facts, stream)
             if self.config.stream_readers > 1:
                 # each rank takes its own readers' shards
                 settings["sources and shuffles of train_dataset"] = source_digest(stream)
@@ -171,7 +175,7 @@ class SequenceSets:
             settings[f"tokens of {name}"] = scan.digest
         problems += self._differing_rows({name: self._scans[name][1] for name in given})
         raise_together(problems, self.control, alike=settings)
-        self._reads_media = any(map(self.has_media, given))
+        self._reads_media = any(map(self.has_media, datasets))
         if self.has_media("train_dataset") and self.args.process_index == 0:
             _log_towers(model, self.setup.costs.model.tower)
 
@@ -231,8 +235,10 @@ class SequenceSets:
         return bool(self._reads_media)
 
     def has_media(self, name: str) -> bool:
-        """Whether rows of a scanned set have images; False for a set that was not scanned, such as a stream."""
-        return name in self._scans and self._scans[name][1].media_features is not None
+        """Whether rows of a scanned set have images, or those of an iterable training set may have some."""
+        if name not in self._scans:
+            return name == "train_dataset" and not self._no_images
+        return self._scans[name][1].media_features is not None
 
     def have_media(self, name: str, index: SequenceIndex) -> NDArray[np.bool_] | None:
         """Whether each sequence of a set has images, if weights are sharded; None if no loader needs to know."""
@@ -300,7 +306,33 @@ class SequenceSets:
             token_types="always" if self._facts is None else self._facts.token_types,
             collate=self.collation.stream_row,
             num_rows=stream_length(stream, config),
+            media=self._stream_media(),
         )
+
+    def _stream_media(self) -> StreamMedia:
+        """How images in rows of an iterable training set are read."""
+        if self._no_images or self._facts is None:
+            return StreamMedia(self._no_images)
+        model, costs = self._facts.model, self.setup.costs
+        # a copy, since threads of readers may tokenise rows by the processor meanwhile
+        reader = FileReader.of(model, copy.deepcopy(self.processor))
+        return StreamMedia("", reader, costs.model.tower, sees_images_both_ways(model), costs.parameters != "replicated")
+
+    def _stream_media_problems(self, facts: ModelFacts, stream: Any) -> list[str]:
+        """Problems with images in rows of an iterable training set, if its columns say that it has some.
+
+        Without known columns its rows may have images if the processor reads them; otherwise the first row with some is refused.
+        """
+        columns, problems = source_columns(stream), media_problems(facts, self.processor, self.setup, self.is_attached)
+        self._no_images = problems[0] if problems else ""
+        if columns is None:
+            return []
+        if MEDIA in columns:
+            return problems
+        self._no_images = (
+            f"rows have images, but the columns of train_dataset ({', '.join(columns)}) have no {MEDIA!r}; name it there"
+        )
+        return []
 
     def _scan(self, sets: dict[str, Any]) -> dict[str, DatasetScan]:
         """Lengths and problems of named sets; with long_sequences="error", rows that are too long are problems too."""
@@ -354,11 +386,7 @@ class SequenceSets:
             return self._block_problems(name, row, scan)
         if lengths[row] <= self.longest_sequence or self.config.long_sequences == "error":
             return []
-        return [
-            f"{name} row {row} has {lengths[row]} tokens, {scan.media_features[row]} of them for images, above the limit of "
-            f"{self.longest_sequence}, and rows with images are not cut so far; raise max_length, lower the number of pixels in "
-            f"the processor's settings, or remove such rows"
-        ]
+        return [images_too_long(f"{name} row {row}", lengths[row], scan.media_features[row], self.longest_sequence)]
 
     def _block_problems(self, name: str, row: int, scan: DatasetScan) -> list[str]:
         """Problem with the longest row with images if these see each other both ways, and no plan has room for it."""

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_longctx.hf.checkpoints.deferred import source_of
 from hf_longctx.hf.config import LongContextConfig
-from hf_longctx.hf.data.fields import MEDIA
 from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
@@ -80,6 +79,8 @@ class TrainingRows:
     task: HeadTask = NEXT_TOKEN
     # stages and shards that are chosen must hold the longest row
     must_fit: bool = False
+    # rows may have images, so that towers are trained
+    may_have_media: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,7 @@ def choose_setup(
     frozen = frozen_parameters(model, config.may_have_stages)
     beside = beside or OtherResidents()
     # without images in rows, towers are frozen
-    has_images = MEDIA in (getattr(rows.dataset if rows else None, "column_names", None) or ())
-    tower = trained_tower(model, spec.tower) if has_images else spec.tower
+    tower = trained_tower(model, spec.tower) if rows is not None and rows.may_have_media else spec.tower
     own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels, tower
     gathered = zip(*gather_objects(own, control), strict=True)
     adapters, packed, rounded, all_frozen, moments, kernels, towers = (list(each) for each in gathered)

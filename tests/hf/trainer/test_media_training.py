@@ -151,13 +151,6 @@ def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_process
     assert {"tokenizer.json", "processor_config.json"} <= {path.name for path in (tmp_path / "saved").iterdir()}
 
 
-def test_streams_refuse_rows_with_images_by_row(tmp_path: Path) -> None:
-    rows, processor = rows_and_processor()
-    trainer = trainer_with(qwen3_vl(processor), processor, rows.to_iterable_dataset(), tmp_path)
-    with pytest.raises(ValueError, match="row 0 has images, which streams do not read yet; give rows that can be read by number"):
-        trainer.train()
-
-
 def test_rows_with_images_are_not_cut(tmp_path: Path) -> None:
     rows, processor = rows_and_processor()
     longest = max(map(len, rows["input_ids"]))

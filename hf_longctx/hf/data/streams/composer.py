@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_longctx.hf.data.labels import LABELS_THAT_COUNT, LOSS_WEIGHTS
+from hf_longctx.hf.data.media.rows import Medium
 from hf_longctx.hf.data.resume import Place
 from hf_longctx.hf.data.streams.rows import StreamRules
+from hf_longctx.plan.core.types import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +91,15 @@ class SharedRows:
 
 
 class Announced(NamedTuple):
-    """A sequence as announced to all ranks; row_hash and columns as in `ReadSequence`."""
+    """A sequence as announced to all ranks; row_hash, columns and blocks as in `ReadSequence`."""
 
     num_tokens: int
     has_label: bool
     row_hash: int | None
     columns: str
+    # its images and videos, and the number of bytes of each one's packed file
+    media: tuple[tuple[Medium, int], ...] = ()
+    blocks: Blocks = ()
 
 
 class EpochEnds(NamedTuple):
@@ -127,6 +132,9 @@ class ComposedBatch:
     turn: int
     # labels have weights
     is_weighted: bool
+    # images of every sequence, and its blocks
+    media: tuple[tuple[tuple[Medium, int], ...], ...] = ()
+    blocks: tuple[Blocks, ...] = ()
 
 
 class BatchComposer:
@@ -145,7 +153,7 @@ class BatchComposer:
         self.shared = SharedRows(rules.name, count)
         self._failure: ValueError | None = None
         self._members: list[tuple[int, int]] = []
-        self._lengths: list[int] = []
+        self._items: list[Announced] = []
         self._columns: tuple[int, str] | None = None
         self._num_tokens = self._num_sequences = 0
         self._has_label = self._is_whole = self._is_empty = self._is_over = False
@@ -201,7 +209,7 @@ class BatchComposer:
         """Puts a sequence into the batch; returns whether that completes it."""
         rules = self.rules
         self._members.append((reader, self.taken[reader] - 1))
-        self._lengths.append(item.num_tokens)
+        self._items.append(item)
         self._num_tokens += item.num_tokens
         self._num_sequences += 1
         self._has_label = self._has_label or item.has_label
@@ -225,8 +233,11 @@ class BatchComposer:
 
     def _close(self) -> ComposedBatch:
         is_weighted = self._columns is not None and LOSS_WEIGHTS in self._columns[1]
-        batch = ComposedBatch(tuple(self._members), tuple(self._lengths), tuple(self.taken), self.turn, is_weighted)
-        self._members, self._lengths, self._num_tokens, self._is_empty = [], [], 0, False
+        lengths, media, blocks = (
+            tuple(each) for each in zip(*((i.num_tokens, i.media, i.blocks) for i in self._items), strict=True)
+        )
+        batch = ComposedBatch(tuple(self._members), lengths, tuple(self.taken), self.turn, is_weighted, media, blocks)
+        self._members, self._items, self._num_tokens, self._is_empty = [], [], 0, False
         return batch
 
     def _end_epoch(self) -> ComposedBatch | None:
@@ -252,6 +263,6 @@ class BatchComposer:
         return last
 
     def _begin_epoch(self, is_whole: bool) -> None:
-        self._members, self._lengths, self._columns = [], [], None
+        self._members, self._items, self._columns = [], [], None
         self._num_tokens, self._num_sequences, self._has_label = 0, 0, False
         self._is_whole = self._is_empty = is_whole

@@ -16,24 +16,26 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_longctx.hf.data.collator import LongContextCollator, PlannedStep, TokenSequence
+from hf_longctx.hf.data.collator import ChangedRow, LongContextCollator, PlannedStep, TokenSequence, held_pieces
+from hf_longctx.hf.data.media.rows import MediaReader, Medium, positions_alone, sequence_media, tower_work
 from hf_longctx.hf.data.resume import Cursor, Place
 from hf_longctx.hf.data.streams.composer import Announced, BatchComposer, ComposedBatch, EpochEnds, EpochOver, Fails, Item
-from hf_longctx.hf.data.streams.rows import ONLY_READER, EndOfEpoch, ReadSequence, SequenceReader, StreamRules
+from hf_longctx.hf.data.streams.rows import ONLY_READER, EndOfEpoch, PackedFile, ReadSequence, SequenceReader, StreamRules
 from hf_longctx.hf.data.streams.sources import reader_stream
 from hf_longctx.hf.planning.source import Lengths, PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.types import StepPlan, StepSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +66,23 @@ def tokens_of_positions(plan: StepPlan) -> dict[int, list[HeldTokens]]:
 def exchange_tokens(
     plan: StepPlan,
     readers: Sequence[int],
-    read: Mapping[int, TokenSequence],
+    read: Mapping[int, ReadSequence],
     is_weighted: bool,
     rank: int,
     control: dist.ProcessGroup | None,
-) -> dict[int, TokenSequence]:
-    """Returns the token range that this rank needs of each of its sequences in a plan. Collective.
+    media: Sequence[Sequence[tuple[Medium, int]]] = (),
+) -> tuple[dict[int, TokenSequence], dict[tuple[int, int], PackedFile]]:
+    """Returns the token range that this rank needs of each of its sequences in a plan, and files of its images. Collective.
 
-    readers: the rank that has read each sequence. read: the whole sequences that this rank has read. In a range that another
-    rank has read, tokens between those of this rank are zeros.
+    readers: the rank that has read each sequence. read: the whole sequences that this rank has read. media: for every sequence
+    its images and the bytes of their packed files; () without any. In a range that another rank has read, tokens between those
+    of this rank are zeros. A sequence with images comes whole, since its positions depend on all of its tokens. The key of a file
+    is the numbers of its sequence and of the image in it; ranks get those of which they run towers.
     """
     held = tokens_of_positions(plan)
+    wanted_files = _files_of_ranks(plan, held, media)
+    whole = {number for number, each in enumerate(media) if each}
+    held = {position: _with_whole(pieces, whole, plan.lengths) for position, pieces in held.items()}
     own = held.get(plan.place(rank)[1], [])
     found = _room(own, is_weighted, {number for number in range(len(readers)) if readers[number] == rank})
     incoming: dict[int, Tensor] = {}
@@ -83,13 +91,22 @@ def exchange_tokens(
         size = sum(each.end - each.begin for each in own if readers[each.sequence] == source)
         incoming[source] = torch.empty(4 if is_weighted else 2, size, dtype=torch.int32)
         work.append(dist.irecv(incoming[source], source, control))
+    files: dict[tuple[int, int], Tensor] = {}
+    for sequence, number in wanted_files.get(rank, ()):
+        if readers[sequence] != rank:
+            files[sequence, number] = torch.empty(media[sequence][number][1], dtype=torch.uint8)
+            work.append(dist.irecv(files[sequence, number], readers[sequence], control))
     # this list keeps the tensors alive until they are sent
     outgoing = []
     for target in range(plan.num_ranks):
         wanted = [each for each in held.get(plan.place(target)[1], []) if readers[each.sequence] == rank]
         if wanted and target != rank:
-            outgoing.append(torch.cat([_packed(read[each.sequence], each, is_weighted) for each in wanted], dim=1))
+            outgoing.append(torch.cat([_packed(read[each.sequence].tokens, each, is_weighted) for each in wanted], dim=1))
             work.append(dist.isend(outgoing[-1], target, control))
+        for sequence, number in wanted_files.get(target, ()) if target != rank else ():
+            if readers[sequence] == rank:
+                outgoing.append(torch.frombuffer(bytearray(read[sequence].files[number]), dtype=torch.uint8))
+                work.append(dist.isend(outgoing[-1], target, control))
     for message in work:
         assert message is not None
         message.wait()
@@ -97,7 +114,68 @@ def exchange_tokens(
         parts = [each for each in own if readers[each.sequence] == source]
         for each, piece in zip(parts, message_RN.split([each.end - each.begin for each in parts], dim=1), strict=True):
             _unpack(piece, found[each.sequence], each)
-    return {number: read[number] if readers[number] == rank else found[number] for number in {each.sequence for each in own}}
+    tokens = {
+        number: read[number].tokens if readers[number] == rank else found[number] for number in {each.sequence for each in own}
+    }
+    packed = {key: each.numpy().tobytes() for key, each in files.items()}
+    packed |= {(each, number): read[each].files[number] for each, number in wanted_files.get(rank, ()) if readers[each] == rank}
+    return tokens, {key: PackedFile.unpack(each) for key, each in packed.items()}
+
+
+def _files_of_ranks(
+    plan: StepPlan, held: Mapping[int, Sequence[HeldTokens]], media: Sequence[Sequence[tuple[Medium, int]]]
+) -> dict[int, list[tuple[int, int]]]:
+    """Returns, for every rank that runs towers, the sequence and the number of each image with tokens on it, in message order."""
+    if not any(media):
+        return {}
+    found = {}
+    for rank in range(plan.num_ranks):
+        stage, position = plan.place(rank)
+        if stage == 0:
+            found[rank] = sorted(
+                {
+                    (each.sequence, number)
+                    for each in held.get(position, ())
+                    for number, (medium, _) in enumerate(media[each.sequence])
+                    if medium.start < each.end and each.begin < medium.stop
+                }
+            )
+    return found
+
+
+def _with_whole(pieces: Sequence[HeldTokens], whole: set[int], lengths: Sequence[int]) -> list[HeldTokens]:
+    """Returns the pieces of a rank with one for all tokens in place of those of each sequence in `whole`."""
+    asked = sorted({each.sequence for each in pieces} & whole)
+    return [each for each in pieces if each.sequence not in whole] + [HeldTokens(each, 0, lengths[each]) for each in asked]
+
+
+def with_media(
+    step: PlannedStep,
+    tokens: Mapping[int, TokenSequence],
+    files: Mapping[tuple[int, int], PackedFile],
+    media: Sequence[Sequence[tuple[Medium, int]]],
+    reader: MediaReader,
+) -> dict[int, TokenSequence] | ChangedRow:
+    """Opens a rank's images of a step; returns its sequences with them, or the problem with one that cannot be opened.
+
+    The other arguments are those and the results of `exchange_tokens`.
+    """
+    found, held = dict(tokens), held_pieces(step.plan, step.rank)
+    has_towers = step.plan.place(step.rank)[0] == 0
+    for sequence in [number for number in tokens if number < len(media) and media[number]]:
+        whole, own = tokens[sequence], [medium for medium, _ in media[sequence]]
+        here = {number: files[each, number] for each, number in files if each == sequence}
+        where = next((each.where for each in here.values()), f"sequence {sequence} of the step")
+        given = [(medium, here[number].item if number in here else None) for number, medium in enumerate(own)]
+        try:
+            if has_towers:
+                opened = sequence_media(whole.input_ids, given, held[sequence], reader, where)
+            else:
+                opened = positions_alone(whole.input_ids, own, reader)
+        except ValueError as error:
+            return ChangedRow(str(error))
+        found[sequence] = replace(whole, media=opened)
+    return found
 
 
 def _room(own: Sequence[HeldTokens], is_weighted: bool, is_here: set[int]) -> dict[int, TokenSequence]:
@@ -172,7 +250,7 @@ class AheadReader:
         with self._changed:
             return self._changed.wait_for(lambda: self.error is not None or has_enough(self), timeout_s)
 
-    def take(self, until: int, wanted: set[int]) -> dict[int, TokenSequence]:
+    def take(self, until: int, wanted: set[int]) -> dict[int, ReadSequence]:
         """Drops the items below number `until` and moves the cursor after them; returns the wanted sequences."""
         found = {}
         with self._changed:
@@ -181,7 +259,7 @@ class AheadReader:
                 self.cursor = item.after
                 if self._num_taken in wanted:
                     assert isinstance(item, ReadSequence)
-                    found[self._num_taken] = item.tokens
+                    found[self._num_taken] = item
                 self._num_taken += 1
         return found
 
@@ -220,7 +298,8 @@ class AheadReader:
         else:
             num_tokens = len(item.tokens.input_ids)
             self.num_tokens += num_tokens
-            self._news.append(Announced(num_tokens, item.tokens.has_label, item.row_hash, item.columns))
+            media = tuple((medium, len(file)) for medium, file in zip(item.media, item.files, strict=True))
+            self._news.append(Announced(num_tokens, item.tokens.has_label, item.row_hash, item.columns, media, item.blocks))
         self._changed.notify_all()
 
 
@@ -329,18 +408,20 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         if self._next is None:
             self._next = self._steps_done()
         readers.begin_epoch()
-        collate = LongContextCollator()
+        of_media = self.source.rules.media
         try:
             for plan in self.plans.plans(readers.steps(self._next), explore=True):
                 batch, read = readers.taken()
                 assert plan.lengths == batch.lengths
                 owners = [readers.rank_of(reader) for reader, _ in batch.members]
-                held = exchange_tokens(plan, owners, read, batch.is_weighted, pool.rank, pool.control)
+                held, files = exchange_tokens(plan, owners, read, batch.is_weighted, pool.rank, pool.control, batch.media)
                 self._turn, self._cursors = batch.turn, readers.cursors()
                 self._next, self.batches = self._next + 1, self.batches + 1
                 # a stream has no index, so sequences are numbered within their batch
                 step = PlannedStep(plan, tuple(range(len(plan.lengths))), pool.rank)
-                yield collate([(step, held)])
+                have_media = np.array([bool(each) for each in batch.media]) if of_media.reaches_all else None
+                own = held if of_media.reader is None else with_media(step, held, files, batch.media, of_media.reader)
+                yield LongContextCollator(have_media)([(step, own)])
         except Exception:
             self.stop()
             raise
@@ -424,9 +505,9 @@ class StreamReaders:
         self._let_read(self.source.lookahead)
 
     def steps(self, first: int) -> Iterator[tuple[int, Lengths]]:
-        """Yields the lengths of the epoch's steps, with numbers from `first` on, for `PlanSource.plans`. Collective.
+        """Yields the sequences of the epoch's steps, with numbers from `first` on, for `PlanSource.plans`. Collective.
 
-        If a step has unread sequences, it comes with a function that returns their lengths later (None if the epoch ended
+        If a step has unread sequences, it comes with a function that returns them later (None if the epoch ended
         before); the next draw waits for them. An error of any reader is raised then, on all ranks.
         """
         for step in itertools.count(first):
@@ -439,16 +520,23 @@ class StreamReaders:
             batch = self._try_batch()
             self._is_late = batch is None
             if batch is None:
-                yield step, self._late_lengths
+                yield step, self._late_sequences
                 continue
             self._note(batch, self.source.lookahead - 1)
             if isinstance(batch, EpochOver):
                 return
-            yield step, list(batch.lengths)
+            yield step, self._sequences(batch)
 
-    def _late_lengths(self) -> list[int] | None:
-        """Returns the lengths of the first complete batch that was not drawn; None if the epoch is over."""
-        return list(self._complete[0].lengths) if self._complete else None
+    def _late_sequences(self) -> StepSequences | None:
+        """Returns the sequences of the first complete batch that was not drawn; None if the epoch is over."""
+        return self._sequences(self._complete[0]) if self._complete else None
+
+    def _sequences(self, batch: ComposedBatch) -> StepSequences:
+        """Returns what plans must know of a batch."""
+        tower = self.source.rules.media.tower
+        media = () if tower.is_empty else batch.media
+        works = tuple(tuple(work for medium, _ in own for work in tower_work(medium, tower)) for own in media)
+        return StepSequences(batch.lengths, batch.blocks if any(batch.blocks) else (), works if any(works) else ())
 
     def is_at_end(self) -> bool:
         """Whether all batches of the epoch are taken; waits for the next item. Collective."""
@@ -462,7 +550,7 @@ class StreamReaders:
         for reader, ahead in self._readers.items():
             ahead.take(self.composer.taken[reader], set())
 
-    def taken(self) -> tuple[ComposedBatch, dict[int, TokenSequence]]:
+    def taken(self) -> tuple[ComposedBatch, dict[int, ReadSequence]]:
         """Returns the next batch and those of its sequences that this rank has read, and frees them."""
         batch = self._complete.popleft()
         read = {}

@@ -7,8 +7,10 @@ and compares their hash with that of the first run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,17 @@ from torch.utils.data import DataLoader
 
 from hf_longctx.hf.checkpoints.values import Unwritable
 from hf_longctx.hf.data.collator import TokenSequence, shift
-from hf_longctx.hf.data.fields import token_types_problem, unread_columns
+from hf_longctx.hf.data.fields import MEDIA, MEDIA_FILES, token_types_problem, unread_columns
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS
+from hf_longctx.hf.data.media.images import MediaFile
+from hf_longctx.hf.data.media.rows import MediaReader, Medium
 from hf_longctx.hf.data.resume import Anchor, Cursor
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
-from hf_longctx.hf.data.scan import RowTokens, listed_in_rows, row_tokens, too_long
+from hf_longctx.hf.data.scan import RowTokens, images_too_long, listed_in_rows, row_tokens, too_long
 from hf_longctx.hf.data.streams.sources import begin_epoch, keeps_state, load_state, take_state
 from hf_longctx.hf.models.facts import TokenTypes
+from hf_longctx.plan.core.types import Blocks
+from hf_longctx.plan.model.towers import TowerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,21 @@ ROWS_PER_STATE = 256
 _WORKER_ROWS = 256
 # name of a single reader in messages
 ONLY_READER = "the stream"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMedia:
+    """How a run reads images and videos in rows of a stream.
+
+    problem: why it reads none; empty if it does. reader: opens them. tower: what plans count. has_blocks: images see themselves
+    both ways. reaches_all: weights are sharded, see `LongContextCollator`.
+    """
+
+    problem: str = "rows have images, which this run does not read; remove such rows"
+    reader: MediaReader | None = None
+    tower: TowerSpec = field(default_factory=TowerSpec)
+    has_blocks: bool = False
+    reaches_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +81,7 @@ class StreamRules:
     collate: Callable[[Any], Any] | None = None
     # length of the stream, from which the trainer computes steps per epoch; None if unknown
     num_rows: int | None = None
+    media: StreamMedia = field(default_factory=StreamMedia)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +89,34 @@ class ReadSequence:
     """A sequence, the reader's cursor after it, and facts about its row for other ranks.
 
     row_hash: hash of the row for its first sequence; None for further ones. columns: the row's columns that change what is
-    learnt.
+    learnt. media: its images and videos. files: each one's packed file, see `PackedFile`. blocks: ranges of tokens that see each
+    other both ways.
     """
 
     tokens: TokenSequence
     after: Cursor
     row_hash: int | None
     columns: str
+    media: tuple[Medium, ...] = ()
+    files: tuple[bytes, ...] = ()
+    blocks: Blocks = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """An item of `media_files` on its way to the ranks that open it. where: name of the row in messages."""
+
+    where: str
+    item: Mapping[str, Any]
+
+    def pack(self) -> bytes:
+        """Returns bytes from which another rank of the run makes an equal one."""
+        return pickle.dumps((self.where, self.item), pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> PackedFile:
+        """Reads the result of `pack`."""
+        return cls(*pickle.loads(packed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +194,8 @@ class SequenceReader:
         if self._has_states and is_item and self.num_rows >= self._state_row:
             self._state_row = self.num_rows + ROWS_PER_STATE
             self._pending = self._state_after_row(stream, digest)
-        cuts = self._cuts(np.array([len(tokens.input_ids)]), tokens.documents)
+        num_features = sum(item["num_features"] for item in tokens.media)
+        cuts = self._cuts(np.array([len(tokens.input_ids)]), tokens.documents, num_features)
         if len(cuts) > 1 and self.rules.num_rows is not None:
             raise ValueError(
                 f"{self.rules.name} has a length of {self.rules.num_rows} rows, by which the steps of an epoch are counted, but "
@@ -166,7 +210,16 @@ class SequenceReader:
                 sequence = TokenSequence(
                     torch.tensor(tokens.input_ids[cut]), shift(torch.tensor(tokens.labels[cut])), loss_weights=weights
                 )
-                yield ReadSequence(sequence, after, None if piece else row_hash, self._kinds)
+                # a row with images is one sequence
+                files = tuple(PackedFile(self._place, item).pack() for item in tokens.files)
+                blocks = tokens.blocks.tolist() if self.rules.media.has_blocks and tokens.blocks is not None else ()
+                of_media = tuple(map(Medium.of, tokens.media)), files, tuple((begin, end) for begin, end in blocks)
+                yield ReadSequence(sequence, after, None if piece else row_hash, self._kinds, *of_media)
+
+    @property
+    def _place(self) -> str:
+        """Name of the present row in messages."""
+        return f"{self.rules.name} row {self.num_rows} of epoch {self.epoch} of {self.origin}"
 
     def _state_after_row(self, stream: Any, digest: str) -> Anchor | None:
         """Takes the state of the dataset. If it cannot be saved, warns and returns None, and no later one is taken."""
@@ -223,7 +276,10 @@ class SequenceReader:
                             raise ValueError(problem)
                     if problem := token_types_problem([row], rules.name, rules.token_types):
                         raise ValueError(problem)
+                    if rules.media.problem and isinstance(row, Mapping) and row.get(MEDIA):
+                        raise ValueError(rules.media.problem)
                     tokens = row_tokens(row, self._columns or (), self.num_rows, rules.name, rules.vocab_size, rules.placeholders)
+                    _check_files(tokens)
                     self._log_padding(tokens)
                     yield tokens, number == len(rows)
         except ValueError as error:
@@ -239,10 +295,15 @@ class SequenceReader:
                 *(self.rules.name, tokens.num_padding, self.num_rows),
             )
 
-    def _cuts(self, row_length: IntArray, documents: IntArray | None) -> list[slice]:
-        """Cuts a row of `row_length` [1] tokens into sequences, by the rule of map-style datasets."""
+    def _cuts(self, row_length: IntArray, documents: IntArray | None, num_features: int) -> list[slice]:
+        """Cuts a row of `row_length` [1] tokens into sequences, by the rule of map-style datasets.
+
+        num_features: tokens for images and videos; a row with some is not cut.
+        """
         rules, lengths, row = self.rules, row_length if documents is None else documents, self.num_rows
         room, num_tokens = rules.room_tokens, int(lengths.max())
+        if num_features and num_tokens > (limit := min(rules.max_length, room)):
+            raise ValueError(images_too_long(self._place, num_tokens, num_features, limit))
         if rules.long_sequences == "error":
             numbers = np.full(len(lengths), row)
             for problem in too_long(lengths, rules.max_length, room, rules.tokens_per_rank, rules.name, numbers):
@@ -267,6 +328,8 @@ class SequenceReader:
                 hashed.update(tokens.loss_weights.tobytes())
             if tokens.documents is not None:
                 hashed.update(tokens.documents.tobytes())
+            for part in _file_parts(tokens.files):
+                hashed.update(len(part).to_bytes(8, "little") + part)
         return own.intdigest()
 
     def _watch_workers(self, stream: Any, row_hash: int) -> None:
@@ -295,6 +358,32 @@ class SequenceReader:
 
     def _by(self) -> str:
         return "" if self.origin == ONLY_READER else f" of {self.origin}"
+
+
+def _check_files(tokens: RowTokens) -> None:
+    """Raises ValueError unless a row has a file for each of its images and videos."""
+    are_files = isinstance(tokens.files, list | tuple) and len(tokens.files) == len(tokens.media)
+    if not are_files or not all(map(_is_file, tokens.files)):
+        raise ValueError(
+            f"column {MEDIA_FILES!r} holds {tokens.files!r:.60} beside {len(tokens.media)} images and videos in {MEDIA!r}; give "
+            f"both columns as tokenise_chat writes them with a processor"
+        )
+
+
+def _is_file(item: Any) -> bool:
+    """Whether a value has the form of an item of `media_files`."""
+    if not isinstance(item, Mapping):
+        return False
+    is_right = isinstance(item.get("path"), str | None) and isinstance(item.get("bytes"), bytes | None)
+    return is_right and all(map(_is_file, item.get("frames") or ()))
+
+
+def _file_parts(files: Sequence[Any]) -> Iterator[bytes]:
+    """Yields what tells files apart: their contents and names, but not their folders, which may be others in a resumed run."""
+    for item in files:
+        own = MediaFile.of("video", item)
+        for each in (own, *own.frames):
+            yield each.content if each.content is not None else Path(each.path or "").name.encode()
 
 
 def _said(error: Exception) -> str:
