@@ -48,8 +48,11 @@ _LIGER = (
 )
 _TRL_VERSION = (
     "axolotl 0.19 imports trl 1.13 or older, and these trainers are tested with trl 1.16: write class Mine(LongContextMixin, "
-    "DPOTrainer) in a script (docs/get-started/trl.md)"
+    "KTOTrainer) in a script (docs/get-started/trl.md)"
 )
+# values of `rl` that run, and losses of pairs that `integrations/axolotl.py` computes from log-probabilities
+_PREFERENCES = ("dpo", "ipo")
+DPO_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust")
 # kinds of optimizers of `TrainingArguments` run; those that axolotl makes itself do not
 _OWN_OPTIMIZERS = frozenset(
     (
@@ -122,6 +125,11 @@ ROWS = (
         "eval_causal_lm_metrics liger_kernel_impl capabilities env_capabilities",
         "read before or after the training",
     ),
+    _row(
+        "kept",
+        "rl rl_beta dpo_loss_type dpo_loss_weights dpo_label_smoothing dpo_use_weighting",
+        "DPO and IPO, with the reference model that axolotl takes",
+    ),
     _row("translated", "long_context", "fields of `LongContextConfig`"),
     _row("translated", "sequence_len", "`max_length`"),
     _row(
@@ -178,14 +186,17 @@ ROWS = (
         "plans sum gradients, and models are placed as `parameters` says",
     ),
     _row("no effect", "include_tkps", "the log has `tokens_per_s`", False),
+    _row("no effect", "dpo_padding_free", "nothing is padded"),
+    _row("refused", "dpo_beta", "axolotl ignores it: set rl_beta"),
     _row(
         "refused",
-        (
-            "rl rl_beta dpo_beta dpo_use_weighting dpo_label_smoothing dpo_norm_loss dpo_padding_free "
-            "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval dpo_loss_type dpo_loss_weights "
-            "precompute_ref_log_probs rpo_alpha orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight "
-            "kto_undesirable_weight reward_model center_rewards_coefficient ebft"
-        ),
+        "dpo_norm_loss dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval precompute_ref_log_probs rpo_alpha",
+        "leave it out; losses run in tiles, and the reference under the plans of the model",
+    ),
+    _row(
+        "refused",
+        "orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight reward_model center_rewards_coefficient "
+        "ebft",
         _TRL_VERSION,
     ),
     _row(
@@ -306,7 +317,7 @@ def from_axolotl(given: Mapping[str, Any], launch: LaunchEnvironment) -> Axolotl
     Raises ValueError naming every field that has no counterpart, with its value and a remedy.
     """
     asked = {name: value for name, value in given.items() if value not in (None, False, "", [], {})}
-    problems = [*_refused(asked), *_plugin_problems(asked)]
+    problems = [*_refused(asked), *_preference_problems(asked), *_plugin_problems(asked)]
     own = asked.get("long_context", {})
     if not isinstance(own, Mapping):
         raise RefusedRun.of([f"long_context is {shown(own)}; give fields of LongContextConfig, one a line"], _HEADLINE)
@@ -385,6 +396,26 @@ def _refused(asked: Mapping[str, Any]) -> list[str]:
 def _is_refused(name: str, value: Any) -> bool:
     # sizes of 1 divide nothing
     return name in FIELDS and FIELDS[name].state == "refused" and not (name.endswith("_size") and value == 1)
+
+
+def _preference_problems(asked: Mapping[str, Any]) -> list[str]:
+    """Problems with a training of preferences, and with fields that do not go with one."""
+    rl, kinds = asked.get("rl"), asked.get("dpo_loss_type", [])
+    if rl is None:
+        return []
+    if rl not in _PREFERENCES:
+        return [f"rl is {shown(rl)}; {_TRL_VERSION}"]
+    problems = [
+        f"{name} is {shown(asked[name])} with rl: {rl}; leave it out"
+        for name in ("sample_packing", "load_in_4bit", "load_in_8bit")
+        if asked.get(name)
+    ]
+    if other := [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind not in DPO_LOSSES]:
+        problems.append(
+            f"dpo_loss_type has {listed(other)}, and plans compute {', '.join(DPO_LOSSES)}; for others write class "
+            f"Mine(LongContextMixin, DPOTrainer) in a script (docs/get-started/trl.md)"
+        )
+    return problems
 
 
 def _plugin_problems(asked: Mapping[str, Any]) -> list[str]:

@@ -205,7 +205,7 @@ READS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.models.rwkv.modeling_rwkv:RwkvModel": {"_rescale_layers": ()},
     "trl.generation.vllm_client:VLLMClient": {"_post": ("url",)},
     "trl.generation.vllm_generation:VLLMGeneration": {"_llm_weights_sleeping": ()},
-    "trl.trainer.dpo_trainer:DPOTrainer": {"_is_vision_dataset": ()},
+    "trl.trainer.dpo_trainer:DPOTrainer": {"_is_vision_dataset": (), "_metrics": (), "_total_train_tokens": ()},
     "trl.trainer.sft_trainer:SFTTrainer": {"_is_vision_dataset": ()},
 }
 

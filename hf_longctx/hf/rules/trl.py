@@ -67,7 +67,11 @@ _TRL_VERSION = {
     "other-trl": Rule(
         "trl {versions[trl]} is installed, but its trainers are tested with {tested}",
         "pip install 'trl=={tested}.*'",
-        lambda run: ({"tested": _TRL} for _ in [0] if Version(run.versions["trl"]).release[:2] != Version(_TRL).release),
+        lambda run: (
+            {"tested": tested}
+            for tested in [run.given.get("tested_trl", _TRL)]
+            if Version(run.versions["trl"]).release[:2] != Version(tested).release
+        ),
         "versions = {'trl': '1.15.2'}",
     ),
 }
@@ -135,7 +139,8 @@ def trainer_problems(trainer: type, args: Any, config: LongContextConfig) -> lis
     found = trl_class(trainer)
     if found is None:
         return []
-    facts = Facts(trainer=found, args=args, config=config)
+    # a trainer with a loss of its own names the version in which it was tested
+    facts = Facts(trainer=found, args=args, config=config, given={"tested_trl": getattr(trainer, "longctx_trl", _TRL)})
     own = _SCORED_RULES if is_scored(trainer) else _SFT
     return refusals(_OTHER_TRAINERS, facts) or refusals(_TRL_VERSION | _OFFLOADING | own, facts)
 

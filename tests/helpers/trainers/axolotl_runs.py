@@ -22,6 +22,7 @@ _QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_alpha": 
 _FLASH = {"attn_implementation": "flash_attention_2"}
 _PACKED = {"sample_packing": True, "gradient_checkpointing": True, **_FLASH}
 _ALPACA, _CHAT = {"type": "alpaca"}, {"type": "chat_template"}
+_PAIRS = {"type": "chat_template.default", "field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
 
 # example of axolotl -> family of the tiny model, kind of rows, and the settings of the example that decide how a step runs
 EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -109,6 +110,19 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _CHAT,
         {**_PACKED, **_QLORA, "plugins": [CUT_CROSS_ENTROPY], "micro_batch_size": 1, "gradient_accumulation_steps": 2},
     ),
+    # without load_in_8bit, which is refused with rl
+    "llama-3/instruct-dpo-lora-8b": (
+        "llama",
+        _PAIRS,
+        {**_FLASH, **_LORA, "rl": "dpo", "sample_packing": False, "pad_to_sequence_len": True, "gradient_checkpointing": True}
+        | {"micro_batch_size": 2, "gradient_accumulation_steps": 4},
+    ),
+    "qwen2/dpo": (
+        "qwen2",
+        _PAIRS,
+        {**_FLASH, "rl": "dpo", "sample_packing": False, "gradient_checkpointing": True, "micro_batch_size": 2}
+        | {"gradient_accumulation_steps": 4, "dpo_loss_type": ["sigmoid", "ipo"], "dpo_loss_weights": [1.0, 0.01]},
+    ),
 }
 _FOUR_LAYERS = ("qwen3_5", "granite_hybrid")
 # fields that axolotl's own run leaves out; it has one batch per step, since axolotl averages batches whatever their labels are
@@ -129,7 +143,7 @@ def main() -> None:
     from axolotl import train as training
     from axolotl.cli.args import TrainerCliArgs
     from axolotl.cli.config import load_cfg
-    from axolotl.common.datasets import load_datasets
+    from axolotl.common.datasets import load_datasets, load_preference_datasets
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.dict import DictDefault
 
@@ -141,7 +155,7 @@ def main() -> None:
             PluginManager.get_instance().plugins.clear()
             cfg = load_cfg(DictDefault(settings_of(name, Path(folder), how)))
             PluginManager.get_instance().load_datasets(cfg)
-            meta = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
+            meta = (load_preference_datasets if cfg.rl else load_datasets)(cfg=cfg, cli_args=TrainerCliArgs())
             # adapters are drawn when the model is loaded; the plugin seeds them so
             transformers.set_seed(42)
             _, _, trainer = training.train(cfg=cfg, dataset_meta=meta)
@@ -164,7 +178,8 @@ def settings_of(name: str, folder: Path, how: str) -> dict[str, Any]:
         **{"base_model": str(folder / family), "datasets": [{"path": str(folder / f"{kind['type']}.jsonl"), **kind}]},
         **{"val_set_size": 0.0, "output_dir": str(folder / f"out_{how}_{name.replace('/', '_')}"), "sequence_len": 1024},
         **{"dataset_prepared_path": str(folder / "prepared" / f"{how}_{name.replace('/', '_')}"), "dataset_num_proc": 1},
-        **{"num_epochs": 3 if own.get("sample_packing") else 2, "warmup_steps": 2, "bf16": False, "fp16": False, "tf32": False},
+        **{"num_epochs": 3 if own["sample_packing"] or "rl" in own else 2, "warmup_steps": 0 if "rl" in own else 2},
+        **{"bf16": False, "fp16": False, "tf32": False},
         **{"optimizer": "adamw_torch", "learning_rate": 0.01, "lora_dropout": 0.0, "logging_steps": 1, "save_strategy": "no"},
         # without one, axolotl shuffles rows anew in every process
         "seed": 42,
@@ -184,7 +199,7 @@ def settings_of(name: str, folder: Path, how: str) -> dict[str, Any]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Writes the tiny models with their tokenizer, and rows of three kinds with skewed lengths."""
+    """Writes the tiny models with their tokenizer, and rows of four kinds with skewed lengths."""
     import torch
     from helpers.models.chats import TEMPLATE, conversation, word_tokenizer
     from helpers.models.tiny_models import ModelCase, build_model
@@ -202,6 +217,10 @@ def write_inputs(folder: Path) -> None:
         "alpaca": [{"instruction": a, "input": "", "output": b} for a, b in pairs],
         "completion": [{"output": f"{a} {b}"} for a, b in pairs],
         "chat_template": [{"messages": conversation(a, b, a, "hello")} for a, b in pairs],
+        "chat_template.default": [
+            {"messages": conversation(a), "chosen": conversation(a, b)[1], "rejected": conversation(a, f"{a} {b}")[1]}
+            for a, b in pairs
+        ],
     }
     for kind, each in rows.items():
         (folder / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, each)))

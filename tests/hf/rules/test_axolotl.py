@@ -72,6 +72,11 @@ TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"bnb_config_kwargs": {"bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "fp4"}, "attn_implementation": "eager"},
     ),
+    "pairs": (
+        {"rl": "dpo", "dpo_loss_type": ["ipo"], "dpo_padding_free": True, "rl_beta": 0.2},
+        {"max_length": 2048, "tokens_per_step": None},
+        {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "dpo_padding_free": None},
+    ),
     "kernels": (
         {
             "liger_rope": True,
@@ -162,6 +167,10 @@ REFUSED = [
     ({"fsdp_config": {"offload_params": True}}, "fsdp offloads parameters to the CPU"),
     ({"deepspeed": {"zero_optimization": {"stage": 7}}}, "zero_optimization.stage is 7"),
     ({"sample_packing": True, "sequence_len": None}, "sample_packing needs sequence_len"),
+    ({"rl": "kto"}, "rl is 'kto'; axolotl 0.19 imports trl 1.13 or older"),
+    ({"rl": "dpo", "sample_packing": True}, "sample_packing is True with rl: dpo; leave it out"),
+    ({"rl": "dpo", "load_in_4bit": True}, "load_in_4bit is True with rl: dpo; leave it out"),
+    ({"rl": "dpo", "dpo_loss_type": ["sigmoid", "aot"]}, "dpo_loss_type has aot, and plans compute sigmoid, "),
 ]
 
 

@@ -33,3 +33,9 @@ def test_fixes_of_the_tested_trl_are_accepted(installed: str) -> None:
 def test_another_trl_is_refused_with_both_versions(installed: str) -> None:
     message = f"trl {installed} is installed, but its trainers are tested with 1.16; pip install 'trl==1.16.*'"
     assert refusals(_TRL_VERSION, Facts(versions={"trl": installed})) == [message]
+
+
+def test_a_trainer_with_a_loss_of_its_own_names_its_trl() -> None:
+    given = {"tested_trl": "1.9"}
+    assert refusals(_TRL_VERSION, Facts(given=given, versions={"trl": "1.9.2"})) == []
+    assert "tested with 1.9; " in refusals(_TRL_VERSION, Facts(given=given, versions={"trl": "1.16.0"}))[0]
