@@ -121,19 +121,25 @@ _WHOLE = ("plan", "hf/rules")
 
 
 def _mark_wide(items: list[pytest.Item]) -> None:
-    """Marks the cells of a test under several `parametrize` that differ from its first cell in more than one of them.
+    """Marks the cells of a test that `daily` does not name.
 
-    Those that `daily` names stay, since users run what they combine.
+    Without `daily`, marks those of a test under several `parametrize` that differ from its first cell in more than one of them.
     """
     whole = [Path(__file__).parent / folder for folder in _WHOLE]
     first: dict[Any, list[list[int]]] = {}
     for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if any(mark.name == "daily" for mark in getattr(item.function, "pytestmark", [])):
+            if not item.get_closest_marker("daily"):
+                item.add_marker(pytest.mark.wide)
+            continue
         lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
-        if len(lists) > 1 and isinstance(item, pytest.Function) and not any(map(item.path.is_relative_to, whole)):
+        if len(lists) > 1 and not any(map(item.path.is_relative_to, whole)):
             names = [each.replace(",", " ").split() if isinstance(each, str) else each for each in lists]
             values = [[id(item.callspec.params[name]) for name in each] for each in names]
             num_others = sum(own != other for own, other in zip(values, first.setdefault(item.function, values), strict=True))
-            if num_others > 1 and not item.get_closest_marker("daily"):
+            if num_others > 1:
                 item.add_marker(pytest.mark.wide)
 
 
