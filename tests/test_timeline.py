@@ -51,6 +51,7 @@ def test_ranks_that_are_not_neighbours_are_boxes_of_their_own() -> None:
     assert sorted((event.rank, num) for event, num in _merged_boxes(events)) == [(0, 2), (5, 3)]
 
 
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("num_ranks", [1, 2, 64, 512])
 def test_a_picture_of_any_number_of_ranks_can_be_looked_at(num_ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -65,6 +65,7 @@ def check_refused(path: Path, message: str, capsys) -> None:
     assert printed.err.count(str(path)) == 1 and "Errno" not in printed.err
 
 
+@pytest.mark.daily("words2")
 @pytest.mark.parametrize("words", [("plan", "--list", "models"), ("plan", "--list", "hardware"), ("plan", "--help")])
 def test_a_reader_that_closes_the_pipe_gets_no_traceback(words: tuple[str, ...]) -> None:
     read, write = os.pipe()

@@ -39,6 +39,7 @@ def printed(arguments: list[str], capsys) -> str:
     return output.out
 
 
+@pytest.mark.wide
 def test_json_is_all_that_is_printed_and_holds_what_a_script_needs(lengths: str, capsys) -> None:
     data = json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json"], capsys))
     plan = validate_plan(plan_from_json(json.dumps(data["plan"])))
@@ -51,12 +52,14 @@ def test_json_is_all_that_is_printed_and_holds_what_a_script_needs(lengths: str,
     assert all(remedy["longest_tokens"] > data["planned_context_tokens"] for remedy in data["longer_context"])
 
 
+@pytest.mark.wide
 def test_without_a_number_of_gpus_one_is_meant(capsys) -> None:
     assert "qwen3-4b on 1 x NVIDIA" in printed(
         ["plan", "--model", "qwen3-4b", "--hardware", "rtx-4090", "--lora-rank", "16"], capsys
     )
 
 
+@pytest.mark.wide
 def test_without_lengths_the_longest_sequence_is_answered(capsys) -> None:
     data = json.loads(printed(["plan", *MACHINE, "--json"], capsys))
     assert data["longest_context_tokens"] == data["planned_context_tokens"] > 0 and data["longest_context_s"] > 0
@@ -86,6 +89,7 @@ def test_the_answer_fits_a_screen_and_says_what_steps_and_epochs_take_and_cost(l
     assert data["usd_per_gpu_hour"] == 9
 
 
+@pytest.mark.wide("--model llama-3.1-8b --gpus 1 --hardware h200 --lora-rank 16 --quantize nf4-rows1")
 @pytest.mark.parametrize(
     "command,rows",
     [
@@ -141,6 +145,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch, 
     assert "'tiny' is not known" in refused(arguments, capsys)
 
 
+@pytest.mark.wide
 def test_limits_have_the_trainer_s_name_too(lengths: str, capsys) -> None:
     both = [["--limit", "3000"], ["--max-length", "3000"]]
     texts = [printed(["plan", *MACHINE, "--lengths", lengths, *more], capsys) for more in both]
@@ -154,6 +159,7 @@ def longest(arguments: list[str], capsys) -> dict[str, dict[str, Any]]:
     return {name if names.count(name) == 1 else f"{names[place - 1]}, {name}": rows[place] for place, name in enumerate(names)}
 
 
+@pytest.mark.wide
 def test_every_switch_of_the_engine_lengthens_the_longest_sequence(capsys) -> None:
     machine = ["--gpus", "1", "--hardware", "h200", "--lora-rank", "16"]
     rows = longest(machine, capsys)
@@ -171,6 +177,7 @@ def test_every_switch_of_the_engine_lengthens_the_longest_sequence(capsys) -> No
     assert more["+ 232 GiB of host memory a rank"]["tokens"] > rows["+ 116 GiB of host memory a rank"]["tokens"]
 
 
+@pytest.mark.wide
 def test_adapters_leave_more_room_than_all_weights_and_ranks_add_up(capsys) -> None:
     one, eight = ["--hardware", "h200", "--gpus", "1"], ["--hardware", "h200", "--gpus", "8"]
     runs = {"all": [*one, "--bf16-updates"], "lora": [*one, "--lora-rank", "16"], "eight": [*eight, "--lora-rank", "16"]}
@@ -193,6 +200,7 @@ def test_host_memory_that_is_not_known_is_not_counted(tmp_path: Path, capsys) ->
     assert given["longest_context_tokens"] > data["longest_context_tokens"]
 
 
+@pytest.mark.wide
 def test_the_same_request_gives_the_same_plan_and_another_seed_another(capsys) -> None:
     arguments = ["plan", *MACHINE, "--lengths", "lognormal:6,1", "--global-batch", "40", "--steps", "1", "--json"]
     first, again, other = (json.loads(printed([*arguments, *seed], capsys)) for seed in ([], [], ["--seed", "1"]))
@@ -200,6 +208,7 @@ def test_the_same_request_gives_the_same_plan_and_another_seed_another(capsys) -
     assert first["plan"]["micro_batches"] == again["plan"]["micro_batches"]
 
 
+@pytest.mark.wide
 def test_options_reach_the_plan(lengths: str, capsys) -> None:
     options = ["--lengths", lengths, "--global-batch", "4", "--steps", "2", "--limit", "3000", "--degrees", "4,1,2"]
     options += [
@@ -225,6 +234,7 @@ def test_options_reach_the_plan(lengths: str, capsys) -> None:
     assert methods <= {"local", "ring"} and "ring" in methods
 
 
+@pytest.mark.wide
 def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
     config = {
         "num_hidden_layers": 8,
@@ -260,6 +270,7 @@ def test_spread_experts_are_priced(tmp_path: Path, capsys) -> None:
     assert json.loads(printed(["simulate", str(path), "--json"], capsys))["step_s"] > 0
 
 
+@pytest.mark.wide
 def test_a_static_solver_is_not_faster(lengths: str, capsys) -> None:
     ours, static = (
         json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json", *more], capsys))["estimate"]["step_s"]
@@ -268,6 +279,7 @@ def test_a_static_solver_is_not_faster(lengths: str, capsys) -> None:
     assert ours <= static * (1 + 1e-9)
 
 
+@pytest.mark.wide
 def test_programs_get_their_time_and_are_not_slower(lengths: str, capsys) -> None:
     greedy, milp = (
         json.loads(printed(["plan", *MACHINE, "--lengths", lengths, "--json", "--solver", *solver], capsys))["estimate"]
@@ -305,6 +317,7 @@ def saved_plan(lengths: str, tmp_path: Path, capsys) -> tuple[Path, dict[str, An
     return path, data
 
 
+@pytest.mark.wide
 def test_a_plan_alone_is_priced_by_options(lengths: str, tmp_path: Path, capsys) -> None:
     path, data = saved_plan(lengths, tmp_path, capsys)
     arguments = ["simulate", str(path), "--model", "llama-3.2-1b", "--json"]
@@ -315,6 +328,7 @@ def test_a_plan_alone_is_priced_by_options(lengths: str, tmp_path: Path, capsys)
     assert slower["step_s"] > 1.5 * same["step_s"]
 
 
+@pytest.mark.wide
 def test_a_forecast_may_be_simulated_on_other_hardware(lengths: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / "forecast.json"
     path.write_text(printed(["plan", *MACHINE, "--lengths", lengths, "--json"], capsys))
@@ -331,6 +345,7 @@ def refused(arguments: list[str], capsys) -> str:
     return output.err
 
 
+@pytest.mark.wide("changes6-leave these out with --limit", "changes16-leave --tokens-per-rank out")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -413,6 +428,7 @@ def test_help_loads_no_numerical_package() -> None:
     assert not modules_after(["plan", "--help"]) & (HEAVY | {"numpy", "matplotlib", "pulp", "pyarrow"})
 
 
+@pytest.mark.wide
 def test_a_plan_loads_no_framework_and_draws_only_when_asked(lengths: str, tmp_path: Path) -> None:
     loaded = modules_after(["plan", *MACHINE, "--lengths", lengths])
     assert "numpy" in loaded and not loaded & (HEAVY | {"matplotlib", "pyarrow"})
@@ -436,6 +452,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "how-long.md").read_text()
 
 
+@pytest.mark.daily("guide")
 @pytest.mark.parametrize("text", [GUIDE, (ROOT / "README.md").read_text()], ids=["guide", "readme"])
 def test_documents_show_what_their_command_prints(text: str, capsys) -> None:
     command = next(line for line in text.splitlines() if line.startswith("hf-longctx plan"))
@@ -458,6 +475,7 @@ def test_the_guide_shows_the_longest_sequence_of_its_second_command(capsys) -> N
     assert shown.startswith("LONGEST SEQUENCE") and shown in printed(command.split()[1:], capsys)
 
 
+@pytest.mark.wide
 def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_same_seconds(tmp_path: Path, capsys) -> None:
     pytest.importorskip("matplotlib")
     lengths, folder = tmp_path / "lengths.txt", tmp_path / "forecast"
@@ -481,6 +499,7 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     assert "has 40000 tokens" in kept.replace(",", "")
 
 
+@pytest.mark.daily("--method hybrid")
 @pytest.mark.parametrize("options", ["--lora-rank 16 --quantize nf4 --method ring", "--method hybrid", "--gpus 48 --method ring"])
 def test_the_longest_sequence_of_a_ring_is_one_that_a_plan_holds(options: str, capsys) -> None:
     # planned with the bytes of rings, or refused
@@ -564,6 +583,7 @@ def test_a_number_that_is_none_is_refused_by_the_name_of_its_option(
     assert last.endswith(message)
 
 
+@pytest.mark.wide
 def test_the_place_of_optimizer_states_is_chosen_and_said(tmp_path: Path, capsys) -> None:
     machine = ["plan", "--model", "llama-3.1-8b", "--hardware", "a100-40g", "--parameters", "sharded", "--json"]
 
@@ -586,6 +606,7 @@ def test_the_place_of_optimizer_states_is_chosen_and_said(tmp_path: Path, capsys
     assert "does not fit" in capsys.readouterr().err
 
 
+@pytest.mark.daily("--bf16-updates-optim_args: bf16_stochastic_round=True")
 @pytest.mark.parametrize(
     ("options", "words"), [("", "optim: adamw_torch_8bit"), ("--bf16-updates", "optim_args: bf16_stochastic_round=True")]
 )

@@ -60,6 +60,7 @@ def test_lengths_are_those_of_training(tokenizer, tmp_path: Path, form: str, col
     assert [length for length, count in zip(workload.lengths, workload.counts, strict=True) for _ in range(count)] == expected
 
 
+@pytest.mark.wide
 def test_the_command_counts_tokens_of_messages_and_not_messages(tokenizer, tmp_path: Path, capsys) -> None:
     file = f"{written(tmp_path, 'jsonl')}:messages"
     assert main(["plan", *MACHINE, "--lengths", file]) == 1

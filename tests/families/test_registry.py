@@ -43,6 +43,21 @@ def named_classes(family: Family) -> set[str]:
     return {family.causal, family.wrapper, *family.refused, *module_names(family.modules), *attention, *mixers} - {""}
 
 
+@pytest.mark.wide(
+    "bailing_hybrid",
+    "dots3_note",
+    "gemma4",
+    "longcat_flash",
+    "pegasus",
+    "vaultgemma",
+    "ernie4_5_vl_moe",
+    "hunyuan_vl",
+    "molmo2",
+    "qwen2_5_vl",
+    "video_llama_3",
+    "inkling",
+    "udop",
+)
 @newest
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
 def test_a_folder_has_all_that_its_family_names(family: Family) -> None:

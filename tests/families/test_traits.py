@@ -14,6 +14,7 @@ from hf_longctx.hf.models.spec import config_spec, model_spec
 FACTS = ("cuts_heads", "qk_norms")
 
 
+@pytest.mark.wide("Gemma3nForConditionalGeneration")
 @newest
 @pytest.mark.parametrize("name", [*TESTED_MODELS, *WRAPPED_MODELS])
 def test_config_and_model_agree_on_attention(name: str) -> None:

@@ -269,7 +269,7 @@ def check(ranks: Any, codes: dict[str, tuple[str, int]], name: str, folder: Path
         assert "self-test passed" in shown, shown
 
 
-@pytest.mark.wide("deepspeed", "frozen_fp8", "packed_experts", "loaders")
+@pytest.mark.daily("four_bits", "muon")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_a_snippet_runs_as_it_is_printed(ranks, name: str, tmp_path: Path) -> None:

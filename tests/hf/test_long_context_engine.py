@@ -110,6 +110,7 @@ def engine_steps(
     return values, norms, weights
 
 
+@pytest.mark.daily("one rank", "sharded")
 @pytest.mark.quick("sharded")
 @pytest.mark.parametrize(
     "num_ranks,case,config,temperature",
@@ -328,6 +329,7 @@ def two_ways(
     return found
 
 
+@pytest.mark.daily("one rank", "experts")
 @pytest.mark.parametrize(
     "num_ranks,case,config,temperature",
     [

@@ -80,6 +80,7 @@ def pattern(text: str) -> str:
     return re.escape(text).replace(re.escape(HOLE), ".+?")
 
 
+@pytest.mark.wide
 def test_real_errors_are_found_on_their_pages_with_their_remedies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pages = {subject: entries_of(error_pages.error_page(subject)) for subject in error_pages.SUBJECTS}
     num_errors = 0

@@ -243,6 +243,7 @@ def test_every_file_has_a_room() -> None:
     assert lost == []
 
 
+@pytest.mark.wide("hf_longctx/hf/models/spec.py")
 @pytest.mark.parametrize("path", source_files())
 def test_a_file_imports_only_what_its_room_may(path: str) -> None:
     assert violations((ROOT / path).read_text(), path) == []
@@ -369,6 +370,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.daily("package", "timeline", "cli")
 @pytest.mark.parametrize(
     "code",
     [

@@ -32,6 +32,7 @@ def test_tensors_without_values_have_the_same_shapes() -> None:
     assert (values.shape, values.dtype, scale.shape, scale.dtype) == ((3, 48), reference.FP8, (3, 1), torch.float32)
 
 
+@pytest.mark.daily("3")
 @needs_triton
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_the_kernel_compiles_for_hopper_with_exact_roundings(monkeypatch: pytest.MonkeyPatch, num_parts: int) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from hf_longctx.kernels.jit import next_power_of_2, pack
 
 
+@pytest.mark.wide
 def test_operations_work_without_triton_and_a_launched_kernel_names_it() -> None:
     program = """
 import sys

@@ -151,6 +151,7 @@ def test_copies_of_a_head_add_up_in_full_precision() -> None:
     assert k.grad.item() == 260
 
 
+@pytest.mark.daily("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_operators_keep_the_rules_of_torch(dtype: torch.dtype) -> None:
     q_bounds, kv_ranges = tables(6, 2, 4)

@@ -59,6 +59,7 @@ def page(folder: Path) -> Path:
     return folder / "report.html"
 
 
+@pytest.mark.wide
 def test_a_resumed_run_has_every_step_once_and_every_label_token_once(folder: Path) -> None:
     written = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
     assert sum(line["kind"] == "step" for line in written) == STEPS + STEPS - SAVED
@@ -99,6 +100,7 @@ def test_the_page_loads_nothing_and_says_what_it_shows(page: Path) -> None:
     assert "not ended yet" not in own
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1400, 420])

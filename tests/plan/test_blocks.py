@@ -46,6 +46,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], tuple[Blocks, ...]]:
     return lengths, tuple(blocks)
 
 
+@pytest.mark.wide
 @given(sequences(), st.sampled_from(["replicated", "sharded"]))
 @settings(max_examples=15, deadline=None)
 def test_no_slice_ends_inside_a_block_and_groups_divide_heads(

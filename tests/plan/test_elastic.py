@@ -146,6 +146,7 @@ def test_real_mixtures_are_even_and_quick(num_slices: int) -> None:
     assert num_calls < 10_000
 
 
+@pytest.mark.wide
 @given(LENGTHS, st.integers(1, 9), RATES, st.integers(1, 4000), st.sampled_from([1.05, 1.3, 2.0]))
 def test_chunks_grow_at_the_beginning_and_shrink_at_the_end(
     lengths: dict[int, int], num_slices: int, rates: tuple[float, float], capacity: int, growth: float

@@ -93,6 +93,7 @@ def check(group: str, found: dict[str, list[Any]], tolerance: float) -> None:
     assert not changed, f"{len(changed)} of {len(found)} changed; now they are {json.dumps(changed)}"
 
 
+@pytest.mark.wide
 def test_plans_on_one_stage_are_as_they_were() -> None:
     check("groups", {name: numbers_of(plan(), True) for name, plan in group_cases()}, 1e-8)
 

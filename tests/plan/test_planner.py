@@ -85,6 +85,7 @@ def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: Cos
     assert plan_from_json(plan_to_json(found)) == found
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(
     st.lists(skewed, min_size=1, max_size=14),
@@ -135,6 +136,14 @@ def test_no_plan_is_predicted_slower_than_a_static_one(lengths: list[int], kind:
             assert found.estimate.step_s <= static.estimate.step_s * (1 + 1e-9)
 
 
+@pytest.mark.wide(
+    "auto-6-attention",
+    "auto-6-fixed",
+    "auto-6-windows",
+    "greedy-6-attention",
+    "greedy-6-fixed",
+    "greedy-6-windows",
+)
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("num_ranks", [4, 6])
 @pytest.mark.parametrize("solver", ["auto", "greedy"])
@@ -396,6 +405,7 @@ def test_every_plan_validates_within_memory_and_above_its_bound(case: StepCase) 
     assert found.estimate.lower_bound_s <= run.step_s * (1 + 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(step_cases())
 def test_no_plan_is_predicted_slower_than_any_static_plan_it_could_have_chosen(case: StepCase) -> None:
@@ -413,6 +423,7 @@ def test_micro_batches_that_overlap_are_compared_by_when_they_end() -> None:
     assert case.plan().estimate.step_s <= case.plan(solver="static", static_degree=2).estimate.step_s * (1 + 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(step_cases(), st.randoms(use_true_random=False))
 def test_no_prediction_depends_on_the_order_of_sequences(case: StepCase, draw: random.Random) -> None:
@@ -421,6 +432,7 @@ def test_no_prediction_depends_on_the_order_of_sequences(case: StepCase, draw: r
     assert case.plan(shuffled).estimate.step_s == pytest.approx(case.plan().estimate.step_s, rel=1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(step_cases(most=6, worlds=(1, 2, 3, 4)))
 def test_a_small_step_is_within_a_percent_of_brute_force(case: StepCase) -> None:
@@ -478,6 +490,7 @@ def test_of_plans_that_do_not_fit_the_first_tells_why(monkeypatch: pytest.Monkey
     assert len(tried) > 1 and len({plan.layout for plan in tried}) > 1
 
 
+@pytest.mark.wide
 def test_a_candidate_is_left_out_only_if_it_could_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
     config = PlannerConfig(2000, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 1 << 22, 64))
     costs = dataclasses.replace(cost_model("attention", 4), parameters="gathered_per_round", shard_ranks=4)
@@ -537,6 +550,7 @@ def test_the_collector_rests_while_the_main_thread_plans_and_there_alone(monkeyp
         gc.enable()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("num_sequences", "num_stages"), [(64, 1), (512, 1), (40, 4)])
 def test_plans_leave_no_cycles_behind(num_sequences: int, num_stages: int) -> None:
     lengths = np.random.default_rng(0).integers(20, 600, num_sequences).tolist()

@@ -110,6 +110,7 @@ def test_settings_that_fit_come_before_larger_machines_and_pairs_where_none_does
     assert pairs and all(" and " in one.change and one.longest_tokens > most for one in pairs)
 
 
+@pytest.mark.wide
 def test_host_memory_that_a_profile_does_not_have_is_named_with_its_gib() -> None:
     found = build_scenario(Request("llama-3.1-8b", "h200", 1), must_fit=False)
     options = [one for one in fitting_remedies(found.memory, found.placement, 1) if "--optimizer-states" in one.change]
@@ -138,6 +139,7 @@ def test_a_way_to_train_all_weights_stands_beside_adapters() -> None:
     assert build_scenario(request).longest_tokens == pytest.approx(int(pair[1].replace(",", "")), rel=0.011)
 
 
+@pytest.mark.wide
 def test_a_change_gets_the_host_memory_that_it_frees() -> None:
     # with adapters in place of states on the host, their memory is free for activations
     whole = build_scenario(Request("qwen3.5-27b", "h100-nvl", 8, optimizer_states="host", parameters="sharded"))

@@ -71,6 +71,7 @@ def test_programs_without_variables_rows_or_terms_have_answers(backend: Backend)
     assert solve_linear_program(program([1], [[0]], [1], [2]), backend=backend).status == "infeasible"
 
 
+@pytest.mark.daily("cbc")
 @every_backend
 def test_a_start_is_kept_when_time_is_short(backend: Backend) -> None:
     case, start = hard_program()

@@ -99,6 +99,7 @@ def exhaustive_s(lengths: Sequence[int], costs: CostModel) -> dict[int, float]:
     return found
 
 
+@pytest.mark.daily("4-attention-one document", "4-exchange-one document")
 @pytest.mark.parametrize(
     "num_ranks, kind, case",
     [
@@ -229,6 +230,7 @@ def deeper(costs: CostModel) -> CostModel:
     return replace(costs, model=replace(costs.model, num_layers=12, windows=costs.model.windows * 3))
 
 
+@pytest.mark.wide
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=12),

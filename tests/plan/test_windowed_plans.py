@@ -67,6 +67,7 @@ def test_a_long_sequence_under_windows_needs_fewer_ranks() -> None:
         assert own.estimate.lower_bound_s <= own_s
 
 
+@pytest.mark.daily("windows0")
 @pytest.mark.parametrize("windows", [(None,) * 48, (6000, None) * 24])
 def test_windows_that_hide_nothing_change_no_plan(windows: Windows) -> None:
     costs, same = gpu_costs(FULL_GEMMA), gpu_costs(replace(FULL_GEMMA, windows=windows))

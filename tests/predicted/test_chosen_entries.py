@@ -36,6 +36,7 @@ def measured(kinds: list[str], num_chosen: int) -> tuple[int, int]:
     return found, NUM_TOKENS * saved_token_bytes(model_spec(model))
 
 
+@pytest.mark.wide("4")
 @pytest.mark.parametrize("kinds", [[SPARSE], [SPARSE, SPARSE], [WINDOW, SPARSE, HEAVY, SPARSE]], ids=len)
 def test_more_chosen_entries_take_the_bytes_that_are_counted(kinds: list[str]) -> None:
     few, many = measured(kinds, FEW), measured(kinds, MANY)

@@ -160,12 +160,14 @@ def spec_of(dtype: torch.dtype, adapted: bool, inner: int = 224, kinds: tuple[st
     return replace(model, adapters=lora_adapters(model, 1) if adapted else model.adapters, **fuses)
 
 
+@pytest.mark.wide("dtype0-True")
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_of_a_layer_are_those_that_torch_moves(dtype: torch.dtype, adapted: bool) -> None:
     assert of_a_layer(dtype, adapted) == pytest.approx(elementwise_bytes(spec_of(dtype, adapted)), rel=0.02)
 
 
+@pytest.mark.daily("dtype1-kinds0")
 @pytest.mark.parametrize("kinds", [("norm",), ("rotary",), ("norm", "gated", "rotary")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_move_their_inputs_and_outputs_alone(
@@ -176,7 +178,7 @@ def test_kernels_move_their_inputs_and_outputs_alone(
     assert of_a_layer(dtype, True, kinds) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.wide("dtype1-kinds0")
+@pytest.mark.wide
 @pytest.mark.parametrize("kinds", [(), ("norm", "gated", "rotary")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replays_move_what_is_predicted(dtype: torch.dtype, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +251,7 @@ def moved_by_tiles(make: Any, tokens: int, heads: int) -> tuple[float, float]:
     return twice[0], 2 * once[1] - twice[1]
 
 
+@pytest.mark.wide("32-32-kimi")
 @pytest.mark.parametrize("by_channel", [False, True], ids=["gated", "kimi"])
 @pytest.mark.parametrize("key,value", [(32, 32), (64, 64), (128, 128), (64, 128)], ids=str)
 def test_the_torch_code_of_a_delta_rule_moves_what_is_counted(key: int, value: int, by_channel: bool) -> None:
@@ -268,6 +271,7 @@ def test_the_torch_code_of_a_delta_rule_moves_what_is_counted(key: int, value: i
     assert moved_by_tiles(make, TOKENS, heads) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.wide("64-128-64-4")
 @pytest.mark.parametrize("head,state,tile,readers", [(64, 128, 64, 4), (32, 64, 128, 2), (128, 16, 64, 8)], ids=str)
 def test_the_torch_code_of_a_mamba2_scan_moves_what_is_counted(head: int, state: int, tile: int, readers: int) -> None:
     scan, heads = inspect.unwrap(mamba2_chunk_scan), 2 * readers

@@ -42,6 +42,7 @@ def unread(x_TC: Tensor, num_features: int, first: Any) -> Tensor:
     return x_TC.new_empty(len(x_TC), num_features)
 
 
+@pytest.mark.daily("qwen3_moe-mxfp4-kept-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "for gradients"])
 @pytest.mark.parametrize("packed", ["", "mxfp4"])

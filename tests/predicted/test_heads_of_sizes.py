@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.daily("kept")
 @pytest.mark.parametrize("name", CASES)
 def test_held_bytes_and_peaks_are_those_of_torch(name: str) -> None:
     changes, one, tile_tokens, most = CASES[name]

@@ -312,6 +312,7 @@ HALF_WIDTH = [
 ]
 
 
+@pytest.mark.daily("pieces-host-dtype32")
 @pytest.mark.parametrize(
     "name,dtype",
     [
@@ -324,6 +325,7 @@ def test_held_bytes_and_peaks_are_those_of_torch(name: str, dtype: torch.dtype) 
     check_bytes(*CASES[name], dtype)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PARTS)
 def test_a_long_backward_of_attention_takes_few_heads_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, _, _, documents = PARTS[name]
@@ -331,6 +333,7 @@ def test_a_long_backward_of_attention_takes_few_heads_at_once(name: str, monkeyp
     check_bytes(*PARTS[name], torch.float32)
 
 
+@pytest.mark.daily("plain-packed-two")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_in_pieces_and_tiles_take_no_more_than_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("plan.memory.layer", "runtime.activations.adapted_projection"):
@@ -371,6 +374,7 @@ def check_bytes(
             assert expected_peak / 1.5 <= peak <= 1.5 * expected_peak
 
 
+@pytest.mark.daily("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_before_the_head_takes_tiles(dtype: torch.dtype) -> None:
     shape, within = WIDE_HIDDEN, 1.1 if dtype == torch.float32 else 1.5
@@ -383,6 +387,7 @@ def test_the_norm_before_the_head_takes_tiles(dtype: torch.dtype) -> None:
         assert peak / within <= found.device - before + workspace <= within * peak
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cap_in_tiles_takes_one_more_tensor_of_a_tile(dtype: torch.dtype) -> None:
     shape, tile_tokens = replace(WIDE_LOSS, vocabulary=4096, layers=2), 256
@@ -439,6 +444,7 @@ class LatentShape(Shape):
 
 
 # the estimate is an upper bound, not exact: copies to one head size are counted as expanded heads
+@pytest.mark.daily("plain-deepseek_v2")
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
 @pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (offloading(recompute=0.5), 256)], ids=["plain", "recomputed"])
 def test_latent_attention_takes_no_more_than_predicted(family: str, one: LayerPolicy, tile_tokens: int) -> None:
@@ -484,6 +490,7 @@ def test_rounds_hold_and_work_with_what_is_predicted(name: str, shape: Shape, dt
     assert found.saved <= found.peak <= found.saved + found.book + found.workspace
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("packed", ["", "nf4"])
 @pytest.mark.parametrize("one,tile_tokens", [(PLAIN, 0), (offloading(), 0), (offloading(), 256)], ids=["kept", "whole", "tiles"])
 def test_adapted_experts_take_what_is_predicted(one: LayerPolicy, tile_tokens: int, packed: Any) -> None:

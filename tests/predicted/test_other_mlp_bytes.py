@@ -83,6 +83,7 @@ class OtherShape(Shape):
 CASES = [*((name, torch.float32) for name in MODELS), ("granite 4", torch.bfloat16), ("opt", torch.bfloat16)]
 
 
+@pytest.mark.daily("device-opt-torch.float32")
 @pytest.mark.parametrize("name,dtype", CASES, ids=str)
 @pytest.mark.parametrize("host", [0.0, 1.0], ids=["device", "host"])
 def test_replays_take_what_is_predicted_in_tiles_or_whole(name: str, dtype: torch.dtype, host: float) -> None:

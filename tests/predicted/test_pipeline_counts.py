@@ -38,6 +38,7 @@ def mixed_policies(plan: StepPlan, layers: Sequence[LayerPolicy] = PARTS) -> Ste
     return with_policies(plan, policies)
 
 
+@pytest.mark.daily("2-gpipe")
 @pytest.mark.parametrize("schedule", ["1f1b", "elastic", "gpipe"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_hold_as_many_chunks_and_bytes_as_the_judge_says(ranks, num_stages: int, schedule) -> None:
@@ -47,6 +48,7 @@ def test_stages_hold_as_many_chunks_and_bytes_as_the_judge_says(ranks, num_stage
     assert all(memory.kv_book > 0 and not memory.saved for memory in memories)
 
 
+@pytest.mark.daily("1-2")
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("num_ranges", [1, 2])
 def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, num_stages: int, num_ranges: int) -> None:
@@ -59,6 +61,7 @@ def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, n
     assert memories[0].saved > memories[-1].saved
 
 
+@pytest.mark.wide
 def test_groups_side_by_side_and_rounds_in_a_row_are_counted_by_rank(ranks) -> None:
     shared, own = [[span] for span in cut(0, [16, 10, 8, 6])], [*([span] for span in cut(1, [12, 11])), [(2, 0, 9), (3, 0, 7)]]
     plan = pipeline_plan(LENGTHS, [[(2, shared)], [(1, own), (1, [[(5, 0, 30)], [(4, 0, 5)]])]], 2)
@@ -67,6 +70,7 @@ def test_groups_side_by_side_and_rounds_in_a_row_are_counted_by_rank(ranks) -> N
     assert memories[0].saved != memories[1].saved
 
 
+@pytest.mark.daily("replicated")
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 def test_micro_batches_in_turns_are_counted_together_on_every_rank(ranks, parameters) -> None:
     shared, own = [[span] for span in cut(0, [16, 10, 8, 6])], [*([span] for span in cut(1, [12, 11])), [(2, 0, 9), (3, 0, 7)]]
@@ -82,6 +86,7 @@ def test_whole_sequences_keep_no_book(ranks) -> None:
     assert [memory.kv_book for memory in check_held_memory(ranks(2), ModelCase(num_layers=4), plan)] == [0, 0]
 
 
+@pytest.mark.wide
 def test_the_elastic_window_holds_fewer_bytes_than_the_fixed_one_behind_a_long_family(ranks) -> None:
     short = [[(1, 0, 23)], [(2, 0, 9)], [(3, 0, 7)], [(4, 0, 5)], [(5, 0, 30)]]
     chunks = [*([span] for span in cut(0, [15, 11, 9, 5])), *short]

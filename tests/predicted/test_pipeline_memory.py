@@ -41,7 +41,7 @@ def rows_of(lengths: list[int], spec: ModelSpec) -> Rows:
     return rows
 
 
-@pytest.mark.wide("whole", "parts", "recomputed")
+@pytest.mark.daily("slices")
 @pytest.mark.parametrize("name", CASES)
 def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
     lengths, chunks, num_ranges, policy = CASES[name]
@@ -58,6 +58,7 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
         assert predicted.peak + messages == pytest.approx(peak, rel=0.07)
 
 
+@pytest.mark.wide
 def test_micro_batches_in_turns_hold_together_what_is_predicted(ranks) -> None:
     """Ranks share a sequence in slices, then each has one of its own; the first stage holds chunks of both at once."""
     lengths = [1024, 512, 512]
@@ -76,6 +77,7 @@ def test_micro_batches_in_turns_hold_together_what_is_predicted(ranks) -> None:
 HEAVY = ModelSpec(16, 128, 352, 4, 2, 32, 64, 8192)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_gradients_that_wait_whole_are_counted_on_every_stage(ranks, schedule: str) -> None:
     lengths = [64] * 8
@@ -90,6 +92,7 @@ def test_gradients_that_wait_whole_are_counted_on_every_stage(ranks, schedule: s
         assert predicted[rank] - held == pytest.approx(peak, rel=0.07)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_that_sum_in_every_backward_hold_gradients_of_few_layers(ranks, schedule: str, parameters: str) -> None:

@@ -84,6 +84,7 @@ def measured_peaks(degree: int, is_recomputed: bool, num_slices: int = 1) -> tup
     return forward_peak, held + backward_peak
 
 
+@pytest.mark.daily("2-1-recomputed")
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("degree,num_slices", [(2, 1), (3, 1), (4, 1), (2, 3), (3, 3)])
 def test_rings_take_the_bytes_that_are_predicted(ranks, degree: int, num_slices: int, is_recomputed: bool) -> None:

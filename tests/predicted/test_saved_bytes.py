@@ -146,6 +146,7 @@ def pack_bytes(dtype: torch.dtype, bounds: tuple[int, ...]) -> float:
     return (totals[1] - totals[0]) / 3 / bounds[-1]
 
 
+@pytest.mark.daily("dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packs_save_keys_and_values_once_where_documents_share_calls(dtype: torch.dtype) -> None:
     bounds = (0, 1, 300, 1000)
@@ -219,6 +220,7 @@ def test_policies_hold_exactly_what_is_predicted(
     assert output.requires_grad
 
 
+@pytest.mark.daily("0.0-0.0-1.0-dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("host,recompute,mlp", [(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 0.25, 1.0), (0.0, 0.3, 0.0)])
 def test_slices_under_policies_hold_what_whole_sequences_do_and_the_book_keys_and_values_once(
@@ -349,6 +351,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide("llama-False-dropout-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize(("family", "is_autocast"), [("llama", False), ("qwen3", True)])
@@ -379,6 +382,7 @@ def test_frozen_layers_save_what_is_predicted(family: str, dtype: torch.dtype, i
     assert 0.999 * measured <= plain_layer_bytes(shapes) <= 1.001 * measured
 
 
+@pytest.mark.wide("qwen3-True-queries and values-dtype0", "qwen3-True-all-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("family", "is_autocast", "adapters"),

@@ -82,6 +82,7 @@ RUNS: dict[str, tuple[str, float, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide("shards of two", "states in a place", "states and layers in a place", "stages of copies")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_setup_of_a_forecast_is_that_of_the_run(name: str, tmp_path: Path, monkeypatch) -> None:
     family, share, num_ranks, settings = RUNS[name]
@@ -109,6 +110,7 @@ def test_communicators_of_many_ranks_on_small_devices_count_in_forecasts_too(tmp
     assert forecast.memory.usable_bytes == run.memory.usable_bytes == int(device_bytes * 0.9 - 4 * COMMUNICATOR_BYTES)
 
 
+@pytest.mark.daily("1.3")
 @pytest.mark.parametrize("share", [0.9, 1.3, 4.0])
 def test_a_forecast_and_a_run_share_parameters_alike_if_they_choose(tmp_path: Path, monkeypatch, share: float) -> None:
     machine = Machine(tmp_path, monkeypatch, "qwen3", share, 4)

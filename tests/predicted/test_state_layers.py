@@ -93,6 +93,7 @@ CASES = {
 SMALL_BLOCKS = 2**21
 
 
+@pytest.mark.daily("whole-kept")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("block_bytes", [state_spec.BLOCK_BYTES, SMALL_BLOCKS], ids=["whole", "blocks"])
 def test_bytes_are_those_of_torch(name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +237,7 @@ KERNELS_OF_MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.daily("Lfm2")
 @pytest.mark.parametrize("name", KERNELS_OF_MIXERS)
 def test_kernels_of_mixers_save_what_is_counted(name: str) -> None:
     config_class, settings = KERNELS_OF_MIXERS[name]
@@ -283,6 +285,7 @@ class MixedShape(Shape):
         return model
 
 
+@pytest.mark.daily("torch.bfloat16-NemotronH-False", "torch.bfloat16-Zaya-False")
 @pytest.mark.parametrize("name,is_kept", [(name, is_kept) for name in UNDER_PLANS for is_kept in (True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_models_with_layers_of_several_kinds_hold_what_is_counted(name: str, is_kept: bool, dtype: torch.dtype) -> None:
@@ -340,7 +343,7 @@ KIMI, BAMBA, LFM = ModelCase("kimi_linear"), ModelCase("bamba", num_layers=4), M
 SENDING = [(QWEN, torch.float64), *((case, torch.bfloat16) for case in (QWEN, KIMI, BAMBA, LFM))]
 
 
-@pytest.mark.wide("qwen3_5-torch.bfloat16", "bamba-torch.bfloat16")
+@pytest.mark.daily("kimi_linear-torch.bfloat16", "lfm3-torch.bfloat16")
 @pytest.mark.parametrize("case,dtype", SENDING, ids=lambda value: getattr(value, "family", str(value)))
 def test_ranks_send_what_the_planner_counts(ranks, case: ModelCase, dtype: torch.dtype) -> None:
     # ranks have equal heads and tokens; only the first sends the tokens before the second's
@@ -498,6 +501,7 @@ def test_layers_that_divide_by_sums_of_weights_save_the_bytes_that_are_counted(
     assert states.parameters == sum(weight.numel() for weight in block.parameters() if weight.dim() == 2)
 
 
+@pytest.mark.daily("hybrid")
 @pytest.mark.parametrize("shape", [GroupShape(4), GroupShape(4, 2)], ids=["ring", "hybrid"])
 def test_ranks_that_pass_states_on_send_what_the_planner_counts(ranks, shape: GroupShape) -> None:
     # states travel in fp32, for every document

@@ -88,6 +88,7 @@ PLANS = {
 }
 
 
+@pytest.mark.daily("llama-packs")
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bytes_of_forwards_hold_what_torch_allocates(family: str, name: str) -> None:

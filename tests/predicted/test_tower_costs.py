@@ -50,6 +50,7 @@ def built(name: str) -> tuple[Any, TowerInputs, TowerWork, TowerSpec]:
     return model, TowerInputs("image", tensors, count), TowerWork(0, count, num_parts, patches, count), spec
 
 
+@pytest.mark.wide("SmolVLMForConditionalGeneration", "Gemma4ForConditionalGeneration")
 @pytest.mark.parametrize("name", CASES)
 def test_operations_and_parameters_are_those_counted(name: str) -> None:
     model, medium, given, spec = built(name)

@@ -86,6 +86,7 @@ def sent_by(model: Any, pool: Any, plan: StepPlan, rows: list[dict[str, list[int
 PRECISIONS = {"fp64": (torch.float64, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
 
 
+@pytest.mark.wide("ulysses-4-2-bf16", "hybrid-4-2-fp64", "ring-4-2-fp64")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 2), (6, 1), (6, 3), (5, 5)])
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
@@ -94,6 +95,7 @@ def test_bytes_sent_are_those_of_the_formula(ranks, ulysses: int, num_heads: int
     check_sent(ranks, ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, autocast=autocast), ulysses)
 
 
+@pytest.mark.daily("ulysses")
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
 def test_values_of_another_size_are_counted(ranks, ulysses: int) -> None:
     check_sent(ranks, ModelCase("deepseek_v3", num_heads=6, dtype=torch.bfloat16), ulysses)
@@ -101,6 +103,7 @@ def test_values_of_another_size_are_counted(ranks, ulysses: int) -> None:
 
 # three layers, two of them with a window that is shorter than a piece, as long as several pieces, longer than all documents
 # but the longest, or longer than all
+@pytest.mark.daily("ring-1")
 @pytest.mark.parametrize("window", [1, 3, 16, 36, 37])
 @pytest.mark.parametrize("ulysses", [2, 1], ids=["hybrid", "ring"])
 def test_layers_with_windows_send_what_is_seen(ranks, ulysses: int, window: int) -> None:
@@ -134,6 +137,7 @@ def sliced_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[in
 
 
 # keys of all earlier slices, and of those in a window; blocks of several ranks hold some of the heads
+@pytest.mark.daily("ring-all")
 @pytest.mark.parametrize("case", [ModelCase(), ModelCase("qwen3_window", window=11)], ids=["all", "window"])
 @pytest.mark.parametrize("num_ranks,ulysses", [(4, 2), (3, 1)], ids=["hybrid", "ring"])
 def test_slices_send_and_hold_what_is_counted(ranks, num_ranks: int, ulysses: int, case: ModelCase) -> None:
@@ -162,6 +166,7 @@ def choose_evenly(route: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return logits, scores, torch.arange(indices.numel()).view_as(indices) % logits.shape[-1]
 
 
+@pytest.mark.daily("a group")
 @pytest.mark.parametrize("degree", [1, 2], ids=["ranks alone", "a group"])
 def test_tokens_that_travel_to_experts_are_counted(ranks, degree: int) -> None:
     case, lengths = ModelCase("qwen3_moe_dense", dtype=torch.bfloat16), [8, 8]

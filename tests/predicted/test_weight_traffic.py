@@ -145,13 +145,7 @@ CASES = {
 }
 
 
-@pytest.mark.wide(
-    "bf16-sharded",
-    "experts-sharded",
-    "autocast-sharded",
-    "autocast, tied-sharded",
-    "autocast, spread experts-sharded",
-)
+@pytest.mark.daily("fp64-sharded", "fp64-gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_weights_are_those_of_the_formula(ranks, name: str, parameters: Any) -> None:
@@ -176,6 +170,7 @@ def test_autocast_halves_gathers_of_all_but_norms_and_embedding() -> None:
     assert rounded.gradients == whole.gradients
 
 
+@pytest.mark.daily("0F0 0F1 0F2 0B2 0B1 0B0-gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 @pytest.mark.parametrize("words", ["0F0 0F1 0F2 0B2 0B1 0B0", "0F0 0B0 0F1 0B1 0F2 0B2"])
 def test_every_chunk_gathers_again_unless_weights_stay(ranks, words: str, parameters: Any) -> None:
@@ -198,6 +193,7 @@ def test_a_replay_gathers_nothing_more(ranks, name: str) -> None:
         assert found["gather"] + found["scatter"] == expected
 
 
+@pytest.mark.daily("spread experts")
 @pytest.mark.parametrize("name", ["bf16", "spread experts"])
 def test_copies_sum_their_gradients_once(ranks, name: str) -> None:
     case, lengths = CASES[name], [8, 8, 6, 5, 8]

@@ -46,6 +46,16 @@ def named(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
+@pytest.mark.wide(
+    "models/gemma-4-e4b-full",
+    "models/gemma-4-e4b-lora",
+    "models/llama-3.1-70b-nodes",
+    "models/qwen3-32b-lora",
+    "models/qwen3-32b-nodes",
+    "models/qwen3-8b-lora",
+    "chat/config",
+    "extend_context/config",
+)
 @pytest.mark.parametrize("path", [*MODELS, *TASKS], ids=named)
 def test_a_ready_config_fits_the_hardware_that_it_names(path: Path) -> None:
     text = path.read_text()
@@ -86,6 +96,7 @@ def test_a_config_for_several_nodes_starts_a_rank_on_each_gpu_of_its_plan(path: 
     assert settings["model_name_or_path"] in re.findall(r"--local-dir (\S+)$", text, re.MULTILINE)
 
 
+@pytest.mark.wide
 def test_ready_configs_and_their_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # shipped files are found in the package, from every folder
     monkeypatch.chdir(tmp_path)

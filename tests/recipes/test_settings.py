@@ -202,6 +202,7 @@ BAD_FILES = {
 }
 
 
+@pytest.mark.wide("deep nesting")
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_files_that_are_no_settings_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     content, message = BAD_FILES[name]

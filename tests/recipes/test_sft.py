@@ -73,6 +73,7 @@ def losses_of(run: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(loss) for loss in re.findall(r"step +\d+ \| loss +([\d.]+) \|", run.stdout)]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_demo_in_bf16_and_with_shards_follows_it_in_fp32(demo, tmp_path: Path) -> None:
     config = str(ROOT / "recipes" / "configs" / "demo.yaml")
@@ -107,6 +108,7 @@ def test_plain_transformers_get_the_same_held_out_loss(demo, tmp_path: Path) -> 
     assert "hf_longctx" not in (ROOT / "recipes" / "evaluate.py").read_text()
 
 
+@pytest.mark.wide
 def test_checkpoint_and_json_lines_continue_under_adapters(demo, tmp_path: Path) -> None:
     _, checkpoint = demo
     documents = tmp_path / "documents.jsonl"
@@ -185,6 +187,7 @@ def chat(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return run, folder
 
 
+@pytest.mark.wide
 def test_chat_run_says_what_was_loaded_once(chat) -> None:
     run, folder = chat
     assert run.returncode == 0, run.stderr[-3000:]
@@ -222,6 +225,7 @@ def test_held_out_loss_of_a_chat_run_is_that_of_plain_transformers(chat) -> None
     assert abs(plain_loss(folder / "out", ours["input_ids"], ours["labels"]) - ours["loss"]) <= 1e-5
 
 
+@pytest.mark.wide
 @resuming
 def test_a_signal_stops_the_recipe_and_the_same_command_goes_on(tmp_path: Path) -> None:
     demo, out, folder = str(ROOT / "recipes" / "configs" / "demo.yaml"), tmp_path / "stdout.txt", tmp_path / "out"

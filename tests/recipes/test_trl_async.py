@@ -164,6 +164,7 @@ def test_what_rollouts_share_is_counted_as_in_trls_tree() -> None:
     assert len(row.tokens) == 19 - 9 + 3
 
 
+@pytest.mark.wide
 def test_a_worker_that_ends_stops_all_ranks(ranks, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as raised:
         ranks(2).run(planned, str(tmp_path), True)

@@ -101,6 +101,7 @@ def measured_on_rank(seconds: float) -> tuple[int, tuple[Timing, ...], float]:
     return tokens, timings, bench.reduction_s()
 
 
+@pytest.mark.wide
 def test_two_ranks_measure_every_chunk_and_agree(ranks) -> None:
     first, second = ranks(2).run(measured_on_rank, 2.0)
     assert first == second

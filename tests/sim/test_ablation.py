@@ -20,6 +20,7 @@ def machine(num_ranks: int = 4, device_gib: float = 70.0, host_gib: float = 0.0)
     return Machine(scenario.costs, scenario.planner_config, int(device_gib * 2**30), int(host_gib * 2**30))
 
 
+@pytest.mark.wide("8-70.0")
 @pytest.mark.parametrize("num_ranks,device_gib", [(4, 70.0), (8, 70.0), (4, 30.0)])
 def test_all_together_is_no_slower_than_any_alone(num_ranks: int, device_gib: float) -> None:
     rows = ablation(SKEWED, machine(num_ranks, device_gib))
@@ -38,6 +39,7 @@ def test_all_together_is_no_slower_than_any_alone(num_ranks: int, device_gib: fl
     assert all(together.step_s <= 1.01 * row.step_s for row in slower), rows
 
 
+@pytest.mark.wide
 def test_a_system_without_policies_of_its_own_checkpoints_where_everything_does_not_fit() -> None:
     roomy, small = ({row.name: row for row in ablation(SKEWED, machine(4, gib))} for gib in (70.0, 24.0))
     for name in ("FlexSP alone", "Seq1F1B alone"):

@@ -62,6 +62,7 @@ def test_replays_by_hand() -> None:
         assert own.forward_s(chunk, shape, 2) == costs.forward_s(chunk, shape, 2)
 
 
+@pytest.mark.wide
 @given(lists, st.sampled_from(COST_KINDS), st.sampled_from(SHAPES))
 @settings(max_examples=60, deadline=None)
 def test_seconds_are_those_of_our_own_plans_under_the_same_policy(lengths: list[int], kind: str, shape: GroupShape) -> None:

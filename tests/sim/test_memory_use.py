@@ -84,6 +84,7 @@ def test_a_bound_on_tokens_holds_for_the_engine_too() -> None:
     assert changed(own, placement=replace(own.placement, max_tokens_per_rank=20)).kept_tokens == 20
 
 
+@pytest.mark.wide
 def test_what_fits_is_planned_as_if_there_were_no_engine() -> None:
     with_engine, without = forecast(of=engine()), forecast()
     # LENGTHS fit with everything kept, but fewer micro-batches with more tokens may be faster

@@ -64,6 +64,7 @@ def test_what_does_not_fit_even_fully_checkpointed_says_so() -> None:
 batches = st.lists(st.lists(st.integers(1, 240), min_size=1, max_size=12), min_size=1, max_size=2)
 
 
+@pytest.mark.wide
 @given(batches)
 @settings(max_examples=15, deadline=None)
 def test_no_rival_beats_the_bound_of_our_plan(steps: list[list[int]]) -> None:
@@ -89,6 +90,7 @@ def test_where_everything_fits_checkpointing_only_costs_time(lengths: list[int])
         assert baseline.step_s == kept_s < selective_s <= full_s
 
 
+@pytest.mark.wide
 @given(batches)
 @settings(max_examples=25, deadline=None)
 def test_more_memory_makes_no_static_run_slower(steps: list[list[int]]) -> None:

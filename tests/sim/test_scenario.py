@@ -80,6 +80,7 @@ def test_seconds_of_attention_to_compressed_keys_are_said_to_be_too_many() -> No
     assert note not in build_scenario(replace(request, model="glm-4.5-air"), must_fit=False).notes
 
 
+@pytest.mark.daily("llama-3.2-1b-h100--True", "llama-3.2-1b-cpu--False")
 @pytest.mark.parametrize(
     "model,hardware,dtype,is_once",
     [
@@ -99,6 +100,7 @@ def test_keys_and_values_are_saved_once_where_a_run_would_save_them_once(
     assert (next(tokens) > next(tokens)) == is_once
 
 
+@pytest.mark.wide
 def test_layers_have_the_kernels_of_a_run(tmp_path: Path) -> None:
     def fields(model: str, hardware: str = "h200", **changes: Any) -> list[bool]:
         spec = build_scenario(Request(model, hardware, 8, **changes), must_fit=False).costs.model
@@ -147,6 +149,7 @@ def test_states_are_replicated_where_they_fit_and_else_sharded_and_said_so() -> 
     assert any("states are sharded over 64 ranks: replicated, they would need 113" in note for note in for_lengths.notes)
 
 
+@pytest.mark.wide
 def test_without_lengths_the_way_that_holds_the_longest_sequence_is_taken() -> None:
     # replicated states fit an H200, and leave less room than shards
     request = Request("llama-3.1-8b", "h200", 8, bf16_updates=True)
@@ -273,6 +276,7 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 
+@pytest.mark.daily("rtx-pro-6000-2-50 GB/s")
 @pytest.mark.parametrize(
     "hardware,num_ranks,rate", [("rtx-4090", 4, "10 GB/s"), ("rtx-pro-6000", 2, "50 GB/s"), ("l40s", 8, "20 GB/s")]
 )
@@ -281,11 +285,13 @@ def test_links_over_pcie_are_said(hardware: str, num_ranks: int, rate: str) -> N
     assert "PCIe" in slow_links(cluster) and rate in slow_links(cluster)
 
 
+@pytest.mark.wide("cpu-2")
 @pytest.mark.parametrize("hardware,num_ranks", [("h100", 8), ("mi325x", 8), ("rtx-5090", 1), ("cpu", 2)])
 def test_nothing_is_said_of_fast_links_of_one_gpu_and_of_cpus(hardware: str, num_ranks: int) -> None:
     assert not slow_links(build_scenario(Request("llama-3.2-1b", hardware, num_ranks, lora_rank=8), must_fit=False).costs.cluster)
 
 
+@pytest.mark.wide
 def test_the_answer_says_which_rates_of_a_device_were_measured() -> None:
     lines = {}
     for hardware in ("h200", "a100-40g", "h100"):
@@ -363,6 +369,7 @@ def test_attention_under_adapters_runs_in_pieces_but_not_over_weights_of_four_bi
     assert plain.tokens_per_rank == pieces > 1.05 * whole
 
 
+@pytest.mark.wide
 def test_weights_below_adapters_may_be_in_fp8() -> None:
     whole, packed = (
         build_scenario(Request("llama-3.1-70b", "h200", 8, lora_rank=16, frozen_weights=kind)) for kind in ("unchanged", "fp8")
@@ -483,6 +490,7 @@ def test_moments_of_few_bits_take_fewer_bytes_and_stay_on_the_device() -> None:
             build_scenario(replace(request, optim="adamw_torch_8bit", optimizer_states=place))
 
 
+@pytest.mark.wide
 def test_a_model_whose_shards_fill_the_device_trains_with_those_of_layers_on_the_host() -> None:
     request = Request("llama-3.1-70b", "h100", 8, optimizer_states="host", host_bytes=200 * 2**30, parameters="sharded")
     with pytest.raises(ValueError, match=r"(?s)does not fit.*--layer-weights host \(up to 4\d\d,\d\d\d tokens\)"):

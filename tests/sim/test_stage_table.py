@@ -42,6 +42,7 @@ def forecast(path: Path, stages: Any, **options: Any) -> Forecast:
     return make_forecast(scenario(stages, **options), read_workload(str(path)), 1, len(LENGTHS), 0)
 
 
+@pytest.mark.wide
 def test_several_nodes_choose_the_number_of_stages_that_counts_the_fewest_seconds() -> None:
     found = scenario()
     fitting = found.setup.stage_options.fitting

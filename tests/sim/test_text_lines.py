@@ -34,6 +34,7 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.daily("ones.gz")
 @pytest.mark.parametrize("name", ["zeros.jsonl.gz:t", "ones.gz"])
 def test_a_gzip_bomb_is_refused_within_a_gibibyte_and_seconds(tmp_path: Path, name: str) -> None:
     file = tmp_path / name.removesuffix(":t")
@@ -54,6 +55,7 @@ def test_a_gzip_bomb_is_refused_within_a_gibibyte_and_seconds(tmp_path: Path, na
     assert done.stderr.count("\n") == 1 and str(file) in done.stderr
 
 
+@pytest.mark.wide
 def test_a_well_packed_file_of_equal_lengths_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"4096\n" * 10**6))
     assert read_workload(str(tmp_path / "a.gz")).num_tokens == 4096 * 10**6

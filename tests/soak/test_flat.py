@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from soak.flat import long_run, many_runs
 
 
@@ -10,6 +11,7 @@ def test_a_run_holds_nothing_of_its_steps() -> None:
     assert not before.growth(after)
 
 
+@pytest.mark.wide
 def test_a_process_holds_nothing_of_its_trainings() -> None:
     before, after = many_runs(6)
     assert not before.growth(after)

@@ -50,6 +50,7 @@ def trial_of(number: int) -> Trial:
 FURTHER = (1, 3, 5, 8, 9, 10, 11, 12, 13, 14)
 
 
+@pytest.mark.daily("replicated-launcher-save")
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize(

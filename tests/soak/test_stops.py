@@ -8,6 +8,7 @@ import pytest
 from soak.stops import Soak, Trial
 
 
+@pytest.mark.daily("stages-4-0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_ranks", "rank"), [("sharded", 3, 1), ("stages", 4, 0)])
 def test_a_rank_that_stops_in_a_save_is_named_by_all_others_in_time(tmp_path: Path, kind: str, num_ranks: int, rank: int) -> None:

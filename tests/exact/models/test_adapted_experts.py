@@ -76,6 +76,7 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = Fal
     return float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.wide("mixtral-lora0-recomputed", "olmoe-lora4-packed")
 @pytest.mark.parametrize("plan", STEPS)
 @pytest.mark.parametrize(
     "family,lora",
@@ -91,6 +92,7 @@ def test_every_plan_has_the_gradients_of_peft(family: str, lora: Any, plan: str)
     assert worst_error(found, reference_step(build_model(case), rows)) <= TOLERANCE
 
 
+@pytest.mark.daily("gpt_oss-<3>-1")
 @pytest.mark.parametrize(
     "family,layout,ulysses",
     [("mixtral", "<2>,<1,1> with an idle rank", 0), ("qwen3_moe", "fewer tokens than ranks", 0), ("gpt_oss", "<3>", 1)],
@@ -100,6 +102,7 @@ def test_groups_and_rings(ranks, family: str, layout: str, ulysses: int) -> None
     check_layout_step(ranks(num_ranks), case_of(family), groups, lengths, ulysses=ulysses)
 
 
+@pytest.mark.daily("gathered_per_round-qwen3_moe")
 @pytest.mark.parametrize("family,lora", [("qwen3_moe", ALL_LINEAR), ("gpt_oss", EXPERTS)], ids=["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_shards(ranks, family: str, lora: Any, parameters: Any) -> None:
@@ -107,6 +110,7 @@ def test_shards(ranks, family: str, lora: Any, parameters: Any) -> None:
     check_layout_step(ranks(num_ranks), case_of(family, lora=lora), groups, lengths, parameters=parameters)
 
 
+@pytest.mark.daily("qwen3_moe_dense-<2,1,1>-2")
 @pytest.mark.parametrize("layout,shard_ranks", [("<4>,<2,2>,<1,1,1,1>", 0), ("<2,1,1>", 2)])
 @pytest.mark.parametrize("family", ["qwen3_moe_dense", "gpt_oss"])
 def test_experts_spread_over_ranks(ranks, family: str, layout: str, shard_ranks: int) -> None:
@@ -122,6 +126,7 @@ def test_an_adapter_dealt_to_another_rank_is_found(ranks) -> None:
         check_step(ranks(num_ranks), case_of("mixtral", spread=True), plan, lengths, bug="adapters of another rank's experts")
 
 
+@pytest.mark.daily("qwen3_moe_dense")
 @pytest.mark.parametrize("family", ["qwen3_moe_dense", "gpt_oss"])
 def test_stages(ranks, family: str) -> None:
     chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
@@ -144,11 +149,7 @@ def accumulating_on_rank(case: ModelCase, plans: list[str], rows: list[Any]) -> 
     return loss, {name: whole(p.grad) for name, p in executor.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.wide(
-    "qwen3_moe-lora0-False-sharded-None",
-    "qwen3_moe-lora0-False-sharded-2.0",
-    "qwen3_moe_dense-lora2-True-sharded-None",
-)
+@pytest.mark.daily("gpt_oss-lora1-False-sharded-None")
 @pytest.mark.parametrize("parameters,balance", [("sharded", None), ("gathered_per_step", None), ("sharded", BALANCE)])
 @pytest.mark.parametrize(
     "family,lora,spread", [("qwen3_moe", ALL_LINEAR, False), ("gpt_oss", EXPERTS, False), ("qwen3_moe_dense", EXPERTS, True)]
@@ -175,7 +176,14 @@ def test_accumulated_steps_of_sharded_stages(
 ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"]))
 
 
-@pytest.mark.daily("gpt_oss-mxfp4-on attention-recomputed")
+@pytest.mark.daily(
+    "qwen3_moe-nf4-on experts-packed",
+    "qwen3_moe-nf4-on experts-slices",
+    "qwen3_moe-nf4-on experts-mixed",
+    "qwen3_moe-nf4-on attention-packed",
+    "gpt_oss-mxfp4-on experts-packed",
+    "qwen3_moe-fp8-on experts-packed",
+)
 @pytest.mark.parametrize("plan", STEPS)
 @pytest.mark.parametrize("lora", [EXPERTS, ATTENTION], ids=["on experts", "on attention"])
 @pytest.mark.parametrize("family,packed", [("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
@@ -218,6 +226,7 @@ def test_replays_leave_experts_to_their_backward(packed: str, monkeypatch: pytes
         assert (sums.count(True), sums.count(False)) == (2 * (1 + trials), 2 * (1 + 2 * trials))
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_shards_of_experts_in_four_bits(ranks, parameters: Any) -> None:
     num_ranks, groups, lengths = LAYOUTS["<2>,<1,1> with an idle rank"]

@@ -71,7 +71,19 @@ MIXED = LayerPolicy(
 POLICIES = {"recompute": RECOMPUTE, "keep": KEEP, "host": HOST, "mixed": MIXED}
 
 
-@pytest.mark.daily("peft-8-mixed-both", "fused-8-recompute-both", "fused-8-mixed-both")
+@pytest.mark.daily(
+    "peft-0-recompute-attention",
+    "peft-0-recompute-mlp",
+    "peft-0-recompute-both",
+    "peft-0-keep-attention",
+    "peft-0-host-attention",
+    "peft-0-mixed-attention",
+    "peft-8-recompute-attention",
+    "peft-8-mixed-both",
+    "fused-0-recompute-attention",
+    "fused-8-recompute-both",
+    "fused-8-mixed-both",
+)
 @pytest.mark.parametrize("targets", [ATTENTION, MLP, [*ATTENTION, *MLP]], ids=["attention", "mlp", "both"])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tile_tokens", [0, 8])

@@ -109,6 +109,7 @@ def state(model: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.wide("longrope")
 @pytest.mark.parametrize("kind", CASES)
 def test_documents_on_both_sides_of_the_limit_match_whatever_ran_before(kind: str) -> None:
     expected = alone(promoted(kind))
@@ -137,6 +138,7 @@ def test_documents_matter() -> None:
             assert abs(reference_step(model, ROWS)[0] - loss) > 1e-6
 
 
+@pytest.mark.daily("ring, then alone-dynamic")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("name", SHARED)
 def test_shards_know_the_whole_length_of_a_document(ranks, name: str, kind: str) -> None:
@@ -145,6 +147,7 @@ def test_shards_know_the_whole_length_of_a_document(ranks, name: str, kind: str)
         check(found, expected)
 
 
+@pytest.mark.daily("longrope, factor given")
 @pytest.mark.parametrize("kind", CASES)
 def test_stages_match(ranks, kind: str) -> None:
     expected = alone(promoted(kind))

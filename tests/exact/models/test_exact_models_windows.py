@@ -69,6 +69,7 @@ def test_the_book_holds_a_window_of_replayed_layers(window: int) -> None:
     assert held == 2 * 2 * 8 * 8 * (37 + 30 + in_second)
 
 
+@pytest.mark.wide
 @few(20)
 @given(random_slicings(), st.sampled_from([1, 2, 5, 9, 30]), st.data())
 def test_random_cuts_windows_and_policies_match(slicing: Any, window: int, data: st.DataObject) -> None:
@@ -76,6 +77,7 @@ def test_random_cuts_windows_and_policies_match(slicing: Any, window: int, data:
     check(case_of(window), data.draw(policies_for(sliced_plan(lengths, chunks, words))))
 
 
+@pytest.mark.daily("64-1")
 @pytest.mark.parametrize("window,num_ranges", [(2, 1), (6, 2), (64, 1)])
 def test_stages_hold_what_is_predicted(ranks, window: int, num_ranges: int) -> None:
     case, chunks = case_of(window, 4), [*SLICES, [(1, 0, 9)]]
@@ -86,6 +88,7 @@ def test_stages_hold_what_is_predicted(ranks, window: int, num_ranges: int) -> N
     check_held_memory(ranks(2), case, with_policies(plan, mixed))
 
 
+@pytest.mark.daily("5")
 @pytest.mark.parametrize("window", [2, 5, 12, 64])
 def test_rings_match(ranks, window: int) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>"]
@@ -154,6 +157,7 @@ def random_rings(num_examples: int) -> list[tuple[list[int], AttentionPattern, f
     return found
 
 
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_documents_and_patterns_match_in_rings(ranks, num_ranks: int) -> None:
     for found in ranks(num_ranks).run(random_rings, 25):

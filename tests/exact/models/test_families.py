@@ -32,6 +32,7 @@ def test_every_class_matches_on_one_rank(family: str, chunks: list) -> None:
     check_lone_step(ModelCase(family, promoted=True), sliced_plan(LENGTHS, chunks), random_rows(LENGTHS))
 
 
+@pytest.mark.wide("phi3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
     case, rows = ModelCase(family, promoted=True), random_rows(LENGTHS)
@@ -54,6 +55,7 @@ def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> 
 
 
 # values with a smaller and with a larger head size than keys; heads divided unevenly among ranks
+@pytest.mark.daily("<3>-0-deepseek_v3")
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2"])
 @pytest.mark.parametrize("name,ulysses", [("<3>", 0), ("<3>", 1)])
 def test_latent_attention_matches_on_groups_and_rings(ranks, name: str, ulysses: int, family: str) -> None:
@@ -61,6 +63,7 @@ def test_latent_attention_matches_on_groups_and_rings(ranks, name: str, ulysses:
     check_layout_step(ranks(num_ranks), ModelCase(family, promoted=True), layout, lengths, ulysses=ulysses)
 
 
+@pytest.mark.daily("deepseek_v3")
 @pytest.mark.parametrize("family", ["mistral_window", "deepseek_v3", "gemma2"])
 def test_patterns_match_on_a_hybrid(ranks, family: str) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>"]

@@ -62,6 +62,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, wide: torch.dtype = tor
     return cast_as_kept(build_any(name), dtype, wide)
 
 
+@pytest.mark.daily("Ernie4_5_MoeForCausalLM")
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_equal_plain_transformers_in_the_same_dtypes(name: str) -> None:
     assert setup_problems(ModelFacts.of(build(name, torch.bfloat16, torch.float32)), None, LongContextConfig(), 2, (1, 2)) == []
@@ -86,7 +87,7 @@ def shard_error(name: str, loss: float, gradients: dict[str, Any]) -> tuple[floa
     return worst(found, (loss, expected)), all(weight.dtype == dtypes[key] for key, weight in model.named_parameters())
 
 
-@pytest.mark.wide("BailingHybridForCausalLM", "HYV4ForCausalLM")
+@pytest.mark.daily("Glm4MoeForCausalLM")
 @pytest.mark.skipif(not trains_several_dtypes(), reason="FSDP2 of this torch has one dtype in a unit")
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_of_two_dtypes_equal_plain_transformers(ranks, name: str) -> None:
@@ -129,7 +130,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.wide("whole", "shards on the host")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("name", [each for each in RUNS if each == "whole" or trains_several_dtypes()])
 def test_a_training_saves_what_it_loaded_and_resumes_bit_for_bit(ranks, tmp_path: Path, name: str) -> None:

@@ -52,7 +52,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.wide("granite-shards", "granite-frozen head in shards", "cohere2-groups")
+@pytest.mark.daily("granite-shards of tied weights")
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("family", CHANGES)
 def test_groups_and_shards_match(ranks, family: str, name: str) -> None:
@@ -64,6 +64,7 @@ def test_groups_and_shards_match(ranks, family: str, name: str) -> None:
 
 
 # Granite scales its embeddings, which a later stage would do once more
+@pytest.mark.daily("gemma2-2-1f1b-1")
 @pytest.mark.parametrize("family,num_layers,schedule,num_ranges", [("gemma2", 2, "1f1b", 1), ("cohere", 4, "interleaved", 2)])
 def test_stages_match(ranks, family: str, num_layers: int, schedule: str, num_ranges: int) -> None:
     plan = pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, schedule, num_layers, num_ranges=num_ranges)
@@ -71,6 +72,7 @@ def test_stages_match(ranks, family: str, num_layers: int, schedule: str, num_ra
     check_pipeline(ranks(2), case(family, num_layers=num_layers), with_policies(plan, policies))
 
 
+@pytest.mark.daily("granite")
 @pytest.mark.parametrize("family", CHANGES)
 def test_a_tile_whose_logits_stay_as_they_are_is_noticed(ranks, family: str) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>"]

@@ -81,6 +81,7 @@ def slices_of(lengths: list[int], sizes: Sequence[int] = ()) -> Any:
     return chunks
 
 
+@pytest.mark.daily("Llama4ForConditionalGeneration")
 @pytest.mark.parametrize("name", HERE)
 def test_packs_and_slices_of_documents_with_images_are_exact(name: str) -> None:
     case = MediaCase(name)
@@ -100,7 +101,7 @@ def test_packs_and_slices_of_documents_with_images_are_exact(name: str) -> None:
         assert errors.keys() >= {"text", "tower"}
 
 
-@pytest.mark.wide("Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FIRST)
 def test_groups_and_rings_of_two_ranks_are_exact_with_images_on_either_or_both(name: str, ranks: Any) -> None:
     case = MediaCase(name)
@@ -125,6 +126,7 @@ def test_groups_and_rings_of_two_ranks_are_exact_with_images_on_either_or_both(n
             assert max(errors.values()) <= TOLERANCE, errors
 
 
+@pytest.mark.daily("SmolVLMForConditionalGeneration")
 @pytest.mark.parametrize("name", HERE)
 def test_towers_are_exact_and_run_once_where_plans_leave_room_for_their_graphs(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +194,7 @@ def test_a_trained_projector_behind_a_frozen_tower_never_runs_it_again() -> None
     assert is_small
 
 
+@pytest.mark.daily("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 @pytest.mark.parametrize("name", FIRST)
 def test_frozen_towers_get_no_gradient_and_change_no_other(name: str) -> None:
     free, frozen = MediaCase(name), MediaCase(name, frozen=("visual", "vision_tower", "projector"))
@@ -204,6 +207,7 @@ def test_frozen_towers_get_no_gradient_and_change_no_other(name: str) -> None:
     assert max(worst_errors(gradients, {each: expected[each] for each in gradients}).values()) <= TOLERANCE
 
 
+@pytest.mark.daily("Qwen3_5ForConditionalGeneration")
 @pytest.mark.parametrize("name", sorted(name for name in HERE if name.startswith(("Qwen2", "Qwen3"))))
 def test_videos_beside_images_are_exact_in_packs_and_slices_that_cut_them(name: str, ranks: Any) -> None:
     case = MediaCase(name, layouts=((5, "v", 7, "i", 9), (11,), ("v", 12, "v", 3), (4, "i", 6)))
@@ -278,6 +282,7 @@ def blocks_plans(case: MediaCase, rows: Any, num_ranks: int) -> dict[str, Any]:
     return {name: replace(plan, blocks=blocks) for name, plan in plans.items()}
 
 
+@pytest.mark.daily("small Gemma4")
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_images_that_see_themselves_both_ways_are_exact_in_packs_and_slices(name: str) -> None:
     case = BOTH_WAYS[name]
@@ -292,7 +297,7 @@ def test_images_that_see_themselves_both_ways_are_exact_in_packs_and_slices(name
         assert errors.keys() >= {"text", "tower"}
 
 
-@pytest.mark.wide("small Gemma4")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_images_that_see_themselves_both_ways_are_exact_in_groups(name: str, ranks: Any) -> None:
     case = BOTH_WAYS[name]
@@ -306,6 +311,7 @@ def test_images_that_see_themselves_both_ways_are_exact_in_groups(name: str, ran
             assert max(errors.values()) <= TOLERANCE, (kind, errors)
 
 
+@pytest.mark.daily("Gemma3")
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4"])
 def test_images_that_are_causal_by_mistake_change_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = BOTH_WAYS[name]
@@ -335,6 +341,7 @@ def from_the_first_row(media: ChunkMedia) -> ChunkMedia:
     return replace(media, rows=torch.arange(len(media.rows)))
 
 
+@pytest.mark.daily("from_the_first_row")
 @pytest.mark.parametrize("mistake", [one_kind_of_position, from_the_first_row, "deepstack"])
 def test_planted_mistakes_change_gradients(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = MediaCase("Qwen3VLForConditionalGeneration")
@@ -426,12 +433,7 @@ def sharded_step(case: MediaCase, plan_json: str) -> Any:
     return float(result.loss), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.wide(
-    "LlavaForConditionalGeneration-False-sharded",
-    "LlavaForConditionalGeneration-False-gathered_per_step",
-    "Qwen2_5_VLForConditionalGeneration-False-sharded",
-    "Qwen3_5ForConditionalGeneration-False-sharded",
-)
+@pytest.mark.daily("LlavaForConditionalGeneration-True-sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", FIRST)

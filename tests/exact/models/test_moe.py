@@ -71,6 +71,7 @@ def test_the_reference_balances_as_transformers_does() -> None:
 OFFLOADED = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=0.3, host=0.4, device=0.3)))
 
 
+@pytest.mark.wide("mixtral-mixed", "mixtral-recomputed")
 @pytest.mark.parametrize("plan", ["packed", "slices", "mixed", "recomputed"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_class_matches_with_the_balance_of_the_step(family: str, plan: str) -> None:
@@ -108,6 +109,7 @@ def broken() -> None:
     raise RuntimeError("broken")
 
 
+@pytest.mark.wide("gpt_oss")
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_without_a_balance_there_is_none(family: str) -> None:
     case, rows = case_of(family), random_rows(LENGTHS)
@@ -116,6 +118,7 @@ def test_without_a_balance_there_is_none(family: str) -> None:
     assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 
+@pytest.mark.daily("qwen3_moe-fewer tokens than ranks-0")
 @pytest.mark.parametrize(
     "family,layout,ulysses",
     [
@@ -133,6 +136,7 @@ def test_groups_and_rings_match_without_their_dummy_tokens(ranks, family: str, l
     check_layout_step(ranks(num_ranks), case_of(family, balance=BALANCE), groups, lengths, ulysses=ulysses)
 
 
+@pytest.mark.daily("sharded-qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_experts_match(ranks, family: str, parameters: Any) -> None:
@@ -141,6 +145,7 @@ def test_sharded_experts_match(ranks, family: str, parameters: Any) -> None:
 
 
 # all ranks are one block, in groups of different sizes and with idle ranks; or two blocks that may run different micro-batches
+@pytest.mark.daily("mixtral-<2,1,1>-2")
 @pytest.mark.parametrize("layout,shard_ranks", [("<4>,<2,2>,<1,1,1,1>", 0), ("<2,1,1>", 2)])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe_dense", "gpt_oss"])
 def test_experts_spread_over_ranks_match(ranks, family: str, layout: str, shard_ranks: int) -> None:
@@ -176,6 +181,7 @@ def test_adapters_on_attention_match(ranks) -> None:
     check_layout_step(ranks(num_ranks), case_of("mixtral", balance=BALANCE, lora=lora), groups, lengths)
 
 
+@pytest.mark.daily("qwen3_moe_dense")
 @pytest.mark.parametrize("family", ["qwen3_moe_dense", "gpt_oss"])
 def test_stages_match(ranks, family: str) -> None:
     chunks = [*([span] for span in cut(0, [15, 11, 14])), [(1, 0, 9), (2, 0, 7)]]
@@ -193,6 +199,7 @@ def three_chunks(orders: tuple[str, str], parameters: Any) -> StepPlan:
     return replace(plan, lengths=plan.lengths[:6], micro_batches=plan.micro_batches[:1])
 
 
+@pytest.mark.daily("orders1-replicated")
 @pytest.mark.parametrize(
     "orders,parameters",
     [((TOGETHER, TOGETHER), "sharded"), ((TOGETHER, APART), "replicated"), ((APART, APART), "sharded")],
@@ -254,6 +261,7 @@ def test_several_plans_of_a_step_have_one_balance(ranks) -> None:
         assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
+@pytest.mark.daily("dtype0-2e-05")
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
 def test_grouped_products_stay_close_to_fp64(dtype: torch.dtype, tolerance: float) -> None:
     rows = random_rows(LENGTHS)

@@ -70,12 +70,14 @@ def under(plan: StepPlan, name: str, policies: tuple[LayerPolicy, ...]) -> StepP
     return replace(plan, micro_batches=(MicroBatch((replace(group, stages=(stage,)),)),))
 
 
+@pytest.mark.daily("OPTForCausalLM")
 @pytest.mark.parametrize("name", CLASSES)
 def test_slices_that_recompute_and_offload_match(name: str) -> None:
     plan = under(sliced_plan(LENGTHS, SLICES), name, TILED_MLP if name in TILED else MIXED)
     assert policy_error(name, plan) <= TOLERANCE
 
 
+@pytest.mark.daily("MptForCausalLM", "OPTForCausalLM")
 @pytest.mark.parametrize("name", CLASSES)
 def test_adapters_of_such_layers_match(name: str) -> None:
     lora: Lora = (("r", 2), ("lora_alpha", 8), ("target_modules", CLASSES[name]))
@@ -161,6 +163,7 @@ def wide_stage_steps(case: ModelCase, plans_json: list[str], rows: Any) -> list[
         return [stage_step_on_rank(case, plan_json, rows)[:2] for plan_json in plans_json]
 
 
+@pytest.mark.wide
 def test_stages_that_recompute_and_offload_match(ranks) -> None:
     case, rows = ModelCase("granite_hybrid", num_layers=4), random_rows(STAGED)
     plan = pipeline_plan(STAGED, [[(1, SLICED)]], 2, num_layers=4)

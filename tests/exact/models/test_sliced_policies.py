@@ -74,6 +74,7 @@ def check(case: ModelCase, plan: StepPlan, seed: int = 0) -> StepResult:
     return result
 
 
+@pytest.mark.daily("whole-qwen3")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", CUTS)
 @few(4)
@@ -83,6 +84,7 @@ def test_slices_of_one_sequence_match(name: str, family: str, data: st.DataObjec
     check(ModelCase(family, promoted=True), data.draw(policies_for(plan)))
 
 
+@pytest.mark.daily("a whole sequence in front-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", PACKINGS)
 @few(8)
@@ -93,6 +95,7 @@ def test_slices_among_other_sequences_match(name: str, family: str, data: st.Dat
     check(ModelCase(family, promoted=True), data.draw(policies_for(plan)))
 
 
+@pytest.mark.wide
 @few(60)
 @given(random_slicings(), st.data())
 def test_random_cuts_chunks_orders_and_policies_match(
@@ -160,6 +163,7 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plan: StepPlan) ->
         assert num_pairs == expected_pairs(plan)
 
 
+@pytest.mark.wide
 @few(10)
 @given(slicing=random_slicings(), data=st.data())
 def test_ulysses_groups_match(
@@ -176,6 +180,7 @@ def test_uneven_heads_match(ranks) -> None:
     check_groups(ranks, 3, PROMOTED, plan)
 
 
+@pytest.mark.daily("gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     plan = sliced_plan([30, 7, 5], HYBRID, num_ranks=2, parameters=parameters)

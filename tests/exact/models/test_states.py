@@ -92,6 +92,7 @@ def lone_error(case: ModelCase, plan: StepPlan, make: Any = built, bug: str = ""
     return worst_error((float(result.loss), gradients), expected)
 
 
+@pytest.mark.daily("with a slice of one token-lfm3")
 @FAMILIES
 @pytest.mark.parametrize("name", ["with a slice of one token", "one token first", "ones at both ends", "12 equal slices"])
 def test_slices_of_one_document_match(case: ModelCase, name: str) -> None:
@@ -106,6 +107,7 @@ def test_slices_of_a_scan_that_takes_no_first_state_match() -> None:
     assert lone_error(MAMBA, same_policy(plan, replayed(1.0), replayed(0.0), tile_tokens=8)) <= TOLERANCE
 
 
+@pytest.mark.daily("xlstm")
 @DIVIDED
 def test_slices_whose_states_are_sums_to_divide_match(case: ModelCase) -> None:
     # cuts inside and between blocks, and slices of one token
@@ -115,6 +117,7 @@ def test_slices_whose_states_are_sums_to_divide_match(case: ModelCase) -> None:
     assert lone_error(case, same_policy(plan, replayed(1.0), replayed(0.5), tile_tokens=tile_tokens)) <= TOLERANCE
 
 
+@pytest.mark.daily("xlstm")
 @DIVIDED
 def test_groups_and_rings_whose_states_are_sums_to_divide_match(ranks, case: ModelCase) -> None:
     # three ranks share heads and channels that they cannot share evenly
@@ -130,6 +133,7 @@ def test_scans_of_sums_to_divide_match_in_blocks(case: ModelCase) -> None:
         assert lone_error(case, sliced_plan([40, 5], [[(0, 0, 30)], [(0, 30, 40), (1, 0, 5)]])) <= TOLERANCE
 
 
+@pytest.mark.daily("qwen3_5-a whole sequence in front", "lfm3-a hybrid: the tail and whole sequences")
 @pytest.mark.parametrize("name", PACKINGS)
 @pytest.mark.parametrize("case", [QWEN, LFM], ids=lambda case: case.family)
 def test_slices_among_other_documents_match(case: ModelCase, name: str) -> None:
@@ -137,6 +141,7 @@ def test_slices_among_other_documents_match(case: ModelCase, name: str) -> None:
     assert lone_error(case, sliced_plan(lengths, chunks, words, validated=validated)) <= TOLERANCE
 
 
+@pytest.mark.wide
 @few(6)
 @given(random_slicings(), st.data())
 def test_random_cuts_chunks_orders_and_policies_match(slicing: Any, data: st.DataObject) -> None:
@@ -182,7 +187,7 @@ def check_groups(ranks: Any, num_ranks: int, case: ModelCase, plans: list[StepPl
         assert max(worst_error(step, expected) for step in steps) <= TOLERANCE
 
 
-@pytest.mark.wide("bamba", "lfm3", "minimax", "recurrent_gemma")
+@pytest.mark.wide
 @GROUPED
 def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(ranks, case: ModelCase) -> None:
     # three ranks share four heads, of which two and two read the same tensors; a slice of one token leaves ranks with dummy
@@ -197,7 +202,7 @@ def test_groups_with_uneven_heads_and_shards_shorter_than_the_convolution_match(
     check_groups(ranks, 3, case, [whole, same_policy(plan, *policy, tile_tokens=0 if case is GRIFFIN else 4), alone, sharded])
 
 
-@pytest.mark.wide("kimi_linear", "lfm3", "falcon_h1")
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [QWEN, KIMI, LFM, BOTH], ids=lambda case: case.family)
 def test_rings_and_hybrids_match(ranks, case: ModelCase) -> None:
     # documents of one token, and shorter than the convolution or the pieces of a ring, and longer than a tile of the scan
@@ -215,6 +220,7 @@ def test_rings_and_hybrids_match(ranks, case: ModelCase) -> None:
     check_groups(ranks, 4, case, plans)
 
 
+@pytest.mark.daily("tokens of other ranks dropped")
 @pytest.mark.parametrize("bug", ["states of other ranks dropped", "tokens of other ranks dropped"])
 def test_planted_bugs_between_ranks_are_noticed(ranks, bug: str) -> None:
     plan, rows = plan_of([[(2, (0, 1))]], [37, 5], 2, ulysses=1), random_rows([37, 5])
@@ -224,6 +230,7 @@ def test_planted_bugs_between_ranks_are_noticed(ranks, bug: str) -> None:
         assert worst_error(step, expected) > 1e-4
 
 
+@pytest.mark.wide
 def test_more_ranks_than_heads_with_a_state_match(ranks) -> None:
     chunks = [[(0, 0, 5)], [(0, 5, 6)], [(0, 6, 37), (1, 0, 5)], [(2, 0, 64)], [(2, 64, 90), (3, 0, 1)]]
     plan = sliced_plan([37, 5, 90, 1], chunks, num_ranks=4)
@@ -243,7 +250,7 @@ def wide_stage_step_on_rank(case: ModelCase, plans_json: list[str], rows: Any) -
         return [stage_step_on_rank(case, plan_json, rows)[:2] for plan_json in plans_json]
 
 
-@pytest.mark.wide("falcon_h1")
+@pytest.mark.daily("lfm3")
 @pytest.mark.parametrize("case", [QWEN, LFM, BOTH], ids=lambda case: case.family)
 def test_stages_match(ranks, case: ModelCase) -> None:
     plans = [
@@ -266,6 +273,7 @@ def check_stages(pool: RankPool, case: ModelCase, plans: list[StepPlan]) -> None
             assert worst_error(step, (loss, own)) <= TOLERANCE
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", [QWEN, BOTH], ids=lambda case: case.family)
 def test_sharded_stages_match(ranks, case: ModelCase) -> None:
     half = len(SLICED) // 2
@@ -287,6 +295,7 @@ def test_evaluation_passes_states_on_too() -> None:
     assert float(total) / num_labels == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.wide("qwen3_5-states leak in the scan")
 @pytest.mark.parametrize(
     "bug",
     ["states leak in the scan", "states leak in the convolution", "states of slices dropped", "gradients of states dropped"],
@@ -331,6 +340,7 @@ def blocks_of_a_tile() -> Iterator[None]:
 IN_BLOCKS = sliced_plan([150, 70], [[(0, 0, 100)], [(0, 100, 150), (1, 0, 70)]])
 
 
+@pytest.mark.daily("qwen3_5")
 @pytest.mark.parametrize("case", [QWEN, BAMBA, KIMI], ids=lambda case: case.family)
 def test_scans_in_blocks_match(case: ModelCase) -> None:
     with blocks_of_a_tile():

@@ -47,6 +47,7 @@ def two_steps(plans_json: list[str], shard_ranks: int) -> list[tuple[float, dict
     return steps
 
 
+@pytest.mark.daily("gathered_per_round-2-0")
 @pytest.mark.parametrize(
     "parameters,shard_ranks,ulysses",
     [

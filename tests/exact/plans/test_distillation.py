@@ -15,6 +15,7 @@ from helpers.ranks.pipeline_steps import check_pipeline
 from helpers.ranks.rank_steps import check_step, run_step
 
 
+@pytest.mark.daily("tiles-forward")
 @pytest.mark.parametrize("loss", DISTANCES)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_distance_from_a_teacher_matches(ranks, name: str, loss: str) -> None:
@@ -24,7 +25,7 @@ def test_the_distance_from_a_teacher_matches(ranks, name: str, loss: str) -> Non
     check_step(ranks(plan.num_ranks), ModelCase(loss=loss, teacher="qwen3"), plan, lengths, rows=rows)
 
 
-@pytest.mark.wide("replicated-None-forward", "replicated-None-jsd", "replicated-4-forward")
+@pytest.mark.daily("replicated-None-top_k")
 @pytest.mark.parametrize("loss", ["forward", "jsd", "top_k"])
 @pytest.mark.parametrize("tile_tokens", [None, 4])
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
@@ -37,6 +38,7 @@ def test_it_matches_in_stages(ranks, parameters: str, tile_tokens: int | None, l
     check_pipeline(ranks(num_ranks), ModelCase(num_layers=4, loss=loss, teacher="qwen3"), plan, rows=rows_of(LENGTHS, True))
 
 
+@pytest.mark.daily("cohere")
 @pytest.mark.parametrize("teacher", ["gemma2", "mixtral", "cohere"])
 def test_teachers_of_other_kinds_match(ranks, teacher: str) -> None:
     """Capped and scaled logits, windows, experts."""

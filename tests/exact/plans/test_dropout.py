@@ -33,6 +33,7 @@ SLICES = [*([span] for span in cut(0, [15, 11, 9, 5])), [(1, 0, 9), (2, 0, 7)]]
 LENGTHS = [40, 9, 7]
 
 
+@pytest.mark.daily("one rank, several micro-batches")
 @pytest.mark.parametrize("name", ["one rank, several micro-batches", "<2>,<1,1>,<2>"])
 def test_packs_and_groups_match(ranks, name: str) -> None:
     num_ranks, layout, lengths = LAYOUTS[name]
@@ -51,6 +52,7 @@ def test_shards_match(ranks) -> None:
 POLICIES = {"recomputed": offloading(), "mixed": offloading(host=0.5, recompute=0.25, mlp=0.5, qkv=0.25)}
 
 
+@pytest.mark.daily("0-recomputed")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tile_tokens", [0, 4])
 def test_slices_that_are_replayed_in_tiles_match(ranks, name: str, tile_tokens: int) -> None:
@@ -81,6 +83,7 @@ BUGS = {
 }
 
 
+@pytest.mark.daily("dropout by place in the row")
 @pytest.mark.parametrize("bug", BUGS)
 def test_wrong_keys_are_noticed(ranks, bug: str) -> None:
     num_ranks, layout = BUGS[bug]
@@ -89,6 +92,7 @@ def test_wrong_keys_are_noticed(ranks, bug: str) -> None:
         check_step(ranks(num_ranks), CASE, plan, [13, 11], bug=bug)
 
 
+@pytest.mark.daily("CTRLLMHeadModel")
 @pytest.mark.parametrize("name", [family.causal for family in FAMILIES if family.dropout_fields])
 def test_dropout_of_residuals_and_embeddings_matches(name: str) -> None:
     rates = dict.fromkeys(family_of(name).dropout_fields, 0.2)

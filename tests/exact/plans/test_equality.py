@@ -14,6 +14,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hf_longctx.plan.core.serialize import plan_to_json
 
 
+@pytest.mark.daily(
+    "one rank-llama",
+    "one rank-qwen3",
+    "one rank, several micro-batches-llama",
+    "<2>-llama",
+    "<2>,<1,1>,<2>-llama",
+    "<2>,<1,1> with an idle rank-llama",
+    "fewer tokens than ranks-llama",
+)
 @pytest.mark.quick("<2>,<1,1>,<2>-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -22,6 +31,7 @@ def test_layout_matches_one_plain_process(ranks, name: str, family: str) -> None
     check_layout_step(ranks(num_ranks), ModelCase(family), layout, lengths)
 
 
+@pytest.mark.wide("<4>,<2,2>,<1,1,1,1>-qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 @pytest.mark.parametrize("name", ["<2>,<1,1>,<2>", "<4>,<2,2>,<1,1,1,1>"])
 def test_every_admitted_class_matches(ranks, name: str, family: str) -> None:
@@ -29,6 +39,7 @@ def test_every_admitted_class_matches(ranks, name: str, family: str) -> None:
     check_layout_step(ranks(num_ranks), ModelCase(family), layout, lengths)
 
 
+@pytest.mark.daily("<4>-4-2", "<2,1,1>-4-1")
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)])
 @pytest.mark.parametrize("name", ["<4>", "<2,1,1>", "<3>"])
 def test_heads_need_not_divide(ranks, name: str, num_heads: int, num_kv_heads: int) -> None:
@@ -64,6 +75,7 @@ def test_eager_models_match(ranks) -> None:
 
 
 # norms are promoted, because a random search would at times find a value on the edge between two fp32 numbers
+@pytest.mark.daily("2-2-12")
 @pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("num_ranks,kv", [(2, 2), (4, 1)])
 def test_random_plans_match(ranks, examples: int, num_ranks: int, kv: int) -> None:

@@ -20,6 +20,7 @@ from hf_longctx.runtime.attention import sequence_parallel
 HYBRIDS = {name: LAYOUTS[name] for name in ("<4>", "<4>,<2,2>,<1,1,1,1>", "<4> of two tokens", "one long, many short")}
 
 
+@pytest.mark.daily("<4> of two tokens-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_matches_one_plain_process(ranks, name: str, family: str) -> None:
@@ -28,6 +29,7 @@ def test_hybrid_matches_one_plain_process(ranks, name: str, family: str) -> None
 
 
 # blocks of two: each rank reads whole KV heads, shares one with its neighbour, or reads parts of several
+@pytest.mark.daily("6-2")
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (6, 3), (3, 3), (5, 1)])
 def test_hybrid_asks_of_the_heads_only_one_per_rank_of_a_block(ranks, num_heads: int, num_kv_heads: int) -> None:
     num_ranks, layout, lengths = HYBRIDS["<4>"]
@@ -57,6 +59,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.daily("<2u,2r>")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_methods_stand_beside_each_other(ranks, name: str) -> None:
     num_ranks, layout, lengths, shapes = MIXTURES[name]

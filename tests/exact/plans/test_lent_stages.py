@@ -64,6 +64,7 @@ def one_sequence(sizes: list[int], num_stages: int, degree: int = 1, num_layers:
     return lent_plan(pipeline_plan([sum(sizes)], [[(degree, chunks)]], num_stages, num_layers=num_layers))
 
 
+@pytest.mark.daily("one slice")
 @pytest.mark.parametrize("sizes", [[15, 11, 9, 5], [12, 13], [23]], ids=["steady", "none alone", "one slice"])
 def test_two_stages_match_one_plain_process(ranks, sizes) -> None:
     check(ranks(2), ModelCase(num_layers=4), one_sequence(sizes, 2))
@@ -78,6 +79,7 @@ def test_stages_of_two_ranks_match(ranks) -> None:
 
 
 # windows shorter and longer than slices; sinks; a softcap; values with another head size than keys
+@pytest.mark.daily("gpt_oss")
 @pytest.mark.parametrize("family", ["mistral_window", "gpt_oss", "gemma2", "deepseek_v3"])
 def test_patterns_match(ranks, family: str) -> None:
     attention = "eager" if family == "gpt_oss" else "sdpa"
@@ -85,6 +87,7 @@ def test_patterns_match(ranks, family: str) -> None:
     check(ranks(2), ModelCase(family, promoted=True, attention=attention), plan, lora=False)
 
 
+@pytest.mark.daily("case0")
 @pytest.mark.parametrize("case", [ModelCase(rope_type="dynamic"), ModelCase("phi3", promoted=True, rope_type="longrope")])
 def test_shared_slices_have_the_frequencies_of_the_whole_sequence(ranks, case: ModelCase) -> None:
     check(ranks(2), case, one_sequence([15, 11, 9, 5], 2, num_layers=2), lora=False)
@@ -94,6 +97,7 @@ def test_two_optimizer_steps_match(ranks) -> None:
     check(ranks(2), ModelCase(num_layers=4), one_sequence([15, 11, 9, 5], 2), num_steps=2)
 
 
+@pytest.mark.daily("first slices")
 @pytest.mark.parametrize("sides", [(True, False), (False, True)], ids=["first slices", "last slices"])
 def test_one_side_alone_matches(ranks, sides) -> None:
     plan = pipeline_plan([40], [[(1, [[span] for span in cut(0, [15, 11, 9, 5])])]], 2)
@@ -157,6 +161,7 @@ def test_what_is_not_executed_is_refused_by_name(name: str) -> None:
         refuse_unsupported(plan.for_rank(0), has_all_stages=True)
 
 
+@pytest.mark.daily("lenders' gradients of keys and values are left out")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_noticed(ranks, bug: str) -> None:
     with pytest.raises(AssertionError):
@@ -179,6 +184,7 @@ def test_rounds_with_and_without_lending_match(ranks) -> None:
     check(ranks(4), ModelCase("qwen3", num_layers=4), plan)
 
 
+@pytest.mark.daily("focal-True")
 @pytest.mark.parametrize("loss,weighted", [("", True), ("focal", True), ("smoothed", False)])
 def test_weights_and_other_losses_match(ranks, loss: str, weighted: bool) -> None:
     check(ranks(2), ModelCase(num_layers=4, loss=loss), one_sequence([13, 9, 8, 6], 2), weighted=weighted)

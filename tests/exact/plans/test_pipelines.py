@@ -14,22 +14,26 @@ from hypothesis import strategies as st
 from hf_longctx.plan.core.types import ActivationPolicy, StepPlan
 
 
+@pytest.mark.daily("whole-1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "elastic", "gpipe"])
 @pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
 def test_every_schedule_matches_one_plain_process(ranks, schedule, chunks) -> None:
     check_pipeline(ranks(2), ModelCase(num_layers=4), pipeline_plan(LENGTHS, [[(1, chunks)]], 2, schedule))
 
 
+@pytest.mark.daily("mistral_window")
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
 def test_four_stages_match(ranks, family) -> None:
     check_pipeline(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
 
 
+@pytest.mark.wide("gemma2")
 @pytest.mark.parametrize("family", ["olmo3", "gemma2", "deepseek_v3"])
 def test_stages_of_other_windows_and_rotary_embeddings_match(ranks, family) -> None:
     check_pipeline(ranks(2), ModelCase(family, promoted=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=2))
 
 
+@pytest.mark.daily("whole-2")
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("chunks", [SLICED, WHOLE], ids=["slices", "whole"])
 def test_interleaved_layer_ranges_match(ranks, num_stages, chunks) -> None:
@@ -50,6 +54,7 @@ def test_rings_in_stages_match(ranks) -> None:
     check_pipeline(ranks(4), ModelCase("mistral_window", num_layers=4), plan)
 
 
+@pytest.mark.daily("gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step", "gathered_per_round"])
 def test_sharded_stages_match(ranks, parameters) -> None:
     chunks = [[span] for span in cut(0, [15, 11, 9, 5])]
@@ -57,7 +62,7 @@ def test_sharded_stages_match(ranks, parameters) -> None:
     check_pipeline(ranks(4), ModelCase(num_layers=4), plan)
 
 
-@pytest.mark.wide("gathered_per_step")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 def test_interleaved_ranges_of_sharded_stages_match(ranks, parameters) -> None:
     case = ModelCase(num_layers=8)
@@ -66,6 +71,7 @@ def test_interleaved_ranges_of_sharded_stages_match(ranks, parameters) -> None:
     check_pipeline(ranks(4), case, plan)
 
 
+@pytest.mark.wide("16")
 @pytest.mark.parametrize("num_slices", [1, 2, 16])
 def test_any_number_of_slices_matches(ranks, num_slices) -> None:
     sizes = [3] * (num_slices - 1) + [48 - 3 * (num_slices - 1)]
@@ -108,6 +114,7 @@ def test_random_pipelines_with_random_policies_match(ranks, examples: int, num_s
     matches()
 
 
+@pytest.mark.wide
 def test_the_union_of_all_four_matches(ranks) -> None:
     """Two stages of groups <2,1>: a long sequence in slices next to packs and a hybrid, some layers recomputed or offloaded."""
     long = [[span] for span in cut(0, [15, 11, 9, 5])]

@@ -42,7 +42,7 @@ def errors_against_fp64(
     )
 
 
-@pytest.mark.daily("<2>,<1,1>,<2>-weights-llama")
+@pytest.mark.daily("one rank-autocast-llama", "one rank-autocast-qwen3", "one rank-weights-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("case", [AUTOCAST, WEIGHTS], ids=["autocast", "weights"])
 @pytest.mark.parametrize("name", ["one rank", "<2>,<1,1>,<2>", "<4>,<2,2>,<1,1,1,1>"])
@@ -52,7 +52,7 @@ def test_bf16_stays_in_the_band_of_plain_bf16(ranks, name: str, case: ModelCase,
     assert planned <= min(BF16_BAND, 1.5 * plain + 5e-3)
 
 
-@pytest.mark.wide("llama-gathered_per_round", "lora-sharded")
+@pytest.mark.daily("tied-sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 @pytest.mark.parametrize(
     "case",
@@ -70,6 +70,7 @@ def test_weights_gathered_in_bf16_stay_in_the_band_of_plain_autocast(ranks, case
     assert planned <= min(BF16_BAND, 1.5 * plain + 5e-3)
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_gathers_in_bf16_change_no_bit_of_the_loss_and_leave_shards_and_gradients_in_fp32(ranks, parameters: Any) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]

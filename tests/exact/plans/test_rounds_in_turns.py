@@ -33,18 +33,20 @@ def plan_of(num_stages: int, layouts: list[Any], parameters: Parameters, **chang
     return with_policies(plan, policies)
 
 
+@pytest.mark.daily("<1,1>,<2>-replicated")
 @pytest.mark.parametrize("parameters", ["replicated", "sharded", "gathered_per_step"])
 @pytest.mark.parametrize("layouts", [[LONG, SHORT], [SHORT, LONG]], ids=["<2>,<1,1>", "<1,1>,<2>"])
 def test_ranks_change_groups_without_draining(ranks, layouts: list[Any], parameters: Parameters) -> None:
     check_pipeline(ranks(4), CASE, plan_of(2, layouts, parameters))
 
 
-@pytest.mark.wide("replicated", "gathered_per_step")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["replicated", "sharded", "gathered_per_step"])
 def test_four_stages_of_two_ranks_match(ranks, parameters: Parameters) -> None:
     check_pipeline(ranks(8), CASE, plan_of(4, [LONG, SHORT], parameters))
 
 
+@pytest.mark.daily("replicated")
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 def test_interleaved_layer_ranges_take_turns_too(ranks, parameters: Parameters) -> None:
     plan = plan_of(2, [LONG, SHORT], parameters, schedule="interleaved", num_layers=8, num_ranges=2)
@@ -81,7 +83,7 @@ def planned(draw: st.DrawFn, most_ranks: int, parameters: Parameters) -> StepPla
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 
 
-@pytest.mark.wide("1-replicated-6", "2-replicated-6", "2-gathered_per_step-6")
+@pytest.mark.wide
 @pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     ("ranks_per_stage", "parameters"), [(1, "replicated"), (2, "replicated"), (2, "sharded"), (2, "gathered_per_step")]

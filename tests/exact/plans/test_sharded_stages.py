@@ -74,6 +74,7 @@ def num_ranks(plan: StepPlan) -> int:
     return plan.num_stages * plan.ranks_per_stage
 
 
+@pytest.mark.daily("2 x 2-gathered_per_step")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_slices_packs_and_policies_match(ranks, shape: str, parameters: Parameters) -> None:
@@ -82,13 +83,14 @@ def test_slices_packs_and_policies_match(ranks, shape: str, parameters: Paramete
     assert any(memory.host for *_, memory in results)
 
 
+@pytest.mark.daily("1f1b-sharded")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_other_orders_match(ranks, schedule: Any, parameters: Parameters) -> None:
     check_pipeline(ranks(4), CASE, plan_of("2 x 2", parameters, schedule=schedule))
 
 
-@pytest.mark.wide("degrees1-exchange-12-sharded")
+@pytest.mark.daily("degrees2-attention-12-sharded")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize(
     ("degrees", "kind", "tokens"), [((1,), "exchange", 60), ((2,), "exchange", 12), ((1, 2), "attention", 12)]
@@ -105,12 +107,14 @@ def test_groups_side_by_side_that_the_planner_slices_match(
     check_pipeline(ranks(8), CASE, plan)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 def test_copies_of_shards_match(ranks, parameters: Parameters) -> None:
     plan = plan_of("2 x 4", parameters, shard_ranks=2)
     check_pipeline(ranks(8), ModelCase(num_layers=4, tied=True), plan)
 
 
+@pytest.mark.daily("gathered_per_step")
 @pytest.mark.parametrize("parameters", MODES)
 def test_rings_match(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan(
@@ -123,18 +127,21 @@ def test_rings_match(ranks, parameters: Parameters) -> None:
     check_pipeline(ranks(4), ModelCase("mistral_window", num_layers=4), plan)
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", MODES)
 def test_interleaved_ranges_match(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)
     check_pipeline(ranks(4), ModelCase(num_layers=8), plan)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 def test_hybrids_match(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan([40, 23, 9], [[(4, [*LONG, [(1, 0, 23)]])]], 2, parameters=parameters, method="hybrid", ulysses=2)
     check_pipeline(ranks(8), CASE, plan)
 
 
+@pytest.mark.daily("gathered_per_step")
 @pytest.mark.parametrize("parameters", MODES)
 def test_more_ranks_than_heads_match_in_rings(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan([40, 23, 9], [[(2, [*LONG, [(1, 0, 23)]])]], 2, parameters=parameters, method="ring")
@@ -158,6 +165,7 @@ MODELS: dict[str, ModelCase] = {
 }
 
 
+@pytest.mark.daily("frozen layers-sharded")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_match(ranks, name: str, parameters: Parameters) -> None:
@@ -188,7 +196,7 @@ def train_on_rank(plans_json: list[str], rows: list[Rows]) -> tuple[list[float],
     return losses, norms, {name: whole(weight.detach()).clone() for name, weight in executor.model.named_parameters()}
 
 
-@pytest.mark.wide("2 x 2-gathered_per_step", "2 x 4-sharded", "4 x 2-sharded")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ten_clipped_steps_of_two_plans_each_follow_one_process(ranks, shape: str, parameters: Parameters) -> None:
@@ -254,7 +262,7 @@ def kept_layers(path: RankPlan, ranges: list[range]) -> Counter[str]:
     return Counter(f"model.layers.{last}" for (_, last), (first, _) in pairwise(ends) if first == last)
 
 
-@pytest.mark.wide("1-sharded", "1-gathered_per_step")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("num_ranges", [1, 2])
 def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Parameters, num_ranges: int) -> None:
@@ -316,6 +324,7 @@ def sharded_pipelines(draw: st.DrawFn, num_stages: int, per_stage: int) -> StepP
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "num_stages,per_stage,examples",
     [

@@ -71,12 +71,14 @@ def replayed(plan: StepPlan, policy: LayerPolicy) -> StepPlan:
     return same_policy(plan, policy, policy, tile_tokens=4)
 
 
+@pytest.mark.wide
 def test_slices_in_rings_match(ranks) -> None:
     plan = sliced(3, 1, TURNS)
     again, kept = (replayed(plan, policy) for policy in (RECOMPUTED, KEPT))
     check(ranks(3), [(LLAMA, plan), (LLAMA, again), (LLAMA, kept), (WINDOW, plan), (WINDOW, kept)])
 
 
+@pytest.mark.wide
 def test_slices_of_other_models_in_rings_match(ranks) -> None:
     plan = sliced(3, 1)
     check(ranks(3), [(case, plan) for case in OTHERS])
@@ -87,6 +89,7 @@ def test_slices_in_rings_of_two_match(ranks) -> None:
     check(ranks(2), [(replace(LLAMA, num_kv_heads=1), sliced(2, 1)), (WINDOW, sliced(2, 1))])
 
 
+@pytest.mark.wide
 def test_slices_in_hybrids_match(ranks) -> None:
     plan = sliced(4, 2, TURNS)
     sharded = validate_plan(replace(plan, parameters="sharded"))
@@ -116,6 +119,7 @@ def kept_beside_others() -> StepPlan:
     return replace(plan_of([[(2, (0, 4)), (1, (1, 2)), (1, (3,))]], LENGTHS, 4), parameters="sharded")
 
 
+@pytest.mark.wide
 def test_groups_that_share_weights_match_where_only_slices_fit(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     # slices of the documents of this test, and not of 2K tokens
     monkeypatch.setattr("hf_longctx.plan.chunks.LEAST_SLICE_TOKENS", 3)

@@ -71,7 +71,7 @@ NESTED: dict[str, tuple[int, int, GroupMethod, list[int], list[int], str]] = {
 }
 
 
-@pytest.mark.wide("rings", "copies of shards, ulysses", "copies of shards, hybrids", "copies of shards, nothing but pairs")
+@pytest.mark.daily("hybrids")
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_plans_match_one_plain_process(ranks, name: str) -> None:
     num_ranks, shard_ranks, method, lengths, rounds, method_of_all = NESTED[name]
@@ -86,6 +86,7 @@ def test_nested_plans_match_one_plain_process(ranks, name: str) -> None:
     check_step(ranks(num_ranks), CASE, plan, lengths, shard_ranks)
 
 
+@pytest.mark.daily("ulysses-lengths0")
 @pytest.mark.parametrize("method,lengths", [("ulysses", [61, 3, 13, 9]), ("ring", [61, 21]), ("hybrid", [61, 21])])
 def test_a_block_may_be_done_while_its_partner_of_the_last_group_goes_on(ranks, method: GroupMethod, lengths: list[int]) -> None:
     # if a block's last backward summed gradients over copies, it would wait for the other block, which itself waits for this one
@@ -96,6 +97,7 @@ def test_a_block_may_be_done_while_its_partner_of_the_last_group_goes_on(ranks, 
     check_step(ranks(4), CASE, plan, lengths, shard_ranks=2)
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("shard_ranks", [0, 2])
 def test_ranks_that_never_get_work_match(ranks, shard_ranks: int) -> None:
     lengths = [17, 5]
@@ -105,6 +107,7 @@ def test_ranks_that_never_get_work_match(ranks, shard_ranks: int) -> None:
     check_step(ranks(4), CASE, plan, lengths, shard_ranks)
 
 
+@pytest.mark.daily("0-hybrid-lengths1-hybrid")
 @pytest.mark.parametrize(
     "method,lengths,kind", [("ring", [7, 61, 5, 13, 34, 3], "ring"), ("hybrid", [13, 5, 21, 2, 3, 61], "hybrid")]
 )
@@ -119,6 +122,7 @@ def test_groups_of_three_match_one_plain_process(
     check_step(ranks(4), CASE, plan, lengths, shard_ranks)
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("shard_ranks", [0, 4])
 def test_plans_cut_by_time_match_one_plain_process(ranks, shard_ranks: int) -> None:
     lengths = [13, 61, 21, 34, 13, 13, 13, 7, 2]
@@ -142,6 +146,7 @@ def test_groups_that_keep_to_nodes_match_one_plain_process(ranks) -> None:
     check_step(ranks(6), CASE, plan, lengths)
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("shard_ranks", [0, 2, 3])
 def test_six_ranks_with_all_degrees_match_one_plain_process(ranks, shard_ranks: int) -> None:
     lengths = [95, 61, 34, 21, 21, 9, 5, 3, 2, 55]
@@ -159,6 +164,7 @@ def random_problems(draw: st.DrawFn) -> tuple[list[int], int, GroupMethod, tuple
     return lengths, draw(st.sampled_from([0, 2, 4])), method, degrees, draw(st.booleans()), pair_s
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("examples", [6, pytest.param(16, marks=pytest.mark.wide)])
 def test_random_plans_with_all_switches_match(ranks, examples: int) -> None:
     @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))

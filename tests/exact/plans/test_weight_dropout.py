@@ -25,6 +25,7 @@ SLICES = [*([span] for span in cut(0, [15, 11, 9, 5])), [(1, 0, 9), (2, 0, 7)]]
 LENGTHS = [40, 9, 7]
 
 
+@pytest.mark.daily("<2>,<1,1>,<2>")
 @pytest.mark.parametrize("name", ["one rank, several micro-batches", "<2>,<1,1>,<2>"])
 def test_packs_and_groups_match(ranks, name: str) -> None:
     num_ranks, layout, lengths = LAYOUTS[name]
@@ -32,12 +33,14 @@ def test_packs_and_groups_match(ranks, name: str) -> None:
 
 
 # heads of two ranks: two and one, of which both read one KV head
+@pytest.mark.wide("heads0")
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (6, 2)])
 def test_groups_with_any_number_of_heads_match(ranks, heads: tuple[int, int]) -> None:
     case = replace(CASE, num_heads=heads[0], num_kv_heads=heads[1])
     check_layout_step(ranks(2), case, [[(2, (0, 1, 2))]], LENGTHS)
 
 
+@pytest.mark.daily("qwen3_window")
 @pytest.mark.parametrize("family", ["llama", "qwen3_window"])
 def test_rings_match(ranks, family: str) -> None:
     case = replace(CASE, family=family)
@@ -57,6 +60,7 @@ def test_shards_match(ranks) -> None:
 POLICIES = {"recomputed": offloading(), "mixed": offloading(host=0.5, recompute=0.25, mlp=0.5, qkv=0.25)}
 
 
+@pytest.mark.daily("llama-recomputed")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_slices_that_are_replayed_match(ranks, name: str, family: str) -> None:
@@ -68,6 +72,7 @@ def test_stages_match(ranks) -> None:
     check_pipeline(ranks(2), replace(CASE, num_layers=4), pipeline_plan(LENGTHS, [[(1, SLICES)]], 2))
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_lent_slices_match(ranks, family: str) -> None:
     case, rows = replace(CASE, family=family, num_layers=4), random_rows([40])
@@ -92,6 +97,7 @@ BUGS = {
 }
 
 
+@pytest.mark.wide("weights dropped in another step")
 @pytest.mark.parametrize("bug", BUGS)
 def test_wrong_keys_are_noticed(ranks, bug: str) -> None:
     plan = sliced_plan(LENGTHS, SLICES) if BUGS[bug] == 1 else plan_of([[(2, (0, 1, 2))]], LENGTHS, 2)

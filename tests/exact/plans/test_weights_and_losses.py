@@ -49,6 +49,7 @@ PLANS = {
 }
 
 
+@pytest.mark.daily("packs and groups-focal-True", "an idle rank--True", "shards--True", "slices--True")
 @pytest.mark.parametrize("loss,weighted", KINDS)
 @pytest.mark.parametrize("name", PLANS)
 def test_weights_and_other_losses_match(ranks, name: str, loss: str, weighted: bool) -> None:
@@ -57,7 +58,7 @@ def test_weights_and_other_losses_match(ranks, name: str, loss: str, weighted: b
     check_step(ranks(plan.num_ranks), ModelCase(loss=loss), plan, lengths, rows=rows_of(lengths, weighted))
 
 
-@pytest.mark.wide("None--True", "None-focal-False", "None-smoothed-True")
+@pytest.mark.daily("None-focal-True")
 @pytest.mark.parametrize("loss,weighted", KINDS)
 @pytest.mark.parametrize("tile_tokens", [None, 4])
 def test_they_match_in_stages(ranks, tile_tokens: int | None, loss: str, weighted: bool) -> None:

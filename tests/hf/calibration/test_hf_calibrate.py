@@ -85,6 +85,7 @@ def test_predictions_from_the_file_are_those_of_the_fit(calibrated) -> None:
             assert six <= eight <= six * 8 / 6 * (1 + 1e-9)
 
 
+@pytest.mark.wide
 def test_a_model_of_few_layers_is_described_as_it_was_fitted(ranks, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(small_config(2)))
@@ -214,6 +215,7 @@ HYBRIDS = {
 }
 
 
+@pytest.mark.daily("bamba")
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_hybrids_are_calibrated(ranks, tmp_path: Path, model_type: str) -> None:
     sizes = small_config(2)

@@ -101,7 +101,7 @@ def train(case: ModelCase, rows: Rows, folder: str, config: dict[str, Any]) -> d
     }
 
 
-@pytest.mark.wide("two stages of two ranks", "four stages", "adapters, lent")
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_attached_stages_train_as_one_process_and_give_a_whole_model_back(ranks, rows, tmp_path: Path, name: str) -> None:
@@ -255,6 +255,7 @@ def evaluate_in_bf16(rows: Rows, folder: str) -> tuple[float, float]:
     return trainer.evaluate()["eval_loss"], stock.evaluate()["eval_loss"]
 
 
+@pytest.mark.wide
 def test_the_trainer_evaluates_under_autocast_afterwards(ranks, rows, tmp_path: Path) -> None:
     for found, expected in ranks(2).run(evaluate_in_bf16, rows, str(tmp_path)):
         assert found == expected

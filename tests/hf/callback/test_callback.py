@@ -63,7 +63,7 @@ ATTACHED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 CASES = {"adapters": ADAPTED, "adapters, accumulation": ADAPTED, "states along the sequence": STATES}
 
 
-@pytest.mark.wide("adapters", "adapters, accumulation", "states along the sequence")
+@pytest.mark.daily("two ranks")
 @pytest.mark.quick("two ranks")
 @pytest.mark.parametrize("name", ATTACHED)
 def test_attached_training_follows_one_plain_process(ranks, rows, name: str) -> None:
@@ -151,6 +151,7 @@ def live_through(rows: list[dict[str, list[int]]], mode: str) -> dict[str, Any]:
     return {"found": [snapshot.found, after[1]], "expected": fresh, "left": left, "again": again}
 
 
+@pytest.mark.daily("attached")
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_evaluation_is_stock_all_along_and_the_trainer_afterwards(ranks, rows, mode: str) -> None:
     for life in ranks(2).run(live_through, rows, mode):
@@ -180,6 +181,7 @@ def events_of(rows: list[dict[str, list[int]]], folder: str, mode: str) -> tuple
     return recorder.events, [set(entry) for entry in trainer.state.log_history], files
 
 
+@pytest.mark.wide
 def test_other_callbacks_logs_and_checkpoints_do_not_notice(ranks, rows, tmp_path: Path) -> None:
     runs = {mode: ranks(2).run(events_of, rows, str(tmp_path / mode), mode) for mode in ("stock", "attached", "alone")}
     for mode in ("attached", "alone"):
@@ -218,7 +220,7 @@ def train_part(
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], weights_of(trainer), message
 
 
-@pytest.mark.wide("alone")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_resuming_inside_an_epoch_goes_on_with_the_same_samples_at_any_world_size(ranks, rows, tmp_path: Path, mode: str) -> None:
@@ -272,6 +274,7 @@ def fail_and_recover(rows: list[dict[str, list[int]]], mode: str) -> tuple[Any, 
     return left[0], left[1:], same
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_a_training_that_raises_leaves_a_stock_trainer(ranks, rows, mode: str) -> None:
     assert ranks(2).run(fail_and_recover, rows, mode) == [(Trainer, ("sdpa", 0), True)] * 2
@@ -352,6 +355,16 @@ def refuse(rows: list[dict[str, list[int]]], name: str, only_rank: int | None) -
     return message, after == before, len(trainer.model._forward_pre_hooks)
 
 
+@pytest.mark.daily(
+    "collator",
+    "own loss",
+    "own step",
+    "too long",
+    "too long alone",
+    "metrics in stages",
+    "stages of shards",
+    "too many",
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_lose_its_meaning_is_refused_on_every_rank_and_changes_nothing(ranks, rows, name: str) -> None:
     for message, is_unchanged, num_hooks in ranks(2).run(refuse, rows, name, None):
@@ -359,6 +372,7 @@ def test_what_would_lose_its_meaning_is_refused_on_every_rank_and_changes_nothin
         assert is_unchanged and num_hooks == 0
 
 
+@pytest.mark.daily("smoothing alone")
 @pytest.mark.parametrize("name", ["collator", "smoothing alone"])
 def test_a_problem_of_one_rank_is_refused_on_all(ranks, rows, name: str) -> None:
     for message, is_unchanged, _ in ranks(2).run(refuse, rows, name, 1):
@@ -389,6 +403,7 @@ def train_after_evaluating(rows: list[dict[str, list[int]]], mode: str) -> tuple
     return "", [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
+@pytest.mark.daily("alone")
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_ranks_do_not_drift_apart_after_an_evaluation(ranks, rows, mode: str) -> None:
     (message, first), (_, second) = ranks(2).run(train_after_evaluating, rows, mode)

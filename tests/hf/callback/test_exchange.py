@@ -141,7 +141,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool, set[str]]] = {
 }
 
 
-@pytest.mark.wide("all ranks together", "rings")
+@pytest.mark.daily("one rank", "padded")
 @pytest.mark.quick("all ranks together")
 @pytest.mark.parametrize("name", RUNS)
 def test_training_alone_follows_the_stock_trainer(ranks, rows, name: str) -> None:
@@ -161,6 +161,7 @@ def test_training_alone_follows_the_stock_trainer(ranks, rows, name: str) -> Non
 
 
 # queries of Llama 4 depend on positions in documents, which the stock trainer has right only in whole padded rows
+@pytest.mark.wide
 @pytest.mark.parametrize("family,padded", [("qwen3", False), ("llama4", True)])
 def test_training_alone_with_the_stock_loss_follows_up_to_its_precision(ranks, rows, family: str, padded: bool) -> None:
     # transformers' loss works on logits cast to fp32, so equal fp64 logits up to 1e-16 may be rounded apart by 1e-7

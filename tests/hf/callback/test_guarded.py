@@ -112,6 +112,7 @@ def stop_and_go_on(folder: str, late: bool) -> tuple[Outcome, Outcome, Outcome]:
         multiprocessing.set_start_method("fork", force=True)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("late", [False, True])

@@ -78,7 +78,7 @@ def run_behind(kind: str, folder: str, resume: Any = None) -> tuple[list[float],
     return recorder.losses, view.seen
 
 
-@pytest.mark.wide("replicated", "staged", "attached")
+@pytest.mark.daily("staged adapters")
 @resuming
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "callback"), "staged adapters"])
 def test_files_written_behind_training_are_those_of_the_save_step(ranks, tmp_path: Path, kind: str) -> None:
@@ -127,6 +127,7 @@ def fail_behind(kind: str, folder: str, victim: int, name: str) -> tuple[str, in
     return "", 0, []
 
 
+@pytest.mark.daily("replicated")
 @resuming
 @pytest.mark.parametrize("kind", FULL)
 def test_a_full_disk_behind_training_ends_all_ranks_in_a_later_step(ranks, tmp_path: Path, kind: str) -> None:
@@ -146,6 +147,7 @@ class Stops(TrainerCallback):
             raise KeyError("a bug in step 3")
 
 
+@pytest.mark.wide
 def test_a_checkpoint_in_flight_survives_the_error_that_ends_its_training(tmp_path: Path) -> None:
     rows = random_rows([5] * 32)
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

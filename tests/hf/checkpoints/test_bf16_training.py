@@ -64,6 +64,7 @@ def runs(ranks, rows, tmp_path_factory) -> dict[str, tuple[Path, list[Found]]]:
     return made
 
 
+@pytest.mark.wide("replicated")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_small_updates_reach_the_master_weights(runs, name: str) -> None:
     start = dict(build_model(CASE).named_parameters())
@@ -95,15 +96,7 @@ def test_updates_on_the_host_have_the_bits_of_those_on_the_device(runs, here: st
             assert all(torch.equal(value, others[name]) for name, value in values.items())
 
 
-@pytest.mark.wide(
-    "replicated-2-sharded",
-    "sharded-1-replicated",
-    "sharded-2-staged",
-    "staged-2-sharded",
-    "replicated-2-on the host",
-    "staged on the host-2-staged",
-    "layers on the host-1-replicated",
-)
+@pytest.mark.daily("staged-2-staged", "whole on the host-1-sharded", "staged-2-layers on the host")
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,then",
@@ -142,6 +135,7 @@ def test_master_weights_pass_through_checkpoints(
                 assert torch.equal(value, expected), name
 
 
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("name", ["replicated", "sharded", "staged"])
 def test_a_checkpoint_without_master_weights_can_be_resumed(ranks, rows, tmp_path: Path, name: str) -> None:
@@ -205,6 +199,7 @@ def held_bytes(rows: list[dict[str, list[int]]], folder: str, config: dict[str, 
     return counted.device_bytes, counted.host_bytes, spec.states(), spec.host_states()
 
 
+@pytest.mark.wide("{'optimizer_states': 'host'}")
 @pytest.mark.parametrize("config", [{"fp32_master_weights": False}, {}, {"optimizer_states": "host"}], ids=str)
 def test_plans_count_them(ranks, rows, tmp_path: Path, config: dict[str, Any]) -> None:
     ((weights, states, planned, planned_on_host),) = ranks(1).run(held_bytes, rows, str(tmp_path), config)
@@ -229,6 +224,7 @@ def train_where_chosen(
     return values_of(trainer), opening, has_host_states(trainer._plain_optimizer)
 
 
+@pytest.mark.wide
 @resuming
 def test_states_go_where_the_longest_row_has_room_and_come_back(ranks, rows, runs, tmp_path: Path) -> None:
     spec = replace(model_spec(build_model(CASE)), has_master_weights=True)

@@ -109,6 +109,7 @@ def hide_manifests(out: Path) -> None:
 FURTHER = {f"{content} {name}" for name in list(READ)[1:] for content in CONTENTS if content not in ("binary", "half", "a list")}
 
 
+@pytest.mark.wide("no weights-True")
 @pytest.mark.parametrize(
     "name,has_manifest",
     [
@@ -187,6 +188,7 @@ def test_the_manifest_lists_every_file_and_the_place_in_the_stream(saved) -> Non
         assert not [path for path in saved(kind)[0].iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.daily("another state-0")
 @resuming
 @pytest.mark.parametrize("name,first", [("no optimizer", 4), ("no random numbers", 4), ("another state", 0), ("no record", 4)])
 def test_a_run_takes_a_part_where_asked(ranks, saved, copied, name: str, first: int) -> None:
@@ -203,10 +205,7 @@ def test_a_run_takes_a_part_where_asked(ranks, saved, copied, name: str, first: 
         assert is_same == {"no random numbers": [True, True], "no optimizer": [True, False]}.get(name, [False] * len(is_same))
 
 
-@pytest.mark.wide(
-    "sharded-<lambda>-optimizer/rank-1.safetensors is missing",
-    "staged-act-model-00002-of-00002.safetensors is damaged",
-)
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize(
     "kind,act,words",

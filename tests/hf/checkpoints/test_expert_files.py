@@ -172,6 +172,7 @@ def host_mib(field: str) -> float:
 WAYS = {"replicated": {"parameters": "replicated"}, "sharded": {"parameters": "sharded"}, "stages": {"stages": 2}}
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_rank_holds_more_than_its_blocks_and_a_few_unpacked_experts(ranks: Any, tmp_path: Path, way: str) -> None:
     # 12 layers of 16 experts: 25 MiB each in bf16, 6.4 MiB in four bits

@@ -71,6 +71,7 @@ def saved(folder: str, family: str, file_bytes: int) -> tuple[int, int]:
     return peak, len(files)
 
 
+@pytest.mark.daily("tied")
 @pytest.mark.parametrize("family", ["mixtral", "tied"])
 def test_weights_come_back_as_they_were(ranks, tmp_path: Path, family: str) -> None:
     for _, num_files in ranks(2).run(saved, str(tmp_path), family, 30_000):
@@ -87,6 +88,7 @@ def test_weights_come_back_as_they_were(ranks, tmp_path: Path, family: str) -> N
         assert (tmp_path / name).read_text() == (tmp_path / "stock" / name).read_text()
 
 
+@pytest.mark.wide
 def test_the_writer_of_four_ranks_holds_one_file(ranks, tmp_path: Path) -> None:
     (writer, num_files), *others = ranks(4).run(saved, str(tmp_path), "llama", 16 * MIB)
     total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
@@ -222,6 +224,7 @@ def test_weights_whose_names_come_from_all_or_from_values_are_left_to_trainer(mo
 
 
 # the last one, since it ends its pool
+@pytest.mark.wide
 @pytest.mark.parametrize("is_single", [True, False])
 @pytest.mark.parametrize("place,num_done", [("write", 2), ("replace", 1), ("replace", 4)])
 def test_a_writer_that_is_killed_leaves_the_old_checkpoint(

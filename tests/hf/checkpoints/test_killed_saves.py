@@ -66,20 +66,7 @@ def killed(folder: Path, kind: str, place: str, step: int, limit: int = 1) -> No
             each.kill()
 
 
-@pytest.mark.wide(
-    "replicated-sums of rank 1",
-    "replicated-manifest",
-    "replicated-writing behind",
-    "replicated-rename behind",
-    "replicated-flush",
-    "replicated-rotation",
-    "sharded-sums of rank 1",
-    "sharded-second file",
-    "staged-weights",
-    "attached-optimizer",
-    "callback-weights",
-    "callback-deletion",
-)
+@pytest.mark.daily("replicated-rename")
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("kind,place", CASES)
@@ -95,6 +82,7 @@ def test_a_killed_save_costs_no_complete_checkpoint(ranks, straight, tmp_path: P
     assert [path.name for path in out.iterdir() if "checkpoint" in path.name] == [f"checkpoint-{NUM_STEPS}"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["replicated", "callback"])
 def test_a_run_killed_in_its_first_save_starts_anew_and_says_so(ranks, straight, tmp_path: Path, kind: str) -> None:
     killed(tmp_path, kind, "state", step=2, limit=2)
@@ -104,6 +92,7 @@ def test_a_run_killed_in_its_first_save_starts_anew_and_says_so(ranks, straight,
         assert losses == pytest.approx(straight(kind), rel=1e-10, abs=0)
 
 
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("kind", ["replicated", "stream"])
 def test_a_run_killed_after_its_last_save_trains_no_further_step(ranks, tmp_path: Path, kind: str) -> None:

@@ -42,7 +42,7 @@ def checkpoint_of(kind: str, folder: Path) -> str:
     return str(target)
 
 
-@pytest.mark.wide("replicated", "whole")
+@pytest.mark.daily("low-bit")
 @resuming
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_as_with_the_release_that_wrote_its_checkpoint(ranks, tmp_path: Path, kind: str) -> None:
@@ -53,7 +53,7 @@ def test_a_run_goes_on_as_with_the_release_that_wrote_its_checkpoint(ranks, tmp_
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
 
 
-@pytest.mark.wide("sharded-sharded-3", "sharded-replicated-1", "whole-sharded-3")
+@pytest.mark.daily("low-bit-replicated-1")
 @resuming
 @pytest.mark.parametrize(
     ("kind", "placed", "num_ranks"),
@@ -247,6 +247,7 @@ def dumped(value: Any) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.daily("staged-optimizer_shards/.metadata-dumps", "sharded-scheduler.pt-dumped")
 @resuming
 @pytest.mark.parametrize(
     "kind,name,writes",

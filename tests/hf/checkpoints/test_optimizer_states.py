@@ -115,6 +115,7 @@ def loaded(kind: str, sizes: list[int], shard_ranks: int, folder: str) -> list[s
 PLACES = st.sampled_from([(1, 0), (2, 0), (2, 2), (3, 3), (4, 2), (4, 4)])
 
 
+@pytest.mark.wide
 @settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(KINDS)),

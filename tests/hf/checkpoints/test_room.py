@@ -127,14 +127,7 @@ def fail(kind: str, folder: str, victim: int, name: str) -> tuple[str, list[str]
     return "", []
 
 
-@pytest.mark.wide(
-    "replicated-1-rng_state_1.pth",
-    "replicated-0-trainer_state.json",
-    "sharded-0-model.safetensors",
-    "sharded-0-scheduler.pt",
-    "staged-0-longctx_data.json",
-    "callback-0-optimizer.pt",
-)
+@pytest.mark.daily("sharded, behind training-1-optimizer/rank-1.safetensors")
 @resuming
 @pytest.mark.parametrize("kind,victim,name", [(kind, *obstacle) for kind in OBSTACLES for obstacle in OBSTACLES[kind]])
 def test_a_save_that_fails_ends_all_ranks_and_leaves_no_trace(ranks, tmp_path: Path, kind: str, victim: int, name: str) -> None:

@@ -84,7 +84,7 @@ def assert_weights(folder: Path, expected: Any) -> None:
     assert max(relative_error(weights[name], value) for name, value in expected.state_dict().items()) <= 1e-12
 
 
-@pytest.mark.wide("2-True-True", "2-False-False")
+@pytest.mark.wide
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("num_stages", "is_sharded"), LAYOUTS)
 def test_stages_write_one_ordinary_checkpoint_and_resume_from_it_at_any_number(
@@ -133,6 +133,7 @@ def save_whole(folder: str, tied: bool) -> None:
     save_states(model, optimizer, folder, dist.group.WORLD)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tied", [False, True])
 def test_runs_with_stages_and_without_resume_from_each_other(ranks, tmp_path: Path, tied: bool) -> None:
     expected = dict(whole_training(range(4), tied, NORM)[0].named_parameters(remove_duplicate=False))
@@ -165,6 +166,7 @@ def save_adapters(folder: str, is_sharded: bool) -> dict[str, Tensor]:
     return own.weights()
 
 
+@pytest.mark.daily("False")
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_adapters_of_all_stages_are_one_adapter(ranks, tmp_path: Path, is_sharded: bool) -> None:
     results = ranks(4).run(save_adapters, str(tmp_path), is_sharded)
@@ -199,6 +201,7 @@ def save_mixture(folder: str, num_stages: int, is_sharded: bool) -> dict[str, Te
     return own.weights()
 
 
+@pytest.mark.daily("2-False")
 @pytest.mark.parametrize("num_stages,is_sharded", LAYOUTS)
 def test_fused_weights_are_written_and_read_as_files_have_them(ranks, tmp_path: Path, num_stages: int, is_sharded: bool) -> None:
     expected = mixture("", False).state_dict()
@@ -216,6 +219,7 @@ def save_again(folder: str, step: int) -> None:
     save(own, folder)
 
 
+@pytest.mark.wide
 def test_a_folder_may_be_saved_to_again(ranks, tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path)
     for step in (1, 2, 3):
@@ -307,6 +311,7 @@ def stop_at(number: int, patch: Any) -> None:
         patch.setattr(Path, name, stopping(getattr(Path, name)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("is_single", [True, False])
 def test_a_folder_is_the_old_or_the_new_checkpoint_wherever_joining_stops(tmp_path: Path, monkeypatch, is_single: bool) -> None:
     models = [family_model("llama", num_hidden_layers=7) for _ in range(3)]
@@ -376,6 +381,7 @@ def test_a_checkpoint_without_a_weight_of_the_stage_is_refused(ranks, tmp_path: 
 
 
 # the last one, since it ends its pool
+@pytest.mark.wide
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_checkpoint(ranks, tmp_path: Path) -> None:
     ranks(2).run(save_again, str(tmp_path), 1)
     with pytest.raises(RankFailure, match="the process ended"):

@@ -75,6 +75,7 @@ def test_adapters_are_added_as_merging_would(tmp_path: Path, name: str) -> None:
     assert_equal(found, in_files(model.merge_and_unload(), tmp_path), 1e-12)
 
 
+@pytest.mark.wide
 def test_a_hundred_updates_leave_the_frozen_bf16_weights_alone_and_round_a_sum_once() -> None:
     model = build_model(ModelCase(lora=LORA, dtype=torch.bfloat16))
     frozen = {name: weight.clone() for name, weight in model.named_parameters() if "lora_" not in name}
@@ -133,6 +134,7 @@ def gathered_bytes(family: str) -> tuple[int, int, int]:
     return peak, max(value.numel() * value.element_size() for value in model.parameters()), sum(sizes)
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_one_weight_is_whole_at_a_time(ranks, family: str) -> None:
     for peak, largest, total in ranks(2).run(gathered_bytes, family):

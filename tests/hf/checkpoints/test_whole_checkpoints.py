@@ -76,6 +76,7 @@ def trained(folder: str, changes: dict[str, Any], resume: Any = None, config: di
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "limit,left,is_behind",
     [
@@ -104,6 +105,7 @@ def test_uploads_read_whole_checkpoints_in_view(tmp_path: Path) -> None:
     assert found["seen"] == [(str(tmp_path / f"checkpoint-{step}"), True) for step in (3, 6)]
 
 
+@pytest.mark.wide
 def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
     for _ in range(2):
         trained(str(tmp_path), {"save_steps": 3, "save_total_limit": 1})

@@ -60,6 +60,7 @@ def token_row(draw: random.Random) -> Any:
     return row
 
 
+@pytest.mark.daily("3")
 @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="needs a datasets that reads values of mixed types as JSON")
 @pytest.mark.parametrize("seed", range(6))
 def test_conversations_give_tokens_or_a_refusal_that_names_the_row(seed: int) -> None:
@@ -87,6 +88,7 @@ def test_conversations_give_tokens_or_a_refusal_that_names_the_row(seed: int) ->
     assert num_learnt > 8 and num_refused > 20
 
 
+@pytest.mark.daily("3", "4")
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_tokens_are_read_or_refused_by_name(seed: int) -> None:
     draw, num_read, num_refused = random.Random(seed), 0, 0
@@ -122,6 +124,7 @@ def test_rows_of_a_stream_are_read_or_refused_by_name(seed: int) -> None:
             assert str(error).startswith("d "), row
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_and_completions_are_read_or_refused_by_row(seed: int) -> None:
     draw, tokenizer = random.Random(seed), byte_tokenizer()

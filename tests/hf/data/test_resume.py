@@ -110,6 +110,7 @@ def map_style_then_changed(folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.wide
 def test_a_map_style_run_with_other_samples_is_not_resumed(ranks, tmp_path: Path) -> None:
     (messages,) = ranks(1).run(map_style_then_changed, str(tmp_path))
     names = ["sequences_per_step was 8", "shuffle_seed was 3", "train_dataset was ", "dataloader_drop_last was False"]

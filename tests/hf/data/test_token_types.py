@@ -54,6 +54,7 @@ def test_streams_refuse_them_by_their_row(tmp_path: Path) -> None:
         trainer_of(build_any("GPT2LMHeadModel", "sdpa"), rows, tmp_path).train()
 
 
+@pytest.mark.daily("BertLMHeadModel")
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertLMHeadModel", "Gemma3ForConditionalGeneration"])
 def test_other_types_change_nothing_and_are_ignored(name: str, tmp_path: Path) -> None:
     model = build_any(name, "sdpa")

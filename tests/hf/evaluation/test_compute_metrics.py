@@ -81,7 +81,7 @@ def evaluate(config: dict[str, Any], loss: Any = None, **arguments: Any) -> tupl
         return trainer.evaluate(dataset), found.metrics
 
 
-@pytest.mark.wide("slices in tiles", "groups", "shards")
+@pytest.mark.daily("packs")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_users_metrics_are_those_of_a_stock_trainer(ranks, plan: str) -> None:
     config, num_ranks = PLANS[plan]
@@ -125,6 +125,7 @@ def test_rows_that_are_cut_are_put_together_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(split.predictions["log_prob"][:, :19], short.predictions["log_prob"][:, :19])
 
 
+@pytest.mark.wide
 def test_the_best_checkpoint_is_chosen_by_a_users_metric(tmp_path: Path) -> None:
     values = iter([0.3, 0.9, 0.5])
     arguments = {**PLAIN_DESCENT, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
@@ -179,6 +180,7 @@ def _accuracies(found: EvalPrediction) -> dict[str, float]:
     return {"mean": float(is_right.mean()), "of_labels": float(is_right[is_label].mean())}
 
 
+@pytest.mark.wide("different rows on each rank-_likeliest")
 @pytest.mark.parametrize("reduce", [_likeliest, _with_labels])
 @pytest.mark.parametrize("plan", ["packs", "different rows on each rank"])
 def test_likeliest_tokens_of_a_users_function_are_those_of_a_stock_trainer(ranks, tmp_path: Path, reduce: Any, plan: str) -> None:

@@ -135,6 +135,7 @@ RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 
 
+@pytest.mark.daily("stock")
 @pytest.mark.parametrize("name", RUNS)
 def test_buckets_and_grid_are_those_of_plain_logits(ranks, expected, tmp_path: Path, name: str) -> None:
     num_ranks, config = RUNS[name]
@@ -154,6 +155,7 @@ def test_buckets_and_grid_are_those_of_plain_logits(ranks, expected, tmp_path: P
     assert sum(bucket["num_tokens"] for bucket in run["buckets"]) == sum(x != -100 for row in HELD_OUT for x in row["labels"][1:])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["groups of one and two", "stock"])
 def test_documents_have_their_own_dynamic_frequencies(ranks, tmp_path: Path, name: str) -> None:
     # 24 tokens are the longest that are not scaled; the longest document comes first, and the needles' lengths are on both sides
@@ -245,6 +247,7 @@ def test_a_resumed_training_goes_on_with_its_record(ranks, tmp_path: Path, caplo
     assert "kept as long_evaluation.3.json: its evaluations have other needle lengths, depths or buckets" in caplog.text
 
 
+@pytest.mark.wide
 def test_stock_trainer_under_the_callback_is_measured_on_its_own_attention(expected, tmp_path: Path) -> None:
     trainer = Trainer(
         model=build_model(CASE),

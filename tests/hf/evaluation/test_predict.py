@@ -87,6 +87,7 @@ def check(
     assert ("test_perplexity" in metrics) == (not loss and not has_weights)
 
 
+@pytest.mark.daily("packs")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_row_is_scored_as_by_its_whole_logits(ranks, name: str) -> None:
     config, num_ranks = SETTINGS[name]

@@ -74,6 +74,7 @@ def check(log: list[dict[str, float]], expected: list[tuple[float, float]], rows
     assert [entry["num_tokens"] for entry in log] == [num_tokens * (step + 1) for step in range(NUM_STEPS)]
 
 
+@pytest.mark.daily("packs")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_step_logs_what_its_whole_logits_give(ranks, name: str) -> None:
     config, num_ranks, lora = SETTINGS[name]
@@ -86,6 +87,7 @@ def test_every_step_logs_what_its_whole_logits_give(ranks, name: str) -> None:
 
 
 # models that scale or cap their logits after the head
+@pytest.mark.daily("gemma2-slices in tiles")
 @pytest.mark.parametrize("family,name", [("granite", "slices in tiles"), ("gemma2", "slices in tiles"), ("gemma2", "shards")])
 def test_changed_logits_are_counted(ranks, family: str, name: str) -> None:
     (config, num_ranks, _), case = SETTINGS[name], ModelCase(family, promoted=True)
@@ -95,6 +97,7 @@ def test_changed_logits_are_counted(ranks, family: str, name: str) -> None:
         check(log, plain(case, ROWS))
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_tokens_of_weight_zero_do_not_count_and_other_losses_change_nothing(tile_tokens: int) -> None:
     rows = with_weights(ROWS)
@@ -102,6 +105,7 @@ def test_tokens_of_weight_zero_do_not_count_and_other_losses_change_nothing(tile
     check(train(CASE, rows, config, "focal"), plain(CASE, rows, focal), rows)
 
 
+@pytest.mark.wide
 def test_a_step_of_several_plans_logs_the_mean_of_its_plans_and_off_logs_nothing(tmp_path) -> None:
     arguments = {**PLAIN_DESCENT, "max_steps": 1, "learning_rate": RATE, "logging_steps": 1, "gradient_accumulation_steps": 3}
     arguments |= {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}

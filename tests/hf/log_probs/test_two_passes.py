@@ -152,6 +152,7 @@ def dealt(plan: StepPlan) -> list[Rows]:
 
 
 # the second one caps its logits
+@pytest.mark.daily("slices, tiles-case0", "rings-case2")
 @pytest.mark.quick("rings-case2")
 @pytest.mark.parametrize("name,case", [*((name, ModelCase()) for name in PLANS), ("slices, tiles", CAPPED)])
 def test_a_loss_that_mixes_rows_has_the_gradients_of_one_plain_process(ranks, name: str, case: ModelCase) -> None:
@@ -175,6 +176,7 @@ BYPASSES = {
 }
 
 
+@pytest.mark.daily("forward")
 @pytest.mark.parametrize("name", BYPASSES)
 def test_what_would_bypass_the_plans_is_refused_on_every_rank(ranks, name: str) -> None:
     plan = of_layout("<2>", ulysses=1) if name in ("weights", "batch") else sliced()
@@ -234,6 +236,7 @@ def forwards_of_changes(case: ModelCase, plan_json: str, rows_of_ranks: list[Row
     return found
 
 
+@pytest.mark.wide
 def test_rows_are_scored_once_with_the_same_weights(ranks) -> None:
     plan = of_layout("<2>,<1,1>,<2>")
     case = ModelCase(lora=(("r", 2), ("target_modules", ["q_proj"])))

@@ -78,6 +78,7 @@ def test_the_name_does_not_reach_the_checkpoint(tmp_path) -> None:
 CHOSEN = ("flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community/flash-attn2", "paged|sdpa")
 
 
+@pytest.mark.daily("llama-flash_attention_3-sdpa", "llama-kernels-community/flash-attn2-sdpa")
 @pytest.mark.parametrize(
     ("family", "name", "outside"), [*(("llama", name, "sdpa") for name in CHOSEN), ("gemma2", CHOSEN[0], "eager")]
 )

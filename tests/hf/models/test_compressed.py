@@ -66,6 +66,7 @@ def expected_step(case: str) -> tuple[float, dict[str, Tensor]]:
         return reference_step(build(case), rows())
 
 
+@pytest.mark.daily("long n-grams")
 @pytest.mark.parametrize("case", CASES)
 def test_documents_attend_to_the_entries_of_plain_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # several blocks of rows for each document
@@ -95,7 +96,7 @@ def error_on_ranks(case: str, chunks: Any, ulysses: int, loss: float, gradients:
     return worst((float(result.loss), found), (loss, {key: torch.from_numpy(each) for key, each in gradients.items()}))
 
 
-@pytest.mark.wide("3-1", "4-2")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_ranks,ulysses", [(2, 0), (3, 1), (4, 2)])
 def test_ranks_of_a_group_attend_to_entries_of_all_slices(ranks, num_ranks: int, ulysses: int) -> None:
     for case in ("as in the sweep", "blocks longer than most documents", "pooled"):
@@ -121,6 +122,7 @@ def test_a_model_without_a_plan_is_bit_equal() -> None:
     assert not [module for module in ours.modules() if "forward" in vars(module)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [NAME, "Qwen4ExpForCausalLM"])
 def test_nothing_quadratic_in_a_document_is_kept_until_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed_keys, "BLOCK_SCORES", 2**14)
@@ -162,6 +164,7 @@ def test_what_plans_would_leave_out_is_refused_by_name() -> None:
     assert stage_problems(build_any(NAME))[0].startswith("DeepseekV4ForCausalLM cannot be cut into pipeline stages")
 
 
+@pytest.mark.wide
 def test_the_copy_of_the_self_test_chooses_fewer_entries_than_its_documents_have() -> None:
     model = build_any(NAME, index_topk=512)
     copied = reduced_copy(ChosenLayers.of(model, (0,)), 40, torch.float64)

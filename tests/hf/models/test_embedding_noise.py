@@ -89,6 +89,7 @@ def train(config: dict[str, Any], num_ranks: int) -> tuple[dict[str, torch.Tenso
     return {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}, before
 
 
+@pytest.mark.daily("slices")
 @pytest.mark.parametrize("plan", PLANS)
 def test_any_plan_draws_the_same_noise(ranks, plan: str) -> None:
     config, num_ranks = PLANS[plan]
@@ -101,6 +102,7 @@ def test_any_plan_draws_the_same_noise(ranks, plan: str) -> None:
     assert set().union(*(weights for weights, _ in found)) == set(expected)
 
 
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("first,then", [("groups", "slices"), ("stages", "groups")])
 def test_a_resumed_training_draws_the_noise_of_the_steps_that_are_left(ranks, tmp_path: Path, first: str, then: str) -> None:

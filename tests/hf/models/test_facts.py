@@ -44,6 +44,7 @@ def calls_of_a_start(folder: str) -> dict[str, int]:
     return dict(calls)
 
 
+@pytest.mark.wide
 def test_a_start_does_not_ask_the_model_what_its_facts_say(tmp_path: Path) -> None:
     # a new process, which is ended if it does not answer: in one that had run thousands of tests, a profiled call never returned
     pool = RankPool(1)

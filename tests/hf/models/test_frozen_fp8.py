@@ -103,6 +103,7 @@ def test_a_matrix_without_an_adapter_is_rounded_too() -> None:
     assert len(fp8_layers(model)) == 14
 
 
+@pytest.mark.daily("half-0", "host-0")
 @pytest.mark.parametrize(("name", "tile_tokens"), [("recompute", 8), ("half", 0), ("half", 5), ("host", 0), ("host", 5)])
 def test_with_products_in_fp64_all_gradients_are_exact(in_fp64: None, name: str, tile_tokens: int) -> None:
     step = EngineStep(HostTier.on(CPU, 2**20) if name == "host" else None, LENGTHS, rounded_model)
@@ -116,6 +117,7 @@ def test_with_products_in_fp64_all_gradients_are_exact(in_fp64: None, name: str,
     assert step.error() <= 1e-12
 
 
+@pytest.mark.daily("recompute-all")
 @pytest.mark.parametrize("bias", ["none", "all"])
 @pytest.mark.parametrize("name", ["recompute", "half"])
 def test_gradients_beside_biases_are_exact_whether_these_are_trained_or_not(in_fp64: None, name: str, bias: str) -> None:
@@ -174,6 +176,7 @@ def test_gradients_in_fp8_are_close_to_the_rounded_model_in_fp64_and_adapters_sh
     assert ours <= 1.3 * plain
 
 
+@pytest.mark.wide
 def test_replays_repeat_the_same_bits_and_parts_are_as_close_to_fp64_as_the_whole() -> None:
     case = replace(CASE, dtype=torch.bfloat16)
     expected = gradients(in_full_model(case))
@@ -312,19 +315,21 @@ def assert_equal(results: list[Any], case: ModelCase = CASE) -> None:
     assert set().union(*(own for _, own in results)) == expected.keys()
 
 
-@pytest.mark.wide("groups", "slices")
+@pytest.mark.daily("stages")
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_on_ranks_are_exact(pair: Any, name: str) -> None:
     case = replace(CASE, fp8=True)
     assert_equal(pair.run(exact_step_on_rank, case, plan_to_json(PLANS[name]), ROWS, name == "stages"))
 
 
+@pytest.mark.daily("stages")
 @pytest.mark.parametrize("name", ["shards, a ring", "stages"])
 def test_plans_on_ranks_are_exact_beside_trained_biases(pair: Any, name: str) -> None:
     case = replace(BIASED, lora=(*LORA, ("bias", "all")))
     assert_equal(pair.run(exact_step_on_rank, replace(case, fp8=True), plan_to_json(PLANS[name]), ROWS, name == "stages"), case)
 
 
+@pytest.mark.wide
 def test_sharded_stages_are_exact(ranks: Any) -> None:
     groups = [[(1, [[span] for span in cut(2, [9, 15, 7])]), (1, [[(0, 0, 13), (1, 0, 1)]])], [(2, [[(3, 0, 7)]])]]
     plan = pipeline_plan(LENGTHS, groups, 2, num_layers=2, parameters="sharded")
@@ -406,6 +411,7 @@ def test_blocks_are_not_rounded_again() -> None:
     assert "q_proj.base_layer, which is a FP8Linear and no plain linear module" in problem
 
 
+@pytest.mark.wide
 def test_a_training_over_blocks_passes_the_self_test(tmp_path: Path) -> None:
     model = of_blocks()
     expected = {name: layer.weight.view(torch.uint8).clone() for name, layer in block_layers(model).items()}

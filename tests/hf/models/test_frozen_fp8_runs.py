@@ -74,6 +74,7 @@ def assert_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(each, expected[name]) for name, each in found.items())
 
 
+@pytest.mark.wide
 @resuming
 def test_every_layout_has_the_same_bytes_and_resumes_from_the_others(ranks: Any, tmp_path: Path) -> None:
     folder, pair = saved(tmp_path / "model"), ranks(2)

@@ -55,6 +55,7 @@ def traced() -> FusedLayers:
     return FusedLayers("compile", backend="aot_eager")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_plain_transformers_under_every_policy(case: str) -> None:
     settings, tolerance, num_compiled = CASES[case]
@@ -95,6 +96,7 @@ GATED_NORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.daily("Qwen3.5-dtype0-1e-06")
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("kind", GATED_NORMS)
 def test_a_gated_norm_is_that_of_its_class(kind: str, dtype: torch.dtype, limit: float) -> None:
@@ -131,6 +133,7 @@ def test_gated_norms_that_differ_have_kernels_of_their_own() -> None:
     assert len(fused._functions) == len(GATED_NORMS)
 
 
+@pytest.mark.wide
 def test_a_wrong_convolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, fused = build_model(HYBRID), traced()
     assert not fused.problem(model, CPU, torch.float64) and fused.covered(model)["fuses_convolutions"]
@@ -153,7 +156,7 @@ def test_hybrids_are_told_about_gated_norms() -> None:
     assert not traced().covered(model)["fuses_gated_norms"]
 
 
-@pytest.mark.wide("kept")
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hybrids_train_with_gated_norms_as_kernels(policy: str) -> None:
     gradients = []
@@ -260,7 +263,7 @@ def train_compiled(config: dict[str, Any]) -> Any:
 STAGES = {"stages": 2, "tokens_per_rank": 32}
 
 
-@pytest.mark.wide("2-config1", "4-config2")
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "num_ranks,config",
     [

@@ -64,6 +64,7 @@ def expected_step(case: str) -> tuple[float, dict[str, Tensor]]:
         return reference_step(build(case), rows())
 
 
+@pytest.mark.wide("packed-shared", "slices-ties")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunks", [WHOLE, SLICES], ids=["packed", "slices"])
 def test_documents_get_the_keys_of_plain_transformers(case: str, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,7 @@ def test_documents_get_the_keys_of_plain_transformers(case: str, chunks: Any, mo
         assert worst(lone_step(patched(build(case)), sliced_plan(LENGTHS, chunks)), expected) <= TOLERANCE
 
 
+@pytest.mark.daily("ties")
 @pytest.mark.parametrize("case", ["ties", "shared"])
 def test_a_replay_chooses_the_same_keys(case: str) -> None:
     expected = expected_step(case)
@@ -87,6 +89,7 @@ def error_on_ranks(case: str, ulysses: int, is_sharded: bool, loss: float, gradi
     return worst(found, (loss, {key: torch.from_numpy(gradient) for key, gradient in gradients.items()}))
 
 
+@pytest.mark.daily("2-2-False-ties")
 @pytest.mark.parametrize("case", ["ties", "shared"])
 @pytest.mark.parametrize(
     "num_ranks,ulysses,is_sharded", [(2, 2, False), (2, 1, False), (2, 2, True), (4, 2, False), (4, 4, False)]

@@ -162,6 +162,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], limit: float = 1e-
         assert one is None or relative_error(one, right) <= limit
 
 
+@pytest.mark.wide("llama")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_projections_of_one_input_are_one_node(family: str) -> None:
     expected = decoded(decoder(family=family))

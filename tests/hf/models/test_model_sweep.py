@@ -50,15 +50,7 @@ def marked(names: tuple[str, ...] | list[str], fast: tuple[str, ...] = FAST) -> 
     return [name if name in fast else pytest.param(name, marks=pytest.mark.sweep) for name in names]
 
 
-@pytest.mark.wide(
-    "GptOssForCausalLM",
-    "HYV4ForCausalLM",
-    "Mamba2ForCausalLM",
-    "NanoChatForCausalLM",
-    "OlmoHybridForCausalLM",
-    "PhimoeForCausalLM",
-    "StableLmForCausalLM",
-)
+@pytest.mark.wide
 @pytest.mark.parametrize("name", marked([*TESTED_MODELS, *WRAPPED_MODELS]))
 def test_a_tested_class_is_exact(ranks, name: str) -> None:
     outcome = sweep(name, ranks(2))
@@ -80,6 +72,7 @@ def test_a_tested_class_is_exact(ranks, name: str) -> None:
 FAST_ADAPTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", marked([*TESTED_MODELS, *WRAPPED_MODELS], FAST_ADAPTED))
 def test_adapters_on_the_attention_of_a_tested_class_are_exact(ranks, name: str) -> None:
     lora, is_whole = attention_adapters(name), name in FAST_ADAPTED

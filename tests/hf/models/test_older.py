@@ -63,6 +63,7 @@ def test_a_row_with_the_padding_token_is_refused() -> None:
     assert f"d row 0 has token {VOCAB_SIZE}, which stands for an image, sound or video, or for padding" in problem
 
 
+@pytest.mark.wide
 def test_positions_counted_from_zero_fail_the_self_test_and_the_model_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_any("RobertaForCausalLM")
     name = attention_name(model)

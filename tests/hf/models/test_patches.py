@@ -118,6 +118,7 @@ def test_all_patches_together_undo_themselves_to_the_bit(kind: type) -> None:
         assert state_of(model) == before
 
 
+@pytest.mark.wide("MediaPatch")
 @EACH
 def test_a_deep_copy_has_methods_of_its_own_and_is_undone_alone(kind: type) -> None:
     model = MODELS[kind]()

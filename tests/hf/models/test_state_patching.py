@@ -74,6 +74,7 @@ def test_every_row_names_classes_and_functions_of_transformers() -> None:
             assert not mixer.heads or hasattr(model_class.config_class().get_text_config(), mixer.heads)
 
 
+@pytest.mark.daily("qwen3_5")
 @pytest.mark.parametrize("case", [CASE, ModelCase("bamba", num_layers=4)], ids=lambda case: case.family)
 def test_plans_and_the_self_test_run_without_installed_kernels(monkeypatch, case: ModelCase) -> None:
     model = build_model(case)

@@ -27,6 +27,7 @@ def assert_plain(found: Any, start: int = 0) -> None:
     assert max(relative_error(found[-1][name], weight) for name, weight in weights.items()) <= TOLERANCE
 
 
+@pytest.mark.wide
 def test_one_rank_and_two_and_a_resumed_run_follow_one_plain_process(ranks, tmp_path: Path) -> None:
     without, _ = plain_training(ModelCase(promoted=True), ROWS, NUM_STEPS)
     assert abs(without[0] - plain_training(CASE, ROWS, NUM_STEPS)[0][0]) > 1e-4, "nothing was dropped"

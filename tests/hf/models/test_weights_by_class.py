@@ -41,6 +41,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.daily("RoFormerForCausalLM")
 @pytest.mark.parametrize("name", FIELDS)
 def test_weights_of_a_class_are_dropped_as_in_its_eager_code(name: str) -> None:
     rate = {FIELDS[name]: 0.3}

@@ -194,6 +194,7 @@ def plans_on_rank(steps: list[tuple[int, list[int]]], explore: bool) -> list[str
     return [plan_to_json(plan) for plan in source_on_rank().plans(steps, explore)]
 
 
+@pytest.mark.daily("2-True")
 @pytest.mark.parametrize("explore", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_all_ranks_get_the_plans_of_rank_zero(ranks, num_ranks: int, explore: bool) -> None:

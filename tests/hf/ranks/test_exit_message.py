@@ -23,6 +23,7 @@ with refusals_last():
 """
 
 
+@pytest.mark.daily("hf-longctx train")
 @pytest.mark.parametrize("is_brief", [True, False], ids=["hf-longctx train", "accelerate launch"])
 def test_two_ranks_end_with_one_message(tmp_path: Path, is_brief: bool) -> None:
     (tmp_path / "refused.py").write_text(SCRIPT)

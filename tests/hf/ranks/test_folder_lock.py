@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hf_longctx.hf.ranks.stopping import LOCK_NAME, FolderLock
 
 HOLDER = """
@@ -18,6 +20,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.wide
 def test_a_second_process_is_refused_by_name_until_the_first_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -202,6 +202,7 @@ def test_callbacks_of_a_wrong_kind_are_refused(tmp_path) -> None:
         LongContextCallback({"degrees": [1]})  # type: ignore[arg-type]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("changes", "missing"), [({}, "no metric to compare"), ({"metric_for_best_model": "loss"}, "never sees an evaluation")]
 )

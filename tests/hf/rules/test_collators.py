@@ -239,6 +239,7 @@ def losses(trainer: Any, callback: LongContextCallback | None = None) -> list[fl
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+@pytest.mark.daily("language modelling, pad is a word-trainer", "text-attached")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_collator_has_the_effect_on_losses_that_it_has_in_a_stock_trainer(

@@ -357,6 +357,7 @@ def foreign_names(path: str, tree: ast.Module, own: set[str]) -> Iterator[tuple[
             yield str(node.value), f"{path}:{node.lineno}"
 
 
+@pytest.mark.wide
 def test_every_private_name_of_another_package_that_is_read_is_in_the_table() -> None:
     known = {name for names in READS.values() for name in names} | HOOKS.keys()
     known |= {name for names in TRL_HOOKS.values() for name in names}

@@ -75,6 +75,7 @@ def request_of(case: ModelCase, folder: str, model: nn.Module, **settings: Any) 
     return RunRequest(config, ModelFacts.of(model), args, tokenizer, [], {"train_dataset": datasets.Dataset.from_list(rows)})
 
 
+@pytest.mark.daily("meet-causal")
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("phase", LAST_CALLS)
 def test_a_phase_that_fails_leaves_the_model_as_it_was(tmp_path: Path, phase: str, kind: str) -> None:
@@ -102,6 +103,7 @@ def groups_and_states(phase: str, settings: dict[str, Any]) -> tuple[bool, int]:
     return state_of(model) == before, len(c10d._world.pg_map) - num_groups
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("settings", [{}, {"stages": 2}], ids=["replicated", "staged"])
 def test_a_start_that_fails_on_several_ranks_leaves_their_groups_as_they_were(ranks, settings: dict[str, Any]) -> None:
     for phase in LAST_CALLS:

@@ -87,6 +87,7 @@ def stock() -> tuple[list[dict[str, float]], str, dict[str, float], float, float
     return history, best, {k: v for k, v in by_hand.items() if k.endswith("loss")}, *alone
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "world,config,arguments,streams",
     [

@@ -186,6 +186,11 @@ PUT_THERE = {
 }
 
 
+@pytest.mark.daily(
+    "('adapter', 'forward', 'step', False, False)",
+    "('adapter', 'subclass', 'step', False, False)",
+    "('MLP', 'module', 'step', False, True)",
+)
 @pytest.mark.parametrize("case", PUT_THERE, ids=str)
 def test_code_in_place_of_a_modules_is_trained_or_refused_but_never_dropped(case: tuple[str, str, str, bool, bool]) -> None:
     losses, message, is_there = with_put(*case)
@@ -304,7 +309,7 @@ def outside_of_training(kind: str) -> str:
     return ""
 
 
-@pytest.mark.wide("class")
+@pytest.mark.daily("loss")
 @pytest.mark.parametrize("what", ["hook", "forward", "class", "loss"])
 def test_code_that_was_added_in_training_is_refused_on_every_rank(ranks, what: str) -> None:
     expected, _ = plain_training(CASE, ROWS, LATE + 1)
@@ -317,7 +322,7 @@ def test_code_that_was_added_in_training_is_refused_on_every_rank(ranks, what: s
     assert "another rank" in other
 
 
-@pytest.mark.wide("reading", "global mixing")
+@pytest.mark.daily("global reading")
 @pytest.mark.parametrize("what", ["mixing", "reading", "global mixing", "global reading"])
 def test_hooks_from_before_a_training_are_compared_when_it_begins(ranks, what: str) -> None:
     expected, _ = plain_training(CASE, ROWS, LATE)
@@ -329,6 +334,7 @@ def test_hooks_from_before_a_training_are_compared_when_it_begins(ranks, what: s
         assert losses[:1] == pytest.approx(expected[:1], rel=1e-10)
 
 
+@pytest.mark.wide
 def test_hooks_from_before_a_training_on_shards_are_refused_since_nothing_compares_them(ranks) -> None:
     for what, words in (
         ("reading", "got a hook (forward_hook) (read)"),
@@ -343,6 +349,7 @@ def test_without_a_self_test_users_answer_for_their_code(ranks) -> None:
     assert len(losses) == LATE + 1 and not message
 
 
+@pytest.mark.daily("callback alone")
 @pytest.mark.parametrize("kind", ["evaluate", "callback alone"])
 def test_code_that_was_added_is_refused_outside_of_planned_steps_too(ranks, kind: str) -> None:
     (message,) = ranks(1).run(outside_of_training, kind)

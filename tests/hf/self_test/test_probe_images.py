@@ -72,7 +72,7 @@ def self_tested(model: Any, images: ProbeImages, folder: Path) -> str:
         return test.run(RunPlace(GroupPool((1,), 1.0), None, CPU, False, lambda count: count))
 
 
-@pytest.mark.wide(*({*HERE} - DIFFERENT))
+@pytest.mark.daily("Llama4ForConditionalGeneration")
 @pytest.mark.parametrize("name", HERE)
 def test_copies_of_all_classes_pass_with_their_towers(name: str, tmp_path: Path) -> None:
     case = MediaCase(name)
@@ -149,6 +149,7 @@ PLANTED: dict[Any, tuple[str, str]] = {
 }
 
 
+@pytest.mark.daily("without_levels")
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_planted_mistakes_with_images_are_found_by_name(mistake: Any, tmp_path: Path) -> None:
     name, said = PLANTED[mistake]

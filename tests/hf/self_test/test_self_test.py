@@ -106,6 +106,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.daily("documents leak")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
     config, said = PLANTED[bug]
@@ -116,12 +117,14 @@ def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
         assert text in messages[0], messages[0]
 
 
+@pytest.mark.wide
 def test_codes_of_packed_experts_are_read_by_plans_alone(ranks) -> None:
     sound, wrong = (ranks(2).run(start, PACKED, {}, {}, bug)[0] for bug in ("", "codes of another expert"))
     assert "self-test passed in " in sound and EVERY_PLAN in sound
     assert "the parity self-test failed before step 1" in wrong and "- ulysses of 2: hidden states: layer 0" in wrong
 
 
+@pytest.mark.wide
 def test_dropout_that_depends_on_the_plan_stops_the_run_before_step_1(ranks) -> None:
     case = replace(MIXED, lora=LORA)
     message = ranks(2).run(start, case, {}, {}, "dropout by place in the row")[0]
@@ -133,6 +136,7 @@ def start_with_dropped_weights(bugs: list[str]) -> list[str]:
     return [start(ModelCase(dropout=0.2), {}, {}, bug) for bug in bugs]
 
 
+@pytest.mark.wide
 def test_masks_of_attention_weights_that_depend_on_the_plan_stop_the_run_before_step_1(ranks) -> None:
     bugs = ["", "weights dropped by the rank's own head", "weights dropped by place in the slice"]
     sound, by_head, by_place = ranks(2).run(start_with_dropped_weights, bugs)[0]
@@ -163,6 +167,7 @@ def start_with_each(case: ModelCase, bugs: list[str]) -> list[str]:
     return [start(case, {}, {}, bug) for bug in bugs]
 
 
+@pytest.mark.wide
 @newest
 def test_planted_bugs_in_states_stop_the_run_before_step_1(ranks) -> None:
     case = ModelCase("qwen3_5", num_layers=4)
@@ -186,9 +191,7 @@ def test_planted_bugs_in_a_model_without_attention_are_noticed() -> None:
 LENDING = {"stages": 2, "lend_stages": True}
 
 
-@pytest.mark.wide(
-    "tokens of a slice come in the order of ranks", "a rank's weights get its own gradients alone", "labels of the whole shard"
-)
+@pytest.mark.daily("lenders' gradients of keys and values are left out")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_lending_stops_the_run_before_step_1(ranks, bug: str) -> None:
     messages = ranks(2).run(start, replace(MIXED, lora=LORA), LENDING, {}, bug)
@@ -278,15 +281,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
 }
 
 
-@pytest.mark.wide(
-    "adapters, gathered",
-    "lent stages",
-    "longrope in stages",
-    "a kind of layers once more than needed, tied, sharded",
-    "experts spread over ranks",
-    "autocast",
-    "lent stages of two ranks",
-)
+@pytest.mark.daily("dynamic frequencies")
 @pytest.mark.parametrize("name", PASSING)
 def test_sound_models_pass_and_say_what_was_covered(ranks, name: str) -> None:
     num_ranks, case, config, arguments, said = PASSING[name]
@@ -320,7 +315,7 @@ def traces(parameters: str, is_on: bool) -> tuple[list[torch.Tensor], bool]:
     return left, all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-@pytest.mark.wide("replicated")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 def test_nothing_of_it_is_left_in_the_run(ranks, parameters: str) -> None:
     with_test, without = (ranks(2).run(traces, parameters, is_on) for is_on in (True, False))
@@ -329,6 +324,7 @@ def test_nothing_of_it_is_left_in_the_run(ranks, parameters: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(left, expected, strict=True))
 
 
+@pytest.mark.wide
 def test_the_copies_are_gone_before_step_1(monkeypatch) -> None:
     copied = []
 
@@ -352,6 +348,7 @@ def test_experts_are_found_by_their_modules() -> None:
     assert found == [True, True, False]
 
 
+@pytest.mark.wide
 def test_weights_after_three_steps_are_the_same_bits(ranks) -> None:
     runs = [
         ranks(2).run(
@@ -364,6 +361,7 @@ def test_weights_after_three_steps_are_the_same_bits(ranks) -> None:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.daily("1e-09-self-test left out: a copy of a layer of every kind takes")
 @pytest.mark.parametrize("gib,said", [(1e-9, "self-test left out: a copy of a layer of every kind takes"), (1.0, "in float64")])
 def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: float, said: str) -> None:
     monkeypatch.setattr(check, "_free_bytes", lambda *args: int(gib * 2**30))
@@ -373,6 +371,7 @@ def test_short_memory_means_less_precision_then_none(monkeypatch, caplog, gib: f
     assert ("self-test passed" in opening) == (gib == 1.0)
 
 
+@pytest.mark.wide
 def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None:
     elements = check.num_elements(ChosenLayers.of(build_model(MIXED), [0]))
     monkeypatch.setattr(check, "_free_bytes", lambda *args: 24 * elements)
@@ -381,6 +380,7 @@ def test_without_room_for_fp64_it_is_fp32_and_still_notices(monkeypatch) -> None
     assert "window: layer 1 (sliding_attention, window 6)" in start(MIXED, {}, {}, "windows ignored")
 
 
+@pytest.mark.wide
 def test_windows_too_long_to_be_filled_are_shortened_in_the_copy_alone() -> None:
     model = build_model(ModelCase("mistral_window"))
     model.config.sliding_window = 300
@@ -397,6 +397,7 @@ def test_windows_too_long_to_be_filled_are_shortened_in_the_copy_alone() -> None
     assert model.config.sliding_window == 300
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "bug,said",
     [
@@ -424,6 +425,7 @@ def test_chunks_and_queries_scaled_by_position_are_noticed_at_the_sizes_of_real_
 
 
 # its masks have no window either, whatever its config says
+@pytest.mark.daily("True-layer 0 (full_attention) is the first")
 @newest
 @pytest.mark.parametrize("is_applied,said", [(False, "self-test passed"), (True, "layer 0 (full_attention) is the first")])
 def test_a_window_that_transformers_does_not_use_is_none(monkeypatch, is_applied: bool, said: str) -> None:
@@ -472,6 +474,7 @@ def opening_of(model: Any, **config: Any) -> str:
     return trainer.longctx_run.report.opening
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("where", ["layers.3", "layers.3.mlp", "layers.2.self_attn.o_proj", ""])
 def test_hooks_are_run_wherever_they_are(where: str) -> None:
     for hook, said in ((mean_of_the_row, "the parity self-test failed"), (of_one_token, "self-test passed")):
@@ -554,7 +557,7 @@ def run_stock(is_attached: bool, bug: str) -> tuple[str, str, bool]:
     return error, printed.getvalue(), is_stock
 
 
-@pytest.mark.wide("True")
+@pytest.mark.wide
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_callbacks_run_it_too(ranks, is_attached: bool) -> None:

@@ -155,6 +155,7 @@ def test_a_copy_of_a_wrapped_module_runs_the_wrapper_on_the_copy(kind: str, plac
     assert "forward" in vars(copied.get_submodule(PLACES[place]))
 
 
+@pytest.mark.daily("global name")
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_run_with_a_wrapped_forward_starts_with_default_settings(kind: str) -> None:
     assert "self-test passed" in opening(wrapped(kind))
@@ -164,6 +165,7 @@ def start_on_rank(kind: str, place: str, config: dict[str, Any]) -> str:
     return opening(wrapped(kind, place), **config)
 
 
+@pytest.mark.daily("{'stages': 2}")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}, {"stages": 2}], ids=str)
 def test_wrapped_forwards_start_on_two_ranks_too(ranks, config: dict[str, Any]) -> None:
     for message in ranks(2).run(start_on_rank, "method", "", {"tokens_per_rank": 96, **config}):
@@ -176,6 +178,7 @@ def smoothing(module: nn.Module) -> Callable[..., Any]:
     return lambda hidden_1TC, *args, **keywords: run(hidden_1TC - hidden_1TC.mean(1, keepdim=True), *args, **keywords)
 
 
+@pytest.mark.daily("model.layers.1.mlp")
 @pytest.mark.parametrize("place", ["model.layers.1", "model.layers.1.mlp"])
 def test_a_wrapper_that_mixes_tokens_is_seen(place: str) -> None:
     model = build_model(ModelCase(num_layers=4))

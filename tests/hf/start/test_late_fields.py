@@ -60,6 +60,7 @@ def unchanged() -> torch.Tensor:
     return ours({})
 
 
+@pytest.mark.daily("optim")
 @pytest.mark.parametrize("name", OBEYED)
 def test_what_a_stock_trainer_reads_late_is_obeyed_as_there(unchanged: torch.Tensor, name: str) -> None:
     found, expected = ours({name: OBEYED[name]}), stock({name: OBEYED[name]})
@@ -109,6 +110,7 @@ def test_a_batch_size_that_was_changed_before_a_callback_is_attached_is_refused(
             trainer.train()
 
 
+@pytest.mark.wide
 def test_a_run_that_begins_anew_takes_the_batch_size_that_was_set_late() -> None:
     settings = {**ARGUMENTS, "gradient_accumulation_steps": 1}
     with tempfile.TemporaryDirectory() as folder:

@@ -104,6 +104,7 @@ def test_settings_without_effect_change_nothing_and_are_one_warning(plain, tmp_p
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("origin", ["accelerate", "arguments"])
 def test_an_fsdp_configuration_becomes_our_setting(ranks, tmp_path: Path, origin: str) -> None:
     pool = ranks(2)
@@ -183,6 +184,7 @@ def run_with_field(folder: str, source: dict[str, Any], mark: bool) -> tuple[dic
     return {name: whole(weight.detach()).clone() for name, weight in trainer.model.named_parameters()}, heard.messages
 
 
+@pytest.mark.wide("stage 2")
 @pytest.mark.parametrize("name", ZEROS)
 def test_a_deepspeed_configuration_becomes_our_settings(ranks, tmp_path: Path, name: str) -> None:
     zero, config = ZEROS[name]
@@ -197,6 +199,7 @@ def test_a_deepspeed_configuration_becomes_our_settings(ranks, tmp_path: Path, n
         assert sum("becomes LongContextConfig(parameters=" in line for line in said) == (rank == 0)
 
 
+@pytest.mark.daily("changes1-fsdp or deepspeed was changed after the trainer was made")
 @pytest.mark.parametrize(
     "changes,message",
     [
@@ -238,6 +241,7 @@ class Tracker(TrainerCallback):
         self.seen = args.to_dict()
 
 
+@pytest.mark.daily("callback alone")
 @pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "callback alone"])
 def test_checkpoints_and_trackers_have_the_arguments_of_the_user(tmp_path: Path, is_stock: bool) -> None:
     arguments = {**STEPS, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
@@ -260,6 +264,7 @@ class Watching(TrainerCallback):
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
+@pytest.mark.daily("alone")
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_a_stock_trainer_leaves_recomputing_to_plans_until_its_training_ends(tmp_path: Path, mode: str, caplog: Any) -> None:
     watching, callback = Watching(), LongContextCallback(quiet_config())
@@ -326,6 +331,7 @@ def train_twice(folder: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.wide
 def test_every_training_starts_anew_on_a_fresh_model(ranks, tmp_path: Path) -> None:
     pool = ranks(2)
     expected = pool.run(run, str(tmp_path / "plain"), {"parameters": "sharded"}, {}, {})[0]["weights"]
@@ -333,6 +339,7 @@ def test_every_training_starts_anew_on_a_fresh_model(ranks, tmp_path: Path) -> N
         assert equal(first, expected) and equal(second, expected)
 
 
+@pytest.mark.wide
 def test_every_training_on_a_fresh_model_prints_its_logs_and_evaluations(tmp_path: Path, capsys: Any) -> None:
     trainer, _ = fresh(str(tmp_path), {"report_steps": True}, {"logging_steps": 1})
     for _ in range(2):
@@ -367,6 +374,7 @@ class Trial(dict[str, Any]):
 TRIALS = [{"learning_rate": 1e-2}, {"learning_rate": 3e-2, "per_device_train_batch_size": 4}, {"optim": "sgd"}]
 
 
+@pytest.mark.wide
 def test_a_search_trains_each_trial_as_a_run_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
     trained: list[dict[str, Tensor]] = []
     # its first import keeps the calls above it alive, and with them the model of a training
@@ -415,6 +423,7 @@ def search(folder: str) -> tuple[str, dict[str, Any], list[int | None], float]:
     return ("", {}, numbers, 0.0) if best is None else (best.run_id, best.hyperparameters, numbers, best.objective)
 
 
+@pytest.mark.wide
 def test_optuna_searches_on_one_rank_and_on_two(ranks, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     alone = search(str(tmp_path / "alone"))

@@ -69,6 +69,7 @@ def written(path: Path, model: str, rates: HardwareSpec = RATES) -> str:
     return str(path)
 
 
+@pytest.mark.wide("None-llama", "None-mixtral")
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_few", "kimi_linear", "mixtral"])
 @pytest.mark.parametrize("tokens_per_rank", [None, 64])
 def test_a_device_without_room_is_refused_before_the_first_step_with_settings_that_were_tried(
@@ -283,6 +284,7 @@ def auto_setup(hardware: str, gib: float, **settings: Any) -> Setup:
     return choose_setup(config, facts, arguments, tuple(d for d in (1, 2, 4) if d <= num_ranks), None, rows)
 
 
+@pytest.mark.daily("2-1.3")
 @pytest.mark.parametrize("stages,share", [(1, 0.9), (1, 1.3), (1, 4.0), (2, 1.3), (2, 4.0)])
 def test_auto_shares_parameters_in_the_way_that_is_fastest_for_a_step(tmp_path: Path, stages: int, share: float) -> None:
     path = tmp_path / "hardware.json"

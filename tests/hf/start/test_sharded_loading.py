@@ -158,6 +158,7 @@ def wide_llama(folder: Path) -> None:
     model.to_empty(device="cpu").to(torch.bfloat16).save_pretrained(folder, max_shard_size="8MB")
 
 
+@pytest.mark.wide
 def test_ranks_that_save_no_weights_hold_few_of_them(ranks, tmp_path: Path) -> None:
     wide_llama(tmp_path)
     (writer, total), *others = ranks(4).run(saving_mib, str(tmp_path))
@@ -167,6 +168,7 @@ def test_ranks_that_save_no_weights_hold_few_of_them(ranks, tmp_path: Path) -> N
     assert all(peak <= 28.1 for peak, _ in others), others
 
 
+@pytest.mark.wide
 def test_each_of_four_ranks_holds_its_shards_and_no_more(ranks, tmp_path: Path) -> None:
     wide_llama(tmp_path)
     found = ranks(4).run(peak_mib, str(tmp_path), False)
@@ -188,7 +190,7 @@ CASES: dict[str, tuple[ModelCase, int, dict[str, Any], dict[str, Any] | None]] =
 }
 
 
-@pytest.mark.wide("tied", "spread experts", "adapters, layers on the host")
+@pytest.mark.daily("fused experts", "adapters and a trained head")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bit_for_bit_that_of_a_model_loaded_whole(ranks, tmp_path: Path, name: str) -> None:

@@ -30,6 +30,7 @@ def stages_of(folder: str, num_stages: int, num_ranges: int = 1, **settings: Any
     return [load_stage(folder, ranges, stage, **settings) for stage in range(num_stages)]
 
 
+@pytest.mark.daily("False-mistral")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loaded_stages_are_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:

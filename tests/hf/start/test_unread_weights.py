@@ -51,6 +51,7 @@ def saved_llama(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.wide
 def test_a_resumed_training_reads_the_checkpoint_after_the_model(tmp_path: Path) -> None:
     folder = save_gpt_oss(tmp_path / "model")
     expected = losses(make_trainer(unread(folder), tmp_path / "once"))

@@ -118,7 +118,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.wide("untiled", "two ranks")
+@pytest.mark.daily("host")
 @pytest.mark.parametrize("name", RUNS)
 def test_training_under_policies_follows_one_plain_process(ranks, name: str) -> None:
     num_ranks, config, expected = RUNS[name]
@@ -167,6 +167,7 @@ def train_stock(mode: str, config: dict[str, Any], case: ModelCase = CASE) -> Tr
     return losses, uses(plans + recorder.plans), weights
 
 
+@pytest.mark.daily("alone-16")
 @pytest.mark.parametrize("tile_tokens", [16, 0])
 @pytest.mark.parametrize("mode", ["attached", "alone"])
 def test_the_callback_brings_it_to_a_stock_trainer_in_one_process(mode: str, tile_tokens: int) -> None:
@@ -179,6 +180,7 @@ def test_the_callback_brings_it_to_a_stock_trainer_in_one_process(mode: str, til
     assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mode,family", [("attached", "gemma2"), ("alone", "gemma2"), ("alone", "granite")])
 def test_a_stock_trainer_trains_changed_logits_in_tiles(mode: str, family: str) -> None:
     # capped scores of attention need more room beside what is kept
@@ -207,6 +209,7 @@ def test_more_host_memory_than_there_is_is_refused_before_anything_starts(tmp_pa
         make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"host_gib": 1e5})
 
 
+@pytest.mark.wide
 def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> None:
     config = {"device_gib": gib_of_tokens(KEPT_TOKENS), "tile_tokens": 16, "host_gib": 0.01, "report_steps": True}
     make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 2, "logging_steps": 1}).train()
@@ -218,6 +221,7 @@ def test_step_lines_compare_predicted_and_measured_bytes(tmp_path, capsys) -> No
         assert predicted == measured and host == expected_host
 
 
+@pytest.mark.daily("200")
 @pytest.mark.parametrize("kept_tokens", [200, KEPT_TOKENS])
 def test_the_slab_has_what_plans_need_before_each_step(kept_tokens: int, tmp_path) -> None:
     sizes: list[int] = []
@@ -308,6 +312,7 @@ def slabs_of_steps(folder: str, is_stock: bool) -> list[int]:
     return sizes
 
 
+@pytest.mark.daily("callback")
 @pytest.mark.parametrize("is_stock", [False, True], ids=["trainer", "callback"])
 def test_all_ranks_replace_their_slabs_between_the_same_steps(ranks, is_stock: bool, tmp_path) -> None:
     first, second = ranks(2).run(slabs_of_steps, str(tmp_path), is_stock)
@@ -322,6 +327,7 @@ def test_a_device_without_room_for_a_token_is_refused(tmp_path) -> None:
         make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), {"device_gib": states_gib})
 
 
+@pytest.mark.wide
 def test_the_opening_line_names_the_operator_and_the_room(tmp_path, capsys) -> None:
     config = {"device_gib": gib_of_tokens(KEPT_TOKENS), "tile_tokens": 16, "report_steps": True}
     make_trainer(CASE, random_rows(LENGTHS), str(tmp_path), config, {"max_steps": 1}).train()

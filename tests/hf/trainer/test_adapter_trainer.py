@@ -85,15 +85,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 FAMILY_OF = {"experts": "qwen3_moe", "spread experts": "qwen3_moe_dense", "experts in four bits": "qwen3_moe"}
 
 
-@pytest.mark.wide(
-    "stages, then gathered",
-    "several, whole",
-    "single tokens",
-    "named",
-    "one copy of both ends",
-    "recomputing",
-    "experts",
-)
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_and_their_folder_are_those_of_one_plain_process(ranks, tmp_path: Path, name: str) -> None:
@@ -147,6 +139,7 @@ def assert_folder(folder: Path, case: ModelCase, weights: dict[str, torch.Tensor
             assert max(relative_error(saved[key], weight) for key, weight in own.items()) <= TOLERANCE
 
 
+@pytest.mark.wide
 def test_shards_inside_stages_follow_one_plain_process(ranks, tmp_path: Path) -> None:
     case, config = ModelCase(promoted=True, lora=DORA), {**GATHERED, "stages": 2}
     losses, weights = plain_training(case, ROWS, 3)
@@ -209,6 +202,7 @@ def test_ranks_of_a_stage_with_other_adapters_are_told(ranks, tmp_path: Path) ->
             assert f"initial weights differ between the ranks of stage {stage}; call set_seed(...) with one number" in error
 
 
+@pytest.mark.wide
 def test_adapters_in_fp32_train_over_weights_in_bf16(ranks, tmp_path: Path) -> None:
     build_model(ModelCase(dtype=torch.bfloat16, tied=True)).save_pretrained(tmp_path)
     whole = ranks(2).run(mixed_run, str(tmp_path), "whole", STAGES, False)

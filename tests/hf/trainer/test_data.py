@@ -66,6 +66,7 @@ def rows_read_on_rank(num_workers: int, folder: str) -> list[tuple[list[int], li
     return [(sorted(own), sorted(read)), (sorted(everyone), [])]
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_rank_reads_the_rows_of_its_own_spans_and_no_others(ranks, tmp_path: Path, num_workers: int) -> None:
     results = ranks(2).run(rows_read_on_rank, num_workers, str(tmp_path))
@@ -93,6 +94,7 @@ def steps_trained_on_rank(num_workers: int) -> tuple[bool, list[tuple[int, ...]]
         return type(trainer.callback_handler.train_dataloader) is LongContextDataLoader, steps
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_accelerate_does_not_share_the_steps_out_again(ranks, num_workers: int) -> None:
     results = ranks(2).run(steps_trained_on_rank, num_workers)
@@ -103,6 +105,7 @@ def test_accelerate_does_not_share_the_steps_out_again(ranks, num_workers: int) 
     assert sorted(i for step in first for i in step) == list(range(len(LENGTHS)))
 
 
+@pytest.mark.daily("0-None")
 @pytest.mark.parametrize("num_workers,prefetch", [(0, None), (1, 2), (2, 2)])
 def test_the_next_plans_are_solved_while_a_step_runs(num_workers: int, prefetch: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -212,6 +215,7 @@ def by_hand_on_rank(folder: str, config: dict[str, Any]) -> tuple[float, dict[st
     return float(loss), gradients, refusals
 
 
+@pytest.mark.daily("replicated")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}], ids=["replicated", "sharded"])
 def test_a_step_by_hand_has_the_loss_and_the_gradients_of_its_batch(ranks, tmp_path: Path, config: dict[str, Any]) -> None:
     expected, gradients = reference_step(build_model(ModelCase()), random_rows([9, 5, 14, 7, 12, 6, 4, 10]))

@@ -67,6 +67,7 @@ def same(first: Any, second: Any) -> bool:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("door", ["trainer", "attached", "alone"])
 def test_equal_runs_have_equal_bits_at_any_speed(ranks, tmp_path: Path, door: str) -> None:
     first, second = (

@@ -100,18 +100,20 @@ def stock_focal(ranks, rows) -> dict[str, torch.Tensor]:
     return ranks(2).run(train, "stock", rows, {}, {}, "focal")[0]
 
 
-@pytest.mark.wide("trainer-packs", "attached-packs")
+@pytest.mark.wide
 @pytest.mark.parametrize("door,settings", [("trainer", "packs"), ("trainer", "tiles"), ("attached", "packs")])
 def test_a_focal_loss_trains_as_in_stock_transformers(ranks, rows, stock_focal, door: str, settings: str) -> None:
     for found in ranks(2).run(train, door, rows, SETTINGS[settings], {}, "focal"):
         check(found, stock_focal)
 
 
+@pytest.mark.wide
 def test_the_callback_alone_obeys_a_loss_of_whole_logits(ranks, rows, stock_focal) -> None:
     for found in ranks(2).run(train, "alone", rows, {"tokens_per_rank": 300, "tile_tokens": 0}, {}, "focal"):
         check(found, stock_focal)
 
 
+@pytest.mark.wide
 def test_focal_loss_is_not_cross_entropy(ranks, rows, stock_focal) -> None:
     (found, _) = ranks(2).run(train, "trainer", rows, SETTINGS["packs"], {})
     with pytest.raises(AssertionError):
@@ -157,7 +159,7 @@ KINDS = {
 }
 
 
-@pytest.mark.wide("map-style")
+@pytest.mark.daily("stream")
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_of_tokens_train_as_a_plain_loop(ranks, name: str) -> None:
     config, is_stream, lengths, limit = KINDS[name]
@@ -201,6 +203,7 @@ def test_a_loss_that_needs_all_token_ids_is_tested_as_cross_entropy(rows, tmp_pa
     run.close()
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("has_own", [False, True])
 def test_a_forward_with_a_loss_of_its_own_is_refused(rows, tmp_path, caplog, monkeypatch, has_own: bool) -> None:
     model = build_model(CASE)
@@ -334,6 +337,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.wide("trainer-function", "trainer-function of a class", "trainer-method", "trainer-model")
 @pytest.mark.parametrize("door,what", REFUSED)
 def test_a_loss_that_plans_would_not_train_is_refused_on_every_rank(ranks, rows, door: str, what: str) -> None:
     for message in ranks(2).run(refusal, rows, door, what):

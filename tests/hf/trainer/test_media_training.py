@@ -110,6 +110,7 @@ def plain_loss(model: Any, rows: Any, processor: Any) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("frozen", [False, True])
 def test_training_is_that_of_plain_transformers_and_checkpoints_have_the_processor(
     frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +169,7 @@ def training_on_rank(folder: str, parameters: str, kind: str = "qwen3_vl") -> di
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["sharded", "replicated"])
 def test_two_ranks_train_as_plain_transformers_with_whole_weights_and_in_shards(
     parameters: str, ranks: Any, tmp_path: Path
@@ -199,7 +201,7 @@ def staged_training(folder: str, parameters: str, resume: str | None) -> dict[st
     return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "evaluated": loss}
 
 
-@pytest.mark.wide("4-replicated")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_ranks, parameters", [(2, "replicated"), (4, "replicated"), (4, "sharded")])
 def test_stages_train_as_plain_transformers_resume_and_save_the_whole_model_with_its_processor(
     num_ranks: int, parameters: str, ranks: Any, tmp_path: Path
@@ -249,6 +251,7 @@ def test_images_that_see_themselves_both_ways_are_trained_as_in_plain_transforme
     assert loss == pytest.approx(float(plain_loss(plain, rows, processor)), rel=1e-9)
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "replicated"])
 def test_two_ranks_train_images_that_see_themselves_both_ways(parameters: str, ranks: Any, tmp_path: Path) -> None:
     rows, processor = rows_and_processor("gemma3")
@@ -343,6 +346,7 @@ def with_lora(model: Any) -> Any:
     return adapted
 
 
+@pytest.mark.wide
 def test_low_rank_adapters_on_towers_are_trained_as_in_plain_transformers(tmp_path: Path) -> None:
     rows, processor = rows_and_processor()
     plain, model = (with_lora(qwen3_vl(processor)) for _ in range(2))
@@ -465,6 +469,7 @@ def fault_on_rank(folder: str) -> tuple[str, int, bool]:
         os.chdir(back)
 
 
+@pytest.mark.wide
 def test_missing_images_on_one_rank_end_both_before_the_step_with_row_and_remedy(ranks: Any, tmp_path: Path) -> None:
     said = (
         r"step 1 cannot run.*train_dataset row \d image 0 \(\d.png\) cannot be read \(FileNotFoundError.*; correct the file, or"
@@ -475,6 +480,7 @@ def test_missing_images_on_one_rank_end_both_before_the_step_with_row_and_remedy
         assert unchanged
 
 
+@pytest.mark.wide
 def test_a_training_with_images_that_resumes_inside_an_epoch_has_the_weights_of_one_that_ran_through(tmp_path: Path) -> None:
     rows, processor = rows_and_processor()
 

@@ -106,6 +106,7 @@ def train_in_short_memory(rows: Any, folder: str) -> tuple[int, dict[str, Any]]:
     return sum(step.num_policies for step in recorder.steps), weights
 
 
+@pytest.mark.wide
 def test_plans_replay_layers_with_spread_experts(ranks, tmp_path: Path) -> None:
     rows = random_rows(LENGTHS)
     expected = plain_run(rows)[1]
@@ -113,7 +114,7 @@ def test_plans_replay_layers_with_spread_experts(ranks, tmp_path: Path) -> None:
         assert num_policies and worst(weights, expected) <= 1e-10
 
 
-@pytest.mark.wide("replicated", "spread")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("parameters", PARAMETERS)
 def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> None:
@@ -128,7 +129,7 @@ def test_fused_experts_are_resumed(ranks, tmp_path: Path, parameters: str) -> No
     assert all(torch.equal(weight, straight[1][name]) for name, weight in loaded.named_parameters())
 
 
-@pytest.mark.wide("spread-4-spread")
+@pytest.mark.daily("spread-2-replicated")
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,second",
@@ -156,6 +157,7 @@ def evaluate(rows: Any, folder: str) -> float:
     return make_trainer(CASE, rows, folder, {"tokens_per_rank": 32}, ARGUMENTS, **evaluated).evaluate()["eval_loss"]
 
 
+@pytest.mark.wide
 def test_a_callback_alone_refuses_a_balance_of_experts(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(random_rows(LENGTHS))
     arguments = training_arguments(str(tmp_path), max_steps=1)

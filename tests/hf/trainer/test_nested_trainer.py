@@ -70,7 +70,7 @@ SHARDED = {"parameters": "sharded", "shard_ranks": 2, "degrees": [2, 4], "tokens
 RUNS = {"replicated": ({}, "trainer"), "copies of shards": (SHARDED, "trainer"), "callback": ({}, "callback")}
 
 
-@pytest.mark.wide("replicated")
+@pytest.mark.daily("callback")
 @pytest.mark.parametrize("name", RUNS)
 def test_nested_steps_follow_those_that_wait_for_everyone(ranks, rows, plain: Run, tmp_path: Path, name: str) -> None:
     config, way = RUNS[name]
@@ -79,7 +79,7 @@ def test_nested_steps_follow_those_that_wait_for_everyone(ranks, rows, plain: Ru
         same(found, plain)
 
 
-@pytest.mark.wide("replicated")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("config", [{}, SHARDED], ids=["replicated", "copies of shards"])
 def test_a_nested_run_resumes(ranks, rows, plain: Run, tmp_path: Path, config: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.wide("four stages", "gathered per micro-batch", "gathered per pass")
+@pytest.mark.daily("two stages")
 @pytest.mark.quick("two stages")
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_follow_one_plain_process_and_one_checkpoint_comes_out(ranks, rows, expected, tmp_path, name) -> None:
@@ -81,6 +81,7 @@ def evaluate_loaded_stage(rows: Rows, checkpoint: str, folder: str, stages: Any)
     return trainer.evaluate()["eval_loss"], sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.wide
 def test_stages_that_are_loaded_alone_evaluate_as_the_whole_model(ranks, rows, tmp_path: Path) -> None:
     model = build_model(ModelCase(num_layers=4))
     model.save_pretrained(tmp_path / "checkpoint")
@@ -174,6 +175,7 @@ def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.daily("config2-solver='lp' has no effect on pipeline stages; leave it out")
 @pytest.mark.parametrize(
     "config,message",
     [

@@ -61,7 +61,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.wide("fused AdamW", "heterogeneous", "the fastest way", "one rank")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RUNS)
 def test_clipped_steps_follow_one_plain_process(ranks, rows, expected, norms, tmp_path: Path, name: str) -> None:
     num_ranks, config, arguments = RUNS[name]
@@ -84,7 +84,7 @@ def fp32(ranks, rows) -> list[float]:
 HALVES = {"autocast": torch.float32, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 
 
-@pytest.mark.wide("autocast", "fp16 weights")
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 def test_training_in_half_precision_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> None:
     arguments = {**ARGUMENTS, "bf16": dtype == torch.float32}
@@ -128,6 +128,7 @@ def rounded_training(rows: list[dict[str, list[int]]], folder: str, is_on: bool)
     }
 
 
+@pytest.mark.wide
 def test_autocast_trains_on_weights_gathered_in_bf16_as_on_those_in_fp32(ranks, rows, tmp_path: Path) -> None:
     on, off = (ranks(2).run(rounded_training, rows, str(tmp_path / str(is_on)), is_on)[0] for is_on in (True, False))
     assert on["gathered"] == {torch.bfloat16} and off["gathered"] == {torch.float32}
@@ -165,6 +166,7 @@ def save_evaluate_generate(
     return before, after, trainer.evaluate()["eval_loss"], tokens[0].tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoint_is_an_ordinary_one(ranks, rows, tmp_path: Path, tied: bool) -> None:
     case = ModelCase(dtype=torch.float32, tied=tied)
@@ -203,7 +205,7 @@ def saved(ranks, rows, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.wide("same", "one rank", "to replicated")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize(
     "first,num_ranks,config",
@@ -248,6 +250,7 @@ def train_for_the_best(rows: list[dict[str, list[int]]], folder: str) -> tuple[f
     return min(losses), losses[-1], trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.wide
 def test_the_best_model_is_loaded_at_the_end(ranks, rows, tmp_path: Path) -> None:
     for best, last, final in ranks(2).run(train_for_the_best, rows, str(tmp_path)):
         assert final == pytest.approx(best, rel=1e-12)
@@ -260,6 +263,7 @@ BAD_STARTS = {
 }
 
 
+@pytest.mark.daily("optimizer")
 @pytest.mark.parametrize("name", BAD_STARTS)
 def test_what_does_not_go_with_shards_is_refused_on_every_rank(ranks, rows, name: str) -> None:
     config, arguments, message = BAD_STARTS[name]
@@ -305,6 +309,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.wide
 def test_a_rank_holds_its_share_of_weights_and_moments(ranks, rows, tmp_path: Path) -> None:
     num_elements = sum(p.numel() for p in build_model(ModelCase()).parameters())
     held = ranks(4).run(memory_of_a_rank, rows, str(tmp_path), {**SHARDED, "tokens_per_rank": 32})
@@ -354,6 +359,7 @@ def evaluate_from_host(rows: list[dict[str, list[int]]], folder: str, where: str
     return [*found, *recorder.losses], moves
 
 
+@pytest.mark.wide
 def test_layers_on_the_host_leave_once_for_an_evaluation(ranks, rows, tmp_path: Path) -> None:
     for (found, moves), (expected, none) in zip(
         ranks(2).run(evaluate_from_host, rows, str(tmp_path), "host"),

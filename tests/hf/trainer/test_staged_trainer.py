@@ -93,6 +93,7 @@ def assert_same(weights: dict[str, Tensor], expected: Any) -> None:
     assert max(relative_error(weight, of_whole[name].detach()) for name, weight in weights.items()) <= 1e-12
 
 
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_run_of_stages_is_clipped_saved_and_resumed_as_the_whole_model(ranks, tmp_path: Path, is_tied: bool) -> None:
@@ -119,7 +120,7 @@ def run_to(folder: str, layout: tuple[int, Any], is_tied: bool) -> None:
     trainer_of(folder, layout, is_tied, self_test=True, max_steps=2, save_strategy="steps", save_steps=2).train()
 
 
-@pytest.mark.wide("layout1", "layout3", "layout4")
+@pytest.mark.wide
 @pytest.mark.slow
 @resuming
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,6 +150,7 @@ def without_clipping(folder: str) -> tuple[dict[str, Tensor], list[Any]]:
     return weights, [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
+@pytest.mark.wide
 def test_norms_are_logged_without_clipping_and_the_best_model_is_loaded(ranks, tmp_path: Path) -> None:
     expected, norms = whole_training(range(2), True, float("inf"), weight_decay=0.0)
     for weights, found in ranks(4).run(without_clipping, str(tmp_path)):
@@ -191,7 +193,7 @@ EVERY: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.wide("two stages, gathered per step", "one stage, sharded")
+@pytest.mark.wide
 @resuming
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two stages, sharded", "two stages, gathered per step", "one stage, sharded"])
@@ -212,7 +214,7 @@ def test_checkpoints_of_sharded_stages_resume_to_and_from_every_layout(ranks, tm
             assert max(relative_error(weight, of_whole[key]) for key, weight in final.items()) <= 1e-10
 
 
-@pytest.mark.wide("two ranks per stage")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("name", REAL)
 def test_real_training_in_stages_follows_one_plain_process_over_a_restart(ranks, tmp_path: Path, name: str) -> None:
@@ -256,7 +258,7 @@ def losses_of(folder: str, rows: Any, is_loaded: bool, arguments: dict[str, Any]
     return recorder.losses, trainer.evaluate()["eval_loss"], {parameter.dtype for parameter in trainer.model.parameters()}
 
 
-@pytest.mark.wide("dtype1")
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_loaded_stage_by_stage_trains_and_evaluates_as_a_whole_one(ranks, tmp_path: Path, dtype: torch.dtype) -> None:
     build_model(ModelCase(dtype=dtype, tied=True)).save_pretrained(tmp_path)
@@ -285,6 +287,7 @@ def refused_freezing(folder: str, frozen: str, is_loaded: bool) -> str:
     return ""
 
 
+@pytest.mark.wide("embed_tokens-False-")
 @pytest.mark.parametrize(
     ("frozen", "is_loaded", "message"),
     [

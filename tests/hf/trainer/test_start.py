@@ -28,6 +28,7 @@ def loaded_on_rank(name: Any, folder: str, config: dict[str, Any]) -> tuple[str,
     return type(trainer.model).__name__, loss, next(trainer.model.parameters()).dtype
 
 
+@pytest.mark.daily("replicated")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}, {"stages": 2}], ids=["replicated", "sharded", "staged"])
 def test_a_model_loads_by_its_folder_as_trl_loads_it(ranks, tmp_path: Path, config: dict[str, Any]) -> None:
     model = build_model(ModelCase())
@@ -95,6 +96,7 @@ def test_an_override_that_cannot_call_ours_is_refused(name: str) -> None:
     assert f"Mine.{name} never calls super().{name}()" in refusal(build_model(ModelCase()), overriding(name))
 
 
+@pytest.mark.wide
 def test_overrides_that_may_call_ours_start() -> None:
     class Mine(LongContextTrainer):
         def get_train_dataloader(self) -> Any:

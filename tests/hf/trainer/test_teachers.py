@@ -58,7 +58,7 @@ def train(
     return losses, {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}, before
 
 
-@pytest.mark.wide("packs-False", "tiles-False", "gathered-False", "accumulated-False")
+@pytest.mark.daily("shards-False")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_beside_a_teacher_equals_a_plain_loop(ranks, name: str, weighted: bool) -> None:
@@ -86,6 +86,7 @@ def resumed(folder: str, rows: Any) -> tuple[list[float], list[float], list[str]
     return *found, names
 
 
+@pytest.mark.wide
 def test_a_resumed_training_goes_on_and_its_checkpoints_hold_no_teacher(ranks, tmp_path) -> None:
     for whole_run, halves, names in ranks(2).run(resumed, str(tmp_path), random_rows(LENGTHS)):
         assert halves == pytest.approx(whole_run, rel=1e-12)
@@ -125,6 +126,7 @@ def refused(folder: str, lone: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("lone", [True, False])
 def test_ranks_with_different_teachers_are_refused_together(ranks, tmp_path, lone: bool) -> None:
     for message in ranks(2).run(refused, str(tmp_path), lone):

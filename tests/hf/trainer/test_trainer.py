@@ -40,12 +40,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.wide(
-    "all ranks together-True-1e-10",
-    "heterogeneous-True-1e-10",
-    "rings of three-True-1e-10",
-    "all ranks together-False-1e-06",
-)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name,promoted,tolerance",
     [*((name, True, 1e-10) for name in RUNS), ("all ranks together", False, 1e-6), ("heterogeneous", False, 1e-6)],
@@ -78,6 +73,7 @@ def test_accumulated_plans_follow_one_plain_process(ranks, rows, num_ranks: int,
         assert max(relative_error(weights[name], expected[name]) for name in expected) <= 1e-10
 
 
+@pytest.mark.wide
 def test_training_lowers_the_loss(ranks, rows) -> None:
     case = ModelCase("qwen3", dtype=torch.float32)
     ((losses, _, _), *_) = ranks(2).run(train_on_rank, case, rows, {"tokens_per_rank": 64}, {"max_steps": 30})
@@ -93,7 +89,7 @@ def fp32(ranks, rows) -> list[float]:
 HALVES = {"autocast": torch.float32, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}
 
 
-@pytest.mark.wide("autocast", "fp16 weights")
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 def test_training_in_half_precision_follows_fp32(ranks, rows, fp32, dtype: torch.dtype) -> None:
     config, arguments = {"tokens_per_rank": 64}, {"bf16": dtype == torch.float32}
@@ -157,7 +153,7 @@ def train_and_resume(rows: list[dict[str, list[int]]], folder: str, workers: int
     return straight.losses, resumed.losses
 
 
-@pytest.mark.wide("0")
+@pytest.mark.wide
 @resuming
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_inside_an_epoch_continues_with_the_same_samples(ranks, rows, tmp_path: Path, workers: int) -> None:
@@ -192,6 +188,7 @@ BAD_STARTS = {
 }
 
 
+@pytest.mark.daily("too long for memory-None")
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize("name", BAD_STARTS)
 def test_bad_settings_are_refused_on_every_rank(ranks, rows, name: str, only_rank: int | None) -> None:
@@ -302,6 +299,7 @@ def test_a_digest_of_weights_depends_on_every_value_and_on_nothing_else(dtype: t
     assert _weights_digest(module) != before
 
 
+@pytest.mark.daily("settings-adam_beta2 differs")
 @pytest.mark.parametrize(
     "what,message",
     [("weights", "initial weights differs"), ("rows", "tokens of train_dataset differs"), ("settings", "adam_beta2 differs")],
@@ -360,6 +358,7 @@ def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str, accumula
     return len(solved), len(recorder.losses)
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path, accumulation: int) -> None:
     assert plans_of_resumed_run(rows, str(tmp_path), accumulation) == (accumulation, accumulation)

@@ -99,6 +99,7 @@ def check_run(group: SequenceGroup, draw: random.Random) -> None:
     assert not any(stages.arrived.values())
 
 
+@pytest.mark.wide
 def test_a_thousand_random_plans_do_not_deadlock_whatever_the_links_do() -> None:
     draw = random.Random(2027)
     for _ in range(1000):

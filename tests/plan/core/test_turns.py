@@ -69,6 +69,7 @@ def test_groups_of_different_numbers_of_chunks_are_refused() -> None:
         in_turns([MicroBatch(groups)], layer_ranges(4, 2))
 
 
+@pytest.mark.wide
 @given(random_schedules(most_stages=5))
 @settings(deadline=None, max_examples=150)
 def test_a_schedule_is_valid_survives_json_and_contains_every_pass(plan: StepPlan) -> None:

@@ -43,6 +43,7 @@ def test_backfill_never_worsens_and_keeps_everything(case: tuple[GroupingProblem
     assert passes or filled == layout
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=120)
 @given(problems_and_layouts())
 def test_filling_costs_nothing_and_takes_what_a_second_look_could_take(case: tuple[GroupingProblem, Layout]) -> None:

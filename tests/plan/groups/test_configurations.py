@@ -52,6 +52,7 @@ def test_more_sequences_never_lower_the_bound(lengths: list[int], kind: str) -> 
     assert more >= configuration_bound_s(small_problem(lengths, kind, 4000)) * (1 - 2e-3)
 
 
+@pytest.mark.wide
 def test_the_bounds_reproduce_the_measured_ones() -> None:
     """The measured bounds were searched with a tolerance of 0.4 %; ours may be higher, but not above what MILPs reached."""
     for name, problem, bound_s, best_milp_s in flexsp_problems():

@@ -57,6 +57,7 @@ def greedy_over_best(lengths: list[int] | tuple[int, ...], kind: str, num_ranks:
     return layout_seconds(layout, lengths, costs) / least_seconds(lengths, costs, degrees, num_ranks, capacity)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(skewed, min_size=1, max_size=5), kinds)
 def test_greedy_stays_within_five_percent_of_brute_force(lengths: list[int], kind: str) -> None:
@@ -66,6 +67,7 @@ def test_greedy_stays_within_five_percent_of_brute_force(lengths: list[int], kin
     assert 1 - 1e-9 <= ratio <= 1.05
 
 
+@pytest.mark.wide("8-attention", "8-exchange", "8-fixed", "8-linear", "8-windows")
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("count", [6, 7, 8])
 def test_greedy_stays_within_five_percent_on_more_sequences(kind: str, count: int) -> None:
@@ -107,6 +109,7 @@ def test_greedy_never_loses_to_a_fixed_degree(lengths: list[int], kind: str, cap
             assert seconds <= layout_seconds(static, lengths, costs) * (1 + 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(skewed, min_size=1, max_size=20), kinds, st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.sampled_from([400, 1000]))
 def test_greedy_keeps_every_sequence_within_ranks_memory_and_bound(
@@ -120,6 +123,7 @@ def test_greedy_keeps_every_sequence_within_ranks_memory_and_bound(
     assert layout_seconds(layout, lengths, cost_model(kind, num_ranks)) >= problem.lower_bound_s() * (1 - 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.lists(skewed, min_size=2, max_size=16), kinds, st.randoms(use_true_random=False))
 def test_the_cost_does_not_depend_on_the_order_of_sequences(lengths: list[int], kind: str, draw: random.Random) -> None:
@@ -208,6 +212,7 @@ def test_every_move_of_the_local_search_makes_the_step_faster(kind: str) -> None
             assert seconds < before_s
 
 
+@pytest.mark.wide
 def test_one_micro_batch_is_within_a_percent_of_the_bound_and_of_what_programs_found() -> None:
     gaps = []
     for name, problem, bound_s, best_milp_s in flexsp_problems():
@@ -277,6 +282,7 @@ def test_odd_problems_of_more_sequences_keep_their_limits(problem: GroupingProbl
             assert seconds <= problem.step_seconds(static) * (1 + 1e-9)
 
 
+@pytest.mark.daily("-40")
 @pytest.mark.parametrize("exponent", [-40, 20])
 def test_the_unit_of_time_does_not_matter(exponent: int) -> None:
     # scaling by a power of two changes no rounding

@@ -26,6 +26,7 @@ def alone_s(problem: GroupingProblem) -> np.ndarray:
     return np.where(fits, ends_s, np.inf).min(axis=0)  # type: ignore[no-any-return]
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(odd_problems(), st.lists(st.floats(0.5, 4.0), min_size=1, max_size=4))
 def test_micro_batches_keep_their_limits(problem: GroupingProblem, factors: list[float]) -> None:
@@ -101,6 +102,7 @@ def test_short_sequences_fill_what_a_long_one_leaves() -> None:
     assert [len(each) for each in JointPacking(more).pack(np.array([limit * 0.9, limit])) or []] == [2, 9]
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_large_micro_batches_get_faster_layouts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(flexsp_problem(lognormal_lengths(seed, 2048, 200_000, 700.0, 1.8)), num_ranks=256)
@@ -112,6 +114,7 @@ def test_large_micro_batches_get_faster_layouts(seed: int, monkeypatch: pytest.M
     assert problem.step_seconds(jointly) < 0.99 * problem.step_seconds(apart)
 
 
+@pytest.mark.wide
 def test_steps_of_few_hundred_sequences_take_the_faster_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     gains, by_cuts = [], []
     for seed in (0, 2, 8, 9):

@@ -56,6 +56,7 @@ def test_backends_agree_on_measured_problems(backend: Backend) -> None:
         assert not found.is_fallback
 
 
+@pytest.mark.daily("wiki-384k-b12/0")
 @pytest.mark.parametrize("name", ["LN1.8-384k-s0/4", "LN1.8-192k-s1/4", "wiki-384k-b12/0"])
 def test_a_short_time_never_loses_to_the_seed(name: str) -> None:
     problem = PROBLEMS[name]
@@ -66,6 +67,7 @@ def test_a_short_time_never_loses_to_the_seed(name: str) -> None:
     assert found.is_fallback == (found.groups == tuple(seed))
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(st.integers(0, 1000))
 def test_memory_holds_on_true_lengths_after_buckets(seed: int) -> None:
@@ -105,6 +107,7 @@ def test_a_solver_that_fails_or_finds_nothing_leaves_the_seed_and_says_so(monkey
         check_groups(problem, found.layout)
 
 
+@pytest.mark.wide
 def test_a_step_is_not_slower_than_its_seed_and_improves_it_here() -> None:
     problem = flexsp_problem(lognormal_lengths(5, 40, 60_000, median=4_000), num_ranks=16)
     worst = [[(16, (i,))] for i in range(40)]

@@ -86,6 +86,7 @@ def test_nested_groups_are_a_valid_plan_that_takes_as_long_as_its_groups(found: 
     assert run.step_s - STEP_S == pytest.approx(finish_s(problem, placed, found.block), rel=1e-9)
 
 
+@pytest.mark.wide
 @settings(max_examples=40)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_step_is_no_slower_than_without_the_switch_and_not_below_its_bound(found: Case, draw: random.Random) -> None:
@@ -109,6 +110,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.daily("replicated")
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_prediction_does_not_depend_on_the_order_of_sequences(name: str) -> None:
     lengths, kind, num_ranks, block, nested = ORDERS[name]
@@ -150,6 +152,7 @@ def least_seconds(found: Case) -> float:
     return best_s
 
 
+@pytest.mark.wide("3-4-attention", "3-4-exchange", "3-4-fixed", "3-4-linear", "3-4-windows")
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("num_ranks,count", [(2, 4), (4, 3), (3, 4)])
 def test_no_schedule_is_faster_than_the_bound(kind: str, num_ranks: int, count: int) -> None:

@@ -52,6 +52,7 @@ def test_few_long_sequences_are_grouped_to_within_a_thousandth_of_the_bound(name
     assert not found.is_fallback
 
 
+@pytest.mark.daily("wiki-384k-b12/1")
 @pytest.mark.parametrize("name", ["LN1.8-384k-s0/5", "LN1.8-192k-s1/4", "wiki-384k-b12/1"])
 def test_many_short_sequences_are_grouped_faster_than_by_a_milp_of_a_minute(name: str) -> None:
     problem, bound_s, best_milp_s = PROBLEMS[name]
@@ -61,6 +62,7 @@ def test_many_short_sequences_are_grouped_faster_than_by_a_milp_of_a_minute(name
     assert bound_s * 0.99 < found.bound_s <= problem.micro_batch_seconds(found.groups)
 
 
+@pytest.mark.wide
 def test_more_lengths_than_classes_still_fit_memory() -> None:
     problem = flexsp_problem(lognormal_lengths(7, 300, 40_000, median=700))
     seed = plan_one_micro_batch(problem)[0]

@@ -127,6 +127,7 @@ def trials(draw: st.DrawFn) -> tuple[GroupingProblem, list[Trial]]:
     return problem, found
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(trials())
 def test_every_trial_does_what_a_plain_loop_does(case: tuple[GroupingProblem, list[Trial]]) -> None:

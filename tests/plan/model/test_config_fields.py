@@ -28,6 +28,7 @@ def default_configs() -> Iterator[tuple[str, PretrainedConfig]]:
         yield name, getattr(transformers, name).config_class()
 
 
+@pytest.mark.wide
 def test_the_file_of_every_class_gives_the_spec_of_a_run(tmp_path: Path) -> None:
     wrong: dict[str, Any] = {}
     for name, config in default_configs():
@@ -78,6 +79,7 @@ COUNTED = (
 )
 
 
+@pytest.mark.wide("kimi_linear", "kolibri1")
 @pytest.mark.parametrize("model_type", COUNTED)
 def test_parameters_of_a_file_are_those_of_the_default_model(model_type: str) -> None:
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] in TESTED_MODELS
@@ -98,6 +100,7 @@ _SIZES = {
 }
 
 
+@pytest.mark.daily("qwen4_exp_text")
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp_text"])
 def test_a_config_tells_all_that_a_run_reads_from_the_model(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type](**_SIZES.get(model_type, {}))

@@ -59,6 +59,7 @@ def judge(model: CostModel) -> Callable[[StepPlan], Evaluation]:
     return functools.partial(evaluate_plan, costs=model)
 
 
+@pytest.mark.wide
 @settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=6), min_size=1, max_size=3),
@@ -122,6 +123,7 @@ def test_what_the_runtime_does_not_share_is_left_alone() -> None:
         assert (found.plan, found.num_lent, predicted) == (plan, 0, [plan])
 
 
+@pytest.mark.wide
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 900), min_size=1, max_size=6),
@@ -182,6 +184,7 @@ def test_lending_is_refused_where_ranks_are_counted_with_one_stage_alone() -> No
     assert plan_step(0, [3000], alone, dataclasses.replace(config, lend_stages=False)).num_stages == 4
 
 
+@pytest.mark.wide
 def test_a_long_sequence_gets_a_micro_batch_of_its_own_to_be_lent_ranks() -> None:
     model = lendable()
     config = PlannerConfig(4000, (1,), stages=stage_ranges(model.model, 4), lend_stages=True)

@@ -49,6 +49,7 @@ def worst_rise(seconds: list[float]) -> float:
     return max((later / former for place, former in enumerate(seconds) for later in seconds[place + 1 :]), default=1.0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("seed", "host_gib"), [(1, 0), (1, 32), (2, 32)])
 def test_rows_at_the_edge_of_memory_fall(seed: int, host_gib: int) -> None:
     found = steps_s((2.5, 3.5, 4, 5, 6), seed, 48, 16, 4, host_gib, "replicated")
@@ -56,6 +57,7 @@ def test_rows_at_the_edge_of_memory_fall(seed: int, host_gib: int) -> None:
     assert worst_rise(found) <= EQUAL
 
 
+@pytest.mark.wide
 def test_sequences_split_often_still_run_in_pipelines() -> None:
     """Stages that run one after the other would need 14 s: most sets of these do not fit, and in few do pipelines pay."""
     model, cluster = named_model("llama-3.1-8b"), ClusterSpec(8, 8, read_profile("h100").spec)
@@ -92,6 +94,7 @@ def cluster_step(model: str, stages: int, shard_ranks: int) -> StepPlan:
     return plan_step(0, lengths, setup.costs, setup.planner)
 
 
+@pytest.mark.wide
 def test_whole_sequences_run_on_small_groups_where_slices_do_not_fit() -> None:
     """Groups over all ranks of a stage exchange over the network, and would need six times the bound."""
     found = cluster_step("qwen3-32b", 2, 8)
@@ -99,6 +102,7 @@ def test_whole_sequences_run_on_small_groups_where_slices_do_not_fit() -> None:
     assert {group.degree for micro_batch in found.micro_batches for group in micro_batch.groups} == {8}
 
 
+@pytest.mark.wide
 def test_stages_with_room_recompute_no_more_because_others_recompute_everything() -> None:
     found = cluster_step("llama-3.1-70b", 16, 4)
     (group,) = found.micro_batches[0].groups

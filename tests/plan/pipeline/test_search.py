@@ -42,6 +42,7 @@ def kinds(group: SequenceGroup) -> list[list[str]]:
     return [[action.kind for action in stage.actions if action.kind in "FB"] for stage in group.stages]
 
 
+@pytest.mark.wide
 @settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 2500), max_size=12),
@@ -104,6 +105,7 @@ def pipeline_plan(
     return StepPlan(0, tuple(lengths), num_stages, per_stage, costs.parameters, (micro_batch,))
 
 
+@pytest.mark.daily("2-fixed", "4-fixed")
 @pytest.mark.parametrize("kind", ["attention", "fixed", "linear"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_no_plan_is_slower_than_batches_or_chunks_of_equal_tokens(kind: str, num_stages: int) -> None:
@@ -256,6 +258,7 @@ def test_room_is_asked_for_and_several_pipelines_come_in_a_row_where_none_is_mad
     assert 0 in first and not first >= set(range(14))
 
 
+@pytest.mark.daily("windows-replicated")
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 @pytest.mark.parametrize("kind", ["attention", "windows"])
 def test_micro_batches_in_a_row_overlap_as_far_as_they_fit(kind: str, parameters: Parameters) -> None:
@@ -269,6 +272,7 @@ def test_micro_batches_in_a_row_overlap_as_far_as_they_fit(kind: str, parameters
     assert all(rank.peak_tokens * stages[rank.rank // 2].num_layers <= 1000 * MODEL.num_layers for rank in in_turns.ranks)
 
 
+@pytest.mark.wide
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.integers(64, 20000), min_size=2, max_size=24),
@@ -304,6 +308,7 @@ def test_what_a_bound_refuses_makes_no_difference_to_plans(
         assert planned() == quick
 
 
+@pytest.mark.wide
 def test_stages_take_turns_for_sequences_of_which_pipelines_would_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = lognormal_lengths(3, 64, 65_536, median=1200.0, sigma=1.3)
     model, cluster = named_model("llama-3.1-8b"), ClusterSpec(16, 8, GPU)
@@ -339,6 +344,7 @@ def test_wrong_stages_and_lengths_are_named() -> None:
 
 
 # everything kept, and room to be made
+@pytest.mark.wide
 @pytest.mark.parametrize(("device_gib", "most_calls"), [(0, 1_700_000), (12, 4_500_000)])
 def test_a_step_of_512_sequences_on_32_gpus_is_planned_in_time(device_gib: int, most_calls: int) -> None:
     model, cluster = named_model("llama-3.1-8b"), ClusterSpec(32, 8, GPU)

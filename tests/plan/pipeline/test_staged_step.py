@@ -29,6 +29,7 @@ def with_measured_head(costs: CostModel, factor: float) -> CostModel:
     return replace(costs, coefficients=replace(costs.coefficients, forward=forward, backward=backward))
 
 
+@pytest.mark.wide
 @given(
     st.lists(st.integers(1, 900), min_size=1, max_size=12),
     st.sampled_from(COST_KINDS),

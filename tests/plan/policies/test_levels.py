@@ -41,6 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[Cells, Moments]:
     return cells, Moments(excess, first, stop)
 
 
+@pytest.mark.wide
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.sampled_from([0.0, 5.0, 1e9]))
 def test_every_moment_has_room_or_nothing_frees_enough(problem: tuple[Cells, Moments], host_bytes: float) -> None:

@@ -194,6 +194,7 @@ def cases(draw: st.DrawFn, num_slots: int = 6, num_classes: int = 3, curved: int
     return slots, limits
 
 
+@pytest.mark.wide
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases(curved=3))
 def test_limits_hold_and_greedy_never_wins(case: tuple[list[Slot], MemoryLimits]) -> None:
@@ -220,6 +221,7 @@ def test_limits_hold_and_greedy_never_wins(case: tuple[list[Slot], MemoryLimits]
         assert choice.outcome.cost_s <= held.cost_s + 1e-9
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(cases(num_slots=2, num_classes=1, curved=1))
 def test_no_grid_point_is_cheaper(case: tuple[list[Slot], MemoryLimits]) -> None:

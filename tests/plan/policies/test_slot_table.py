@@ -43,6 +43,7 @@ def test_no_program_is_cheaper_than_the_bound(case: tuple[list[Slot], MemoryLimi
         assert table.hull_s(solved[:, 0]) + exposed_s >= least_s - 1e-4 * (1 + least_s)
 
 
+@pytest.mark.wide
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(layers())
 def test_a_choice_costs_no_more_than_the_programs(case: tuple[list[Slot], MemoryLimits]) -> None:

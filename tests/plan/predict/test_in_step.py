@@ -21,6 +21,7 @@ from hf_longctx.plan.predict.pipeline_run import StageRun
 ORDER = tuple(map(Action.parse, ["0F0", "0F1", "0B1", "0B0"]))
 
 
+@pytest.mark.daily("gathered_per_step")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=4, max_size=4), min_size=1, max_size=4))
 def test_every_pass_in_which_groups_meet_waits_for_the_slowest(

@@ -70,6 +70,7 @@ def least_counted_s(lengths: tuple[int, ...], costs: CostModel, config: PlannerC
     return best_s
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(30, 1500), min_size=1, max_size=3).map(tuple),
@@ -117,6 +118,7 @@ def test_copies_that_hide_make_memory_free() -> None:
     assert memory.lower_bound_s() < MemoryLimitedStep(memory.problem, slow, config.activations).lower_bound_s()
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_dearer_gathers_make_fewer_and_fuller_micro_batches(parameters: Parameters) -> None:
     lengths = tuple(range(300, 700, 12))

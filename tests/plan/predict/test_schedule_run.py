@@ -120,6 +120,7 @@ class RankByRank:
 
 
 # a group waits for what any of its ranks waits for, and all messages of a group arrive at once
+@pytest.mark.wide
 @given(st.one_of(random_schedules(), random_schedules(parameters="gathered_per_step")), st.sampled_from(COST_KINDS))
 @settings(deadline=None, max_examples=150)
 def test_seconds_are_those_of_every_rank_by_itself(plan: StepPlan, kind: str) -> None:
@@ -136,6 +137,7 @@ def test_seconds_are_those_of_every_rank_by_itself(plan: StepPlan, kind: str) ->
         assert found == [pytest.approx(span, rel=1e-9) for span in expected]
 
 
+@pytest.mark.wide
 @given(random_schedules(), st.sampled_from(COST_KINDS))
 @settings(deadline=None, max_examples=150)
 def test_bytes_of_micro_batches_in_flight_add_up_on_every_rank(plan: StepPlan, kind: str) -> None:
@@ -196,6 +198,7 @@ def test_micro_batches_of_one_layout_are_one_micro_batch_of_all_chunks(num_stage
     assert [rank.peak_tokens for rank in found.ranks] == [rank.peak_tokens for rank in expected.ranks]
 
 
+@pytest.mark.wide
 @given(random_schedules(parameters="sharded", has_reach=False), st.sampled_from(COST_KINDS))
 @settings(deadline=None, max_examples=150)
 def test_turns_are_never_slower_than_micro_batches_one_after_the_other(plan: StepPlan, kind: str) -> None:

@@ -83,6 +83,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
+@pytest.mark.wide
 @given(
     models(),
     st.lists(st.integers(1, 30_000), min_size=1, max_size=6),
@@ -188,6 +189,7 @@ def is_replay(layer: LayerPolicy) -> bool:
     return not layer.keeps_everything
 
 
+@pytest.mark.daily("17179869184")
 @pytest.mark.parametrize("host_bytes", [0, 1 << 34])
 def test_more_memory_is_never_predicted_slower(host_bytes: int) -> None:
     costs = costs_of(LARGE)
@@ -316,6 +318,7 @@ def crowded_plans(draw: st.DrawFn) -> tuple[StepPlan, CostModel, ActivationBudge
     return build_plan(0, lengths, layout, shapes, costs), costs, config.activations
 
 
+@pytest.mark.wide
 @given(crowded_plans())
 @settings(max_examples=60, deadline=None)
 def test_ranks_of_a_block_gather_weights_in_one_order(drawn: tuple[StepPlan, CostModel, ActivationBudget]) -> None:
@@ -361,6 +364,7 @@ def test_tokens_that_are_said_to_fit_get_policies_where_their_bytes_do_not() -> 
     assert len(groups) == 2
 
 
+@pytest.mark.wide
 def test_many_long_sequences_are_planned_in_bounded_time_and_still_fit() -> None:
     """Beyond the first groups no programs are solved, and what the greedy order finds is near them."""
     costs = costs_of(LARGE, 8)

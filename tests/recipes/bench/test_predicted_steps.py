@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hf_longctx.recipes.bench.gpu.trainings import Job
 from hf_longctx.recipes.bench.predicted_steps import line, step_lengths
 
@@ -11,6 +13,7 @@ def test_a_step_has_the_documents_of_the_trainings() -> None:
     assert sum(step_lengths(1)) == 132362 and sum(step_lengths(8)) >= 8 * 131072
 
 
+@pytest.mark.wide
 def test_a_line_has_the_seconds_and_bytes_of_the_plan() -> None:
     fifth, less = (line("llama-3.1-8b", "h200", 1, each).split() for each in (False, True))
     assert fifth[:4] == ["llama-3.1-8b", "1", "h200", "replicated"]

@@ -41,6 +41,7 @@ def submit(folder: Path, variables: dict[str, str], *words: str) -> subprocess.P
         )
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @resuming

@@ -48,12 +48,21 @@ def elements(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return request.param
 
 
+@pytest.mark.wide(
+    "whole-dropout",
+    "blocks-all",
+    "blocks-rank-stabilised",
+    "blocks-ranks by module",
+    "blocks-dropout",
+    "blocks-dropout of the output's input",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_in_pieces_get_the_gradients_of_plain_peft(name: str, elements: int) -> None:
     model = check_equal(lambda: build_model(case(*CASES[name])), packed(*PIECES), LENGTHS)
     assert any(parameter.grad is not None for name, parameter in model.named_parameters() if "lora_A" in name)
 
 
+@pytest.mark.wide("8-qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_other_families_run_adapters_in_pieces(family: str, tile_tokens: int) -> None:
@@ -101,6 +110,7 @@ def trained_bases(model: Any) -> None:
         parameter.requires_grad_("norm" not in name)
 
 
+@pytest.mark.daily("frozen_first")
 @pytest.mark.parametrize("adapt", [frozen_first, trained_bases])
 def test_frozen_and_trained_matrices_beside_adapters(adapt: Callable[[Any], None]) -> None:
     check_equal(lambda: build_model(case(ALL, DROPS)), packed(*PIECES), LENGTHS, adapt)
@@ -117,6 +127,7 @@ def test_disabled_adapters_add_nothing() -> None:
     check_equal(lambda: build_model(case(ALL)), packed(*PIECES), LENGTHS, disable)
 
 
+@pytest.mark.daily("layers1")
 @pytest.mark.parametrize(
     "layers",
     [
@@ -135,6 +146,7 @@ def test_slices_run_adapters_in_pieces() -> None:
     check_equal(lambda: build_model(case(ALL, DROPS)), same_policy(plan, *PIECES, tile_tokens=8), [29, 5])
 
 
+@pytest.mark.daily("ulysses")
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_groups_run_adapters_in_pieces(ranks, method: str) -> None:
     lengths = [41, 3, 19, 7]
@@ -142,6 +154,7 @@ def test_groups_run_adapters_in_pieces(ranks, method: str) -> None:
     check_step(ranks(2), case(ALL, DROPS), same_policy(plan, *PIECES, tile_tokens=8), lengths)
 
 
+@pytest.mark.daily("gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_adapters_are_gathered_when_pieces_run(ranks, parameters: Any) -> None:
     lengths = [33, 9, 12]
@@ -159,6 +172,7 @@ def gradients(pieces: int, autocast: bool, half: bool, exact: bool, *lora: tuple
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.daily("-True-False")
 @pytest.mark.parametrize("autocast,half", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("lora", [(), (DROPS,)], ids=["", "dropout"])
 def test_adapters_in_fp32_are_rounded_as_peft_rounds_them(autocast: bool, half: bool, lora: Any) -> None:

@@ -164,6 +164,7 @@ def test_layers_beyond_the_list_keep_everything() -> None:
     assert work.mlp_tokens == [2 * 52, 52]
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_random_policies_match(data: st.DataObject) -> None:
@@ -267,6 +268,7 @@ def test_sequence_groups_match(ranks, num_ranks: int, method: str) -> None:
     check_step(ranks(num_ranks), ModelCase(), same_policy(plan, *layers, tile_tokens=8), lengths)
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     lengths = [41, 3, 19, 7]
@@ -352,6 +354,7 @@ def test_layers_that_return_tuples_make_inputs_again(name: str) -> None:
     assert work.mlp_tokens == [3 * 52, 2 * 52]
 
 
+@pytest.mark.daily("ulysses")
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_groups_make_layer_inputs_again(ranks, method: str) -> None:
     lengths = [41, 3, 19, 7]

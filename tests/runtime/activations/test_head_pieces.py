@@ -119,6 +119,7 @@ def test_frozen_weights_get_no_gradient(frozen: tuple[str, ...]) -> None:
     check_equal(lambda: build_model(case), packed(*PIECES), LENGTHS, freeze)
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3_window"])
 def test_slices_run_in_pieces(family: str) -> None:
     plan = sliced_plan([29, 5], [cut(0, [11, 9, 9])[:1], cut(0, [11, 9, 9])[1:2], [*cut(0, [11, 9, 9])[2:], *cut(1, [5])]], ORDER)
@@ -143,6 +144,7 @@ def test_autocast_rounds_pieces_as_it_rounds_layers() -> None:
         assert float((found - whole).norm()) <= 2e-2 * float(whole.norm()), name
 
 
+@pytest.mark.daily("qwen3-ulysses")
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_groups_run_in_pieces(ranks, method: str, family: str) -> None:
@@ -152,6 +154,7 @@ def test_groups_run_in_pieces(ranks, method: str, family: str) -> None:
     check_step(ranks(2), case, same_policy(plan, *PIECES, tile_tokens=8), lengths)
 
 
+@pytest.mark.wide
 def test_more_ranks_than_kv_heads_of_a_piece_run_in_pieces(ranks) -> None:
     # one KV head with two readers for each piece, and a hybrid of them
     for ulysses in (0, 2):
@@ -160,6 +163,7 @@ def test_more_ranks_than_kv_heads_of_a_piece_run_in_pieces(ranks) -> None:
         check_step(ranks(4), case, same_policy(plan, *PIECES, tile_tokens=8), [41, 18])
 
 
+@pytest.mark.daily("gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_weights_are_gathered_when_pieces_run(ranks, parameters: Any) -> None:
     lengths = [33, 9, 12]

@@ -59,6 +59,7 @@ def tiers() -> list[HostTier]:
     return [HostTier(2**20, copies) for copies in (PlainCopies(), LateCopies(False), LateCopies(True))]
 
 
+@pytest.mark.wide("llama-0")
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_are_those_of_plain_hf_however_late_copies_are(kind: int, family: str) -> None:
@@ -104,6 +105,7 @@ def test_a_slab_in_many_pieces_is_searched_by_size() -> None:
     assert sizes.call_count <= 40
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_random_shares_match_and_hold_exactly_the_planned_bytes(data: st.DataObject) -> None:
@@ -135,6 +137,7 @@ def test_random_shares_match_and_hold_exactly_the_planned_bytes(data: st.DataObj
     assert activations.held_bytes()[1] == step.engine.tier.stored_bytes == 0
 
 
+@pytest.mark.wide
 def test_two_forwards_in_flight_do_not_disturb_each_other() -> None:
     for tier in tiers():
         step = Step(tier)

@@ -87,6 +87,7 @@ def test_projections_multiply_once_and_the_recomputed_share_again(family: str, r
     assert work.mlp_tokens == 2 * 2 * NUM_TOKENS
 
 
+@pytest.mark.wide
 @settings(max_examples=30, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_random_shares_of_all_classes_match_and_hold_the_planned_bytes(data: st.DataObject) -> None:
@@ -162,6 +163,7 @@ def test_the_layer_before_is_fetched_while_a_layer_is_replayed(monkeypatch: pyte
     assert log == ["back", "back", "back", "read", "back", "read", "back", "read", "back", "read", "read", "read"]
 
 
+@pytest.mark.daily("ulysses-qwen3")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_sequence_groups_match(ranks, method: str, family: str) -> None:
@@ -171,6 +173,7 @@ def test_sequence_groups_match(ranks, method: str, family: str) -> None:
     check_step(ranks(2), ModelCase(family), same_policy(plan, *layers, tile_tokens=8), lengths)
 
 
+@pytest.mark.daily("gathered_per_round")
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_parameters_match(ranks, parameters: Any) -> None:
     lengths = [41, 3, 19, 7]

@@ -144,6 +144,7 @@ def test_parts_of_tiles_have_the_results_of_plain_matrices(small_steps: None, at
             torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("attend,least_tokens,most", [(in_slices, 49_152, 7.0), (in_a_ring, 32_768, 2.0)])
 def test_documents_of_skewed_lengths_need_few_new_plans(attend: Any, least_tokens: int, most: float) -> None:
     run = partial(attend, device="meta", slice_tokens=8192)

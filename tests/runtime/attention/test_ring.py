@@ -36,6 +36,7 @@ RINGS = {
 }
 
 
+@pytest.mark.daily("fewer tokens than ranks-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", RINGS)
 def test_ring_matches_one_plain_process(ranks, name: str, family: str) -> None:
@@ -48,6 +49,7 @@ def test_ring_and_ulysses_stand_beside_each_other(ranks) -> None:
     check_layout_step(ranks(num_ranks), ModelCase(), layout, lengths, rings="second")
 
 
+@pytest.mark.daily("1-1")
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 2), (1, 1)])
 def test_ring_asks_nothing_of_the_heads(ranks, num_heads: int, num_kv_heads: int) -> None:
     num_ranks, layout, lengths = RINGS["<4>"]
@@ -100,6 +102,7 @@ def step_with_bug(name: str, plan: Any, rows: Any) -> dict[str, torch.Tensor]:
         return step_on_rank(ModelCase(), plan_to_json(plan), rows)[1]
 
 
+@pytest.mark.daily("wrong merge")
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_noticed(ranks, name: str) -> None:
     num_ranks, layout, lengths = RINGS["<2>"]

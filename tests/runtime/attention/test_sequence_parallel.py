@@ -170,6 +170,7 @@ SHARDS = {
 }
 
 
+@pytest.mark.wide("(6, 6, 6, 5)-one document")
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("shards", [shards for several in SHARDS.values() for shards in several], ids=str)
 def test_all_ranks_together_are_the_reference(ranks, name: str, shards: tuple[int, ...]) -> None:

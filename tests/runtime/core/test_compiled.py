@@ -47,6 +47,7 @@ def results(function: Any, inputs: list[Tensor], num_gradients: int, again: bool
     return [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves[:num_gradients])]
 
 
+@pytest.mark.daily("gate")
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_of_tokens_has_the_gradients_of_autograd_and_two_compilations(name: str) -> None:
     function, shapes, settings = CASES[name]

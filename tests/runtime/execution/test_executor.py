@@ -248,6 +248,7 @@ def check_step(pool: Any, plan: StepPlan, rows: list[dict[str, list[int]]]) -> N
         assert max(relative_error(gradients[name], expected[name]) for name in expected) <= TOLERANCE
 
 
+@pytest.mark.wide("0F0 0F1 0B1 0B0")
 @pytest.mark.parametrize("words", ["0F0 0F1 0B1 0B0", "0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1", "0F1 0F0 0B1 0B0"])
 def test_several_chunks_of_a_group_in_any_order_match(ranks, words: str) -> None:
     lengths = [13, 5]

@@ -96,6 +96,7 @@ def gradients_on_rank(plan_json: str, failing_rank: int, num_tokens: int, place:
 PLACES = [(5, "forward"), (7, "backward"), (0, "sum"), (7, "teacher"), (5, "evaluation")]
 
 
+@pytest.mark.daily("7-backward", "0-sum")
 @pytest.mark.parametrize(("num_tokens", "place"), PLACES)
 def test_all_ranks_raise_at_the_end_of_the_plan_and_go_on_with_equal_gradients(ranks: Any, num_tokens: int, place: str) -> None:
     # rank 1 runs documents 1 and 3

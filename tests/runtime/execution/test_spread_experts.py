@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from helpers.models.any_model import build_any, wide_floats
 from helpers.models.reference import TOLERANCE, relative_error
@@ -55,6 +56,7 @@ def worst_errors(rank_tokens: tuple[int, ...], names: tuple[str, ...], chosen_fr
     return errors
 
 
+@pytest.mark.wide
 def test_every_class_of_experts_computes_as_one_module(ranks) -> None:
     for errors in ranks(2).run(worst_errors, (5, 3), MODULES.experts, 0):
         assert errors.keys() == set(MODULES.experts)

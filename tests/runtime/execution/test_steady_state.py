@@ -67,6 +67,7 @@ def operators_of_a_step(plan: StepPlan, rows: list[dict[str, list[int]]], bug: b
     return recorder.names
 
 
+@pytest.mark.daily("ulysses")
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])
 def test_no_operator_of_a_step_waits_for_the_device(ranks, ulysses: int) -> None:
     lengths = [37, 14, 9, 8]

@@ -17,6 +17,7 @@ def train(num_stages: int, tied: bool, is_sharded: bool) -> tuple[list[float], d
     return norms, own.weights()
 
 
+@pytest.mark.daily("2-2-False-True", "2-4-True-False")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("num_stages", "num_ranks", "is_sharded"), [(2, 2, False), (2, 4, True), (4, 4, False), (2, 4, False)])
 def test_clipped_steps_of_stages_are_those_of_the_whole_model(

@@ -134,6 +134,7 @@ def compared(
     return runs[0]
 
 
+@pytest.mark.daily("one backward-no clipping")
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")], ids=["clipped", "below the limit", "no clipping"])
 @pytest.mark.parametrize("name", PLANS)
 def test_early_copies_give_the_bits_of_late_ones(name: str, max_norm: float) -> None:
@@ -152,11 +153,13 @@ CASES = {
 }
 
 
+@pytest.mark.daily("in fp32")
 @pytest.mark.parametrize("name", CASES)
 def test_other_models(name: str) -> None:
     assert min(compared(CASES[name], PLANS["micro-batches"]).num_early[1:]) > 0
 
 
+@pytest.mark.daily("freeze")
 @pytest.mark.parametrize("change", [freeze, share_weight, use_late])
 def test_frozen_shared_and_late_weights(change: Meddle) -> None:
     run = compared(CASE, PLANS["micro-batches"], 1e3, change)
@@ -201,6 +204,7 @@ def place_weights(model: nn.Module) -> None:
         weight.data = weight.detach() * 2.0
 
 
+@pytest.mark.daily("0.001-place_weights")
 @pytest.mark.parametrize("meddle", [scale_gradients, replace_gradients, move_weights, place_weights])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_what_changes_before_the_update_is_seen(meddle: Meddle, max_norm: float) -> None:

@@ -159,6 +159,7 @@ def check(ranks: Any, case: ModelCase, plan: StepPlan, change: str = "", toleran
     return [counts for _, counts in results]
 
 
+@pytest.mark.daily("a rank with nothing to do at the end")
 @pytest.mark.parametrize("name", PLANS)
 def test_early_sums_are_the_gradients_of_one_process(ranks, name: str) -> None:
     plan = PLANS[name]
@@ -168,6 +169,7 @@ def test_early_sums_are_the_gradients_of_one_process(ranks, name: str) -> None:
         assert all(number >= 4 and early >= 2 for number, early in counts[1:]), (rank, counts)
 
 
+@pytest.mark.daily("tied")
 @pytest.mark.parametrize("case", [replace(CASE, tied=True), replace(CASE, family="qwen3_moe")], ids=["tied", "experts"])
 def test_tied_weights_and_experts(ranks, case: ModelCase) -> None:
     check(ranks, case, PLANS["groups of one rank"])
@@ -192,6 +194,7 @@ def test_no_rank_waits_in_a_long_backward(ranks) -> None:
         assert counts[0][0] >= 4 and counts == [(counts[0][0], 0)] * 3
 
 
+@pytest.mark.daily("False")
 @pytest.mark.parametrize("fp32_gradients", [True, False])
 def test_two_ranks_get_the_same_bits_as_from_sums_at_the_end(ranks, fp32_gradients: bool) -> None:
     plan = PLANS["groups of one rank"]
@@ -207,6 +210,7 @@ def test_two_ranks_get_the_same_bits_as_from_sums_at_the_end(ranks, fp32_gradien
             assert all(torch.equal(step[name], expected[name]) for name in expected)
 
 
+@pytest.mark.wide
 def test_four_ranks_get_the_same_bits_however_long_backwards_take(ranks) -> None:
     plan = PLANS["unequal groups"]
     rows = random_rows(list(plan.lengths))

@@ -308,6 +308,7 @@ def sharded_steps(name: str) -> tuple[list[Tensor], list[Tensor]]:
     return found[0], found[1]
 
 
+@pytest.mark.daily("fused AdamW")
 @pytest.mark.parametrize("name", ["AdamW", "fused AdamW"])
 def test_shards_give_the_bits_of_one_update(ranks: Any, name: str) -> None:
     for at_once, in_parts in ranks(2).run(sharded_steps, name):

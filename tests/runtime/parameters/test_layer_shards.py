@@ -116,6 +116,7 @@ def plans() -> dict[str, tuple[int, ModelCase, StepPlan, list[int]]]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", plans())
 def test_steps_have_the_bits_of_shards_on_the_device(ranks, name: str) -> None:
     num_ranks, case, plan, lengths = plans()[name]
@@ -146,6 +147,7 @@ def copies_of_a_step(plan_json: str, rows: list[dict[str, list[int]]]) -> tuple[
     return copies.num_back, sum(len(layer.weights) for layer in shards._layers)
 
 
+@pytest.mark.wide
 def test_each_gather_needs_one_copy_and_the_last_layers_none(ranks) -> None:
     plan, rows = chunks_plan((FBFBFB, FBFBFB), "sharded"), random_rows(CHUNK_LENGTHS)
     for num_back, num_returning in ranks(2).run(copies_of_a_step, plan_to_json(plan), rows):

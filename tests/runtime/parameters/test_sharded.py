@@ -29,6 +29,14 @@ MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_r
 NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
 
 
+@pytest.mark.daily(
+    "<1,1>-sharded",
+    "<1,1>-gathered_per_step",
+    "<1,1>-gathered_per_round",
+    "<2>-sharded",
+    "<2>,<1,1> with an idle rank-sharded",
+    "fewer tokens than ranks-sharded",
+)
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_layout_matches_one_plain_process(ranks, name: str, parameters: Parameters) -> None:
@@ -37,6 +45,7 @@ def test_layout_matches_one_plain_process(ranks, name: str, parameters: Paramete
     check_step(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
 
 
+@pytest.mark.daily("hybrid groups and rings-sharded")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("ulysses,rings", [(1, "none"), (2, "second")], ids=["rings", "hybrid groups and rings"])
 def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) -> None:
@@ -45,6 +54,7 @@ def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) ->
     check_step(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
 
 
+@pytest.mark.daily("<2,1,1>-False-gathered_per_step")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["<2,1,1>", "<4>,<2,2>,<1,1,1,1>"])
@@ -54,6 +64,7 @@ def test_shards_inside_a_node_with_copies_across_match(ranks, name: str, tied: b
     check_step(ranks(num_ranks), ModelCase(promoted=True, tied=tied), plan, lengths, shard_ranks=2)
 
 
+@pytest.mark.daily("mistral-sharded")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_every_admitted_class_matches_with_tied_embeddings(ranks, family: str, parameters: Parameters) -> None:
@@ -62,6 +73,7 @@ def test_every_admitted_class_matches_with_tied_embeddings(ranks, family: str, p
     check_step(ranks(num_ranks), ModelCase(family, promoted=True, tied=True), plan, lengths)
 
 
+@pytest.mark.daily("orders3-gathered_per_round")
 @pytest.mark.parametrize(
     "orders,parameters",
     [
@@ -78,6 +90,7 @@ def test_several_chunks_of_a_round_match(ranks, orders: tuple[str, str], paramet
     check_step(ranks(2), ModelCase(promoted=True), chunks_plan(orders, parameters), CHUNK_LENGTHS)
 
 
+@pytest.mark.daily("0-gathered_per_round")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("shard_ranks", [0, 2])
 def test_bf16_weights_stay_in_the_band_of_plain_bf16(ranks, parameters: Parameters, shard_ranks: int) -> None:
@@ -121,6 +134,7 @@ def test_a_transposed_weight_is_sharded_like_any_other(ranks) -> None:
         assert torch.equal(weight, torch.arange(6.0).view(2, 3).t())
 
 
+@pytest.mark.daily("1-65")
 @pytest.mark.parametrize("num_rounds,num_chunks", [(65, 1), (1, 65), (13, 5)])
 def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, num_chunks: int) -> None:
     # two ranks of 1 + 64 / 512 each; the sum of a micro-batch is rounded to bf16 once
@@ -128,6 +142,7 @@ def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, nu
     assert max(ranks(2).run(accumulated, num_rounds, num_chunks, False)) < 2.25
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 def test_random_plans_match(ranks, parameters: Parameters) -> None:
     @settings(max_examples=4, phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
@@ -166,6 +181,7 @@ def gradients_with_bug(bug: str, plan_json: str, rows: list[dict[str, list[int]]
         return step_on_rank(ModelCase(), plan_json, rows)[1]
 
 
+@pytest.mark.daily("only the last chunk counts")
 @pytest.mark.parametrize("bug", ["", "mean over ranks", "only the last chunk counts"])
 def test_planted_bug_is_noticed(ranks, bug: str) -> None:
     plan, rows = chunks_plan((FFFBBB, FFFBBB), "gathered_per_round"), random_rows(CHUNK_LENGTHS)
@@ -207,6 +223,7 @@ def num_events(profile: torch.profiler.profile, label: str) -> int:
 
 
 # three units: two layers and the rest; first the micro-batch of one chunk, then that of three
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "parameters,shard_ranks,gathers,evaluation",
     [
@@ -228,6 +245,7 @@ def test_weights_are_gathered_as_often_as_the_plan_says(
         assert is_sharded
 
 
+@pytest.mark.wide
 def test_copies_are_summed_once_per_step(ranks) -> None:
     num_ranks, layout, lengths = LAYOUTS["<4>,<2,2>,<1,1,1,1>"]
     plan = plan_of(layout, lengths, num_ranks, parameters="sharded")
@@ -280,6 +298,7 @@ def steps_around_an_error(plan_json: str, rows: list[dict[str, list[int]]]) -> l
     return [found[0], found[2]]
 
 
+@pytest.mark.daily("sharded")
 @pytest.mark.parametrize("parameters", MODES)
 def test_a_step_that_raised_leaves_nothing_to_the_next_one(ranks, parameters: Parameters) -> None:
     plan, rows = chunks_plan((FFBFBB, FFBFBB), parameters), random_rows(CHUNK_LENGTHS)
@@ -310,6 +329,7 @@ def losses_of_a_loop(plan_json: str, rows: list[dict[str, list[int]]], first: st
     return losses
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 def test_a_loop_of_ones_own_is_the_same_after_a_plan(ranks, parameters: Parameters) -> None:
     plan, rows = chunks_plan((FFBFBB, FFBFBB), parameters), random_rows(CHUNK_LENGTHS)

@@ -130,6 +130,7 @@ def compare(names: list[str], shard_ranks: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.daily("2-2")
 @pytest.mark.parametrize("num_ranks,shard_ranks", [(2, 2), (4, 2)])
 def test_steps_are_those_of_one_process(ranks, num_ranks: int, shard_ranks: int) -> None:
     for found in ranks(num_ranks).run(compare, NAMES, shard_ranks):

@@ -49,6 +49,7 @@ def results(run: Callable[..., Tensor], dtype: torch.dtype, width: int, has_bias
     return [output.detach(), *torch.autograd.grad(output, [x, weight, *bias], gradient)]
 
 
+@pytest.mark.daily("torch.float64-1e-12-silu-False-2")
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("activation", ["silu", ""])
@@ -182,6 +183,7 @@ def test_a_package_that_is_missing_is_not_a_warning(caplog: Any) -> None:
     assert not caplog.records
 
 
+@pytest.mark.wide
 def test_an_error_is_found_in_gradients_of_what_is_trained_alone() -> None:
     right = compiled_convolution("silu", backend="eager")
 

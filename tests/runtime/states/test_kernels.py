@@ -402,6 +402,7 @@ def is_close(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict
     return abs(found[0] - expected[0]) <= 1e-4 * abs(expected[0]) and all(errors[name] <= limits[name] for name in limits)
 
 
+@pytest.mark.daily("qwen3_5")
 @MODELS
 def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase, kernel: ScanKernel) -> None:
     documents: list[int] = []
@@ -421,6 +422,7 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase
     assert sorted(documents) == sorted([7] * 4 + rows_of_layer * num_layers)
 
 
+@pytest.mark.daily("qwen3_5")
 @MODELS
 def test_rows_in_blocks_give_the_same_gradients(case: ModelCase, kernel: ScanKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[list[int]] = []
@@ -459,7 +461,7 @@ def step_by_kernel(name: str, run: Any, *step: Any) -> tuple[float, dict[str, Te
 
 
 # rings of zigzag pieces, a ring of blocks, a block of more ranks than heads; one of them with slices
-@pytest.mark.wide("qwen3_5-2-1-False", "qwen3_5-4-2-False", "qwen3_5-4-4-False")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_ranks,ulysses,is_sliced", [(2, 1, False), (3, 1, True), (4, 2, False), (4, 4, False)], ids=str)
 @MODELS
 def test_ranks_that_pass_states_on_scan_by_the_kernel(
@@ -492,6 +494,7 @@ def test_ranks_that_pass_states_on_scan_by_the_kernel(
     assert every == ({value, value + key} if passes else {value})
 
 
+@pytest.mark.wide
 @KERNELS
 def test_what_an_earlier_state_changes_is_found_by_the_kernel_in_half_precision(kernel: ScanKernel) -> None:
     sizes, cut = sizes_for(kernel), 29
@@ -514,6 +517,7 @@ def test_what_an_earlier_state_changes_is_found_by_the_kernel_in_half_precision(
         assert (mine.float() - other.float()).norm() <= 0.02 * other.float().norm()
 
 
+@pytest.mark.daily("qwen3_5-whole-torch.float32-one")
 @pytest.mark.parametrize("documents", [(512,), (300, 10, 20, 182)], ids=["one", "pack"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block_bytes", [state_spec.BLOCK_BYTES, 2**20], ids=["whole", "blocks"])

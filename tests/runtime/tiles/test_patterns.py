@@ -149,6 +149,7 @@ def tokens_held(pattern: AttentionPattern, cuts: list[int], num_forward: int, is
     return held + (seen(range(waiting), waiting) if waiting and slices else 0)
 
 
+@pytest.mark.wide
 @settings(max_examples=250)
 @given(
     patterns,

@@ -27,6 +27,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.wide
 def test_a_forecast_is_written_with_its_pictures(tmp_path: Path) -> None:
     found = forecast()
     write_forecast(found, tmp_path / "deep" / "folder")

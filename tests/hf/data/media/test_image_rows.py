@@ -271,6 +271,7 @@ def test_a_row_whose_image_video_or_sound_a_tokenizer_would_ignore_is_refused(
         way(rows_with(name, value, feature), tiny_processor("qwen3_vl").tokenizer, row_numbers=(3, 5, 7))
 
 
+@pytest.mark.daily("tokenise_text")
 @pytest.mark.parametrize("way", WAYS)
 def test_columns_without_images_and_columns_about_images_are_no_media(way: Any) -> None:
     tokenizer = tiny_processor("qwen3_vl").tokenizer

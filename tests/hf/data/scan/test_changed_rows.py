@@ -71,6 +71,10 @@ def error_of_training(dataset: Augmented, config: dict[str, Any], num_workers: i
     return ""
 
 
+@pytest.mark.wide(
+    "tokens-None-config0-0-labels or weights had the hash",
+    "labels-None-config1-0-labels or weights had the hash",
+)
 @pytest.mark.parametrize(
     "change,only_rank,config,num_workers,words",
     [
@@ -199,6 +203,7 @@ def losses_of_stream(given: list[dict[str, Any]] | None) -> tuple[list[float], l
     return recorder.losses, stream.given
 
 
+@pytest.mark.wide
 def test_a_stream_that_draws_at_random_is_safe_because_rank_0_alone_reads_every_row_once(ranks) -> None:
     (losses, drawn), (other_losses, nothing) = ranks(2).run(losses_of_stream, None)
     assert losses == other_losses and nothing == [] and len(drawn) >= 24

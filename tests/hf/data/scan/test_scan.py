@@ -349,6 +349,7 @@ def test_the_digest_tells_the_order_and_the_cuts(make) -> None:
     assert len({digest([1, 2], [3, 4]), digest([3, 4], [1, 2]), digest([1, 2, 3], [4])}) == 3
 
 
+@pytest.mark.daily("arrow")
 def test_the_digest_does_not_depend_on_the_batches(make, monkeypatch) -> None:
     rows = [{"input_ids": [n % 60] * (n % 5 + 1), "labels": [-100] * (n % 5) + [n % 60]} for n in range(150)]
     expected = scan_dataset(make(rows), "d", VOCAB_SIZE)

@@ -147,6 +147,7 @@ def scans_on_rank(folder: str, in_memory: bool) -> tuple[int, list[int]]:
     return len(calls), scans["train_dataset"].lengths.tolist()
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_one_process_of_a_machine_reads_the_rows(ranks, tmp_path: Path, in_memory: bool) -> None:
     on_disk(tmp_path, ROWS)

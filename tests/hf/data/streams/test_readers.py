@@ -117,6 +117,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.daily("sequences-Part", "pieces-Part")
 @pytest.mark.parametrize("kind", [Part, StatefulPart])
 @pytest.mark.parametrize("name", RESUMED)
 def test_every_place_goes_on_with_exactly_the_next_sequence(monkeypatch, name: str, kind: type[Part]) -> None:
@@ -131,6 +132,7 @@ def test_every_place_goes_on_with_exactly_the_next_sequence(monkeypatch, name: s
         assert [batch.after for batch in resumed] == [batch.after for batch in straight[number + 1 :]]
 
 
+@pytest.mark.wide
 def test_a_state_saves_reading_from_the_beginning_and_is_checked_against_a_row() -> None:
     rows = random_rows([3] * 700)
     straight = some(parts([rows], StatefulPart)[0], 160, Place.begin(1))
@@ -330,6 +332,7 @@ def stateful_loader(reader: int, num_readers: int, num_workers: int = 0, kind: s
     return torchdata.StatefulDataLoader(stream, batch_size=2, collate_fn=list, num_workers=num_workers)
 
 
+@pytest.mark.daily("0-stream")
 @pytest.mark.parametrize("num_workers,kind", [(0, "shuffled"), (0, "stream"), (2, "stream")])
 def test_a_stateful_loader_of_torchdata_goes_on_exactly(monkeypatch, num_workers: int, kind: str) -> None:
     monkeypatch.setattr(stream_rows, "ROWS_PER_STATE", 4)

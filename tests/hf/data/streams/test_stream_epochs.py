@@ -140,6 +140,7 @@ def check(found: Any, expected: Any, names_epochs: bool = True) -> None:
     assert all(float((weights[name] - expected[4][name]).abs().max()) <= 1e-10 for name in weights)
 
 
+@pytest.mark.daily("three epochs-attached", "leaves-trainer")
 @pytest.mark.parametrize("door", ["trainer", "attached"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_epochs_of_a_stream_are_those_of_trainer(tmp_path: Path, kind: str, door: str) -> None:
@@ -159,7 +160,7 @@ def on_rank(kind: str, config: dict[str, Any]) -> Any:
         return found
 
 
-@pytest.mark.wide("leaves-config2")
+@pytest.mark.wide
 @pytest.mark.parametrize("kind,config", [("a short batch", {}), ("stops", {"stages": 2}), ("leaves", {"parameters": "sharded"})])
 def test_epochs_of_a_stream_on_two_ranks(ranks, tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
     expected = run(kind, str(tmp_path), "stock")
@@ -173,7 +174,7 @@ def test_epochs_of_a_stream_on_two_ranks(ranks, tmp_path: Path, kind: str, confi
 RESUMED = [("steps", 4), ("steps", 3), ("epoch", 3)]
 
 
-@pytest.mark.wide("Stream-12-steps-4", "Stream-12-steps-3", "Stream-10-steps-4")
+@pytest.mark.daily("SizedStream-10-steps-4")
 @pytest.mark.parametrize("strategy,step", RESUMED)
 @pytest.mark.parametrize("stream_class,num_rows", [(Stream, 12), (Stream, 10), (SizedStream, 10)])
 def test_a_run_resumed_in_any_epoch_goes_on_as_if_it_had_not_stopped(
@@ -198,6 +199,7 @@ def test_a_run_resumed_in_any_epoch_goes_on_as_if_it_had_not_stopped(
     assert all(float((resumed[4][name] - straight[4][name]).abs().max()) <= 1e-12 for name in straight[4])
 
 
+@pytest.mark.wide
 def test_an_epoch_that_a_callback_left_is_not_taken_up_again(tmp_path: Path, monkeypatch) -> None:
     saving = {"save_strategy": "epoch", "max_steps": 6}
     monkeypatch.setitem(RUNS, "resumed", (Stream, 12, saving, "leaves"))

@@ -88,6 +88,7 @@ def stream_and_list(is_weighted: bool, config: dict[str, Any]) -> tuple[Any, Any
     return found, expected
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "is_weighted,config", [(False, {}), (True, {"method": "ring", "lookahead_batches": 1}), (False, {"stages": 2})]
 )
@@ -145,6 +146,7 @@ def run_parts(folder: str, resume: bool, config: dict[str, Any], arguments: dict
     return recorder.losses, sum(part.num_read for part in made)
 
 
+@pytest.mark.wide
 @resuming
 def test_a_run_resumes_exactly_on_any_number_of_ranks_with_as_many_readers(ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -212,6 +214,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.daily("failing")
 @pytest.mark.parametrize("kind", FAILURES)
 def test_an_error_of_one_reader_is_raised_on_all_ranks_with_its_name(ranks, tmp_path: Path, kind: str) -> None:
     expected_steps, expected = FAILURES[kind]
@@ -238,6 +241,7 @@ def refused_at_start() -> tuple[str, str]:
     return messages[0], messages[1]
 
 
+@pytest.mark.wide
 def test_streams_that_ranks_would_divide_differently_are_refused_at_start(ranks) -> None:
     for own_seeds, few_shards in ranks(2).run(refused_at_start):
         assert "sources and shuffles of train_dataset differs between ranks" in own_seeds

@@ -127,6 +127,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.daily("tokens", "pieces")
 @pytest.mark.parametrize("name", RESUMED)
 def test_every_cursor_goes_on_with_exactly_the_next_sequence(name: str) -> None:
     rows, changes = random_rows([9, 3, 5, 2, 7, 4, 6, 8]), RESUMED[name]
@@ -306,6 +307,7 @@ def stream_and_map_style(lengths: list[int], config: dict[str, Any]) -> tuple[tu
         return train(stream, folder, config, {}), train(rows, folder, map_style, order)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("config", [CONFIG, {**CONFIG, "max_length": 30, "long_sequences": "split", "method": "ring"}])
 def test_a_stream_trains_as_the_map_style_set(ranks, config: dict[str, Any]) -> None:
     # 21 rows: the third batch of eight is short, and the run takes three epochs
@@ -335,6 +337,7 @@ def resume_elsewhere(lengths: list[int], folder: str, arguments: dict[str, Any],
         return str(error)
 
 
+@pytest.mark.wide
 @resuming
 def test_a_run_resumed_in_the_middle_goes_on_with_the_same_samples(ranks, tmp_path: Path) -> None:
     results = ranks(2).run(save_and_resume, LENGTHS, str(tmp_path))
@@ -394,6 +397,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.daily("failing source")
 @pytest.mark.parametrize("kind", FAILURES)
 def test_an_error_of_the_stream_is_raised_on_every_rank_when_its_batch_comes(ranks, kind: str) -> None:
     expected_steps, expected = FAILURES[kind]
@@ -432,6 +436,7 @@ def steps_with_a_slow_source() -> list[int]:
     return exceeded
 
 
+@pytest.mark.wide
 def test_a_source_slower_than_the_time_out_is_waited_for_and_never_read_further(ranks) -> None:
     assert ranks(2).run(steps_with_a_slow_source) == [[], []]
 
@@ -463,6 +468,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.daily("no steps", "split evaluation")
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_a_stream_cannot_do_is_refused_at_start_on_every_rank(ranks, kind: str) -> None:
     for message in ranks(2).run(refusal, kind):

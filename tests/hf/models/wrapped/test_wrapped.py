@@ -66,6 +66,7 @@ def check_towers(model: Any, before: dict[str, torch.Tensor], after: dict[str, t
     assert not [name for name in before if name not in names and torch.equal(after[name], before[name])]
 
 
+@pytest.mark.wide
 def test_training_is_that_of_plain_transformers_and_leaves_towers_alone(plain_weights, tmp_path: Path) -> None:
     model = gemma3()
     before = weights_of(model)
@@ -83,6 +84,7 @@ def test_training_is_that_of_plain_transformers_and_leaves_towers_alone(plain_we
     assert saved.keys() == after.keys() and all(torch.equal(saved[name], after[name]) for name in after)
 
 
+@pytest.mark.wide
 def test_the_callback_alone_trains_as_plain_transformers_does(plain_weights, tmp_path: Path) -> None:
     model = gemma3()
     before = weights_of(model)
@@ -101,6 +103,7 @@ def test_the_callback_alone_trains_as_plain_transformers_does(plain_weights, tmp
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.daily("Qwen3VL")
 @pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5", "Glm4v", "Gemma4"])
 def test_the_callback_alone_serves_classes_that_decline_the_number_of_label_tokens(name: str, tmp_path: Path) -> None:
     model, plain = (build_any(f"{name}ForConditionalGeneration", "sdpa") for _ in range(2))

@@ -86,7 +86,7 @@ def run(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.Tem
     return name, config, folder
 
 
-@pytest.mark.wide("sharded")
+@pytest.mark.wide
 @pytest.mark.slow
 def test_checkpoints_hold_towers_bit_for_bit_and_load_into_plain_transformers(run: Any) -> None:
     name, _, folder = run
@@ -101,6 +101,7 @@ def test_checkpoints_hold_towers_bit_for_bit_and_load_into_plain_transformers(ru
     assert max(relative_error(saved[key], expected[key]) for key in saved) <= 1e-10
 
 
+@pytest.mark.daily("sharded LLaVA")
 @resuming
 def test_a_resumed_training_ends_with_the_same_weights(run: Any, ranks: Any, tmp_path: Path) -> None:
     name, config, folder = run

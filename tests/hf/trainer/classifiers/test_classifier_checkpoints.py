@@ -37,7 +37,7 @@ def train(head: str, folder: str, config: dict[str, Any], start: str) -> tuple[d
     return {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}, loss
 
 
-@pytest.mark.wide("classes-sharded-2-replicated", "classes-sharded-1-replicated")
+@pytest.mark.daily("regression-staged-2-sharded")
 @resuming
 @pytest.mark.parametrize(
     "head,first,num_ranks,then",

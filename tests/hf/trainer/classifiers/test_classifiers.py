@@ -98,6 +98,7 @@ def check(ranks: Any, head: str, case: ModelCase, plan: str) -> None:
     assert max(errors.values()) <= TOLERANCE, errors
 
 
+@pytest.mark.daily("regression-slices in tiles")
 @pytest.mark.parametrize(
     "head,plan",
     [
@@ -115,6 +116,7 @@ def test_any_plan_matches_one_plain_process(ranks, head: str, plan: str) -> None
     check(ranks, head, case_of(head), plan)
 
 
+@pytest.mark.wide
 def test_an_adapter_with_a_trained_head_matches(ranks) -> None:
     check(ranks, "classes", case_of("classes", lora=LORA), "groups")
 
@@ -190,6 +192,7 @@ def test_metrics_leave_the_loss_weighted_as_in_training() -> None:
     assert found == pytest.approx(expected, rel=1e-7)
 
 
+@pytest.mark.daily("several-binary cross-entropy")
 @pytest.mark.parametrize("head,name", [("regression", "squared error"), ("several", "binary cross-entropy")])
 def test_a_forward_with_another_loss_of_numbers_is_refused(tmp_path, head: str, name: str) -> None:
     for factor in (1, 7):

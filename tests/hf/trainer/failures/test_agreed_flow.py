@@ -143,7 +143,7 @@ DOORS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
 }
 
 
-@pytest.mark.wide("alone")
+@pytest.mark.daily("first rank")
 @pytest.mark.parametrize("name", DOORS)
 def test_one_ranks_wish_counts_for_all_when_it_would_on_one_process(ranks, stock: dict[str, Any], name: str) -> None:
     door, config, rank, names = DOORS[name]
@@ -198,6 +198,7 @@ def metrics_by_rank(folder: str, door: str, strategy: str) -> Any:
     return state.global_step, scores, state.best_metric, best, [p.detach().clone() for p in trainer.model.parameters()]
 
 
+@pytest.mark.daily("alone-steps")
 @pytest.mark.parametrize("door,strategy", [("trainer", "best"), ("trainer", "steps"), ("alone", "steps")])
 def test_metrics_of_the_first_rank_choose_the_best_checkpoint_on_all(ranks, tmp_path: Path, door: str, strategy: str) -> None:
     (*first, weights), (*second, others) = ranks(2).run(metrics_by_rank, str(tmp_path), door, strategy)

@@ -132,7 +132,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.wide("replicated", "copies of shards")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RUNS)
 def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows, expected, name: str) -> None:
     num_ranks, config, attached = RUNS[name]
@@ -143,6 +143,7 @@ def test_frozen_and_unfrozen_weights_follow_one_plain_process(ranks, rows: Rows,
         assert max(float((w - expected[1][whole_names.get(n, n)]).abs().max()) for n, w in weights.items()) <= 1e-10
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["replicated", "sharded", "attached"])
 def test_an_optimizer_that_a_callback_puts_in_place_trains_as_in_one_plain_process(ranks, rows: Rows, name: str) -> None:
     losses, expected_weights = plain_training_with(swap, CASE, rows, NUM_STEPS)
@@ -159,6 +160,7 @@ def test_a_weight_that_a_callback_puts_in_place_is_refused_on_every_rank(ranks, 
         assert len(losses) == NUM_STEPS - 1 and message.startswith(f"{which} is new: ")
 
 
+@pytest.mark.daily("config0-2")
 @pytest.mark.parametrize("config,num_ranks", [({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 4)])
 def test_freezing_on_one_rank_alone_is_refused_on_all(ranks, rows: Rows, config: dict[str, Any], num_ranks: int) -> None:
     messages = [
@@ -169,6 +171,7 @@ def test_freezing_on_one_rank_alone_is_refused_on_all(ranks, rows: Rows, config:
     assert "weights, such as model.embed_tokens.weight" in messages[1]
 
 
+@pytest.mark.daily("register_hook-config0")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}])
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_added_in_training_stops_all_ranks_before_it_acts(ranks, rows: Rows, config: dict[str, Any], kind: str) -> None:
@@ -178,6 +181,7 @@ def test_a_hook_added_in_training_stops_all_ranks_before_it_acts(ranks, rows: Ro
         assert message.startswith(which) and "got a hook in training" in message
 
 
+@pytest.mark.daily("1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_bf16_weights_stay_where_they_are(ranks, rows: Rows, num_ranks: int) -> None:
     for before in ranks(num_ranks).run(weights_before_steps, rows):

@@ -134,7 +134,7 @@ STOPS: dict[str, tuple[int, dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.wide("weight", "backward", "norm", "norm of shards")
+@pytest.mark.daily("one rank")
 @pytest.mark.parametrize("name", STOPS)
 def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_path: Path, name: str) -> None:
     num_ranks, config, what, said = STOPS[name]
@@ -147,6 +147,7 @@ def test_all_ranks_stop_before_the_update_and_say_where(ranks, rows: Rows, tmp_p
         assert all(torch.equal(last[key], weights[BAD_STEP][key]) for key in kept)
 
 
+@pytest.mark.daily("config0")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}])
 def test_a_full_disk_does_not_hide_the_refusal(ranks, rows: Rows, tmp_path: Path, config: dict[str, Any]) -> None:
     # a file in the folder's place fails like a disk without room
@@ -174,6 +175,7 @@ def train_to_a_save(rows: Rows, config: dict[str, Any], folder: str) -> tuple[st
     return str(stopped.value), sorted(path.name for path in Path(folder).glob("checkpoint-*"))
 
 
+@pytest.mark.daily("config0")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}, {"stages": 2}, {"on_nonfinite": "skip"}])
 def test_infinite_weights_never_replace_a_good_checkpoint(ranks, rows: Rows, tmp_path: Path, config: dict[str, Any]) -> None:
     for message, checkpoints in ranks(2).run(train_to_a_save, rows, config, str(tmp_path)):
@@ -186,12 +188,14 @@ def test_steps_are_not_left_out_for_ever(ranks, rows: Rows, tmp_path: Path) -> N
         assert num_steps == BAD_STEP and BAD_WEIGHT in message
 
 
+@pytest.mark.wide
 def test_no_rank_fails_before_everything_is_written(ranks, rows: Rows, tmp_path: Path) -> None:
     # a launcher would end rank 0 in the middle of it
     for message, *_ in ranks(2).run(train, rows, {}, "output", str(tmp_path), None, 1.0):
         assert "model.safetensors" in message.split("written: ")[1]
 
 
+@pytest.mark.daily("False")
 @pytest.mark.parametrize("nan_filter", [True, False])
 def test_the_mean_loss_of_a_run_leaves_skipped_steps_out(ranks, rows: Rows, tmp_path: Path, nan_filter: bool) -> None:
     arguments = {"logging_nan_inf_filter": nan_filter}
@@ -239,6 +243,7 @@ def test_a_resumed_training_goes_on_counting_skipped_steps(ranks, rows: Rows, tm
         assert math.isfinite(log[-1]["train_loss"]) and log[-2]["loss"] > 0
 
 
+@pytest.mark.daily("config0-1")
 @pytest.mark.parametrize("config,num_ranks", [({}, 1), ({}, 2), ({"parameters": "sharded"}, 2), ({"stages": 2}, 2)])
 def test_a_skipped_step_changes_nothing_and_is_counted(
     ranks, rows: Rows, tmp_path: Path, config: dict[str, Any], num_ranks: int
@@ -316,6 +321,7 @@ def test_a_replay_drops_the_values_that_the_run_dropped(ranks, rows: Rows, tmp_p
     assert sum(losses) / sum(label >= 0 for label in labels) == pytest.approx(float(saved["loss"]), rel=1e-5)
 
 
+@pytest.mark.wide("LlavaForConditionalGeneration")
 @pytest.mark.parametrize("base", ["adapters", "named", "LlavaForConditionalGeneration"])
 def test_a_replay_finds_adapters_and_the_text_model_of_a_multimodal_one(
     ranks, rows: Rows, tmp_path: Path, capsys, base: str

@@ -37,6 +37,7 @@ def save_both_ways(case: ModelCase, config: dict[str, Any], folder: str) -> tupl
     return messages, sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.daily("config1-None-holds only stage")
 @pytest.mark.parametrize(
     "config,lora,why",
     [

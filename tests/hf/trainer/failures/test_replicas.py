@@ -59,7 +59,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.wide("four copies")
+@pytest.mark.daily("two copies")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_drifting_rank_is_named_before_a_save(ranks, rows: Rows, tmp_path: Path, name: str) -> None:
     num_ranks, config, rank, said = RUNS[name]
@@ -70,6 +70,7 @@ def test_a_drifting_rank_is_named_before_a_save(ranks, rows: Rows, tmp_path: Pat
     assert "first in model." in results[rank][0]
 
 
+@pytest.mark.wide
 def test_saves_at_the_end_of_an_epoch_are_checked_too(ranks, rows: Rows, tmp_path: Path) -> None:
     # an epoch has five steps
     more = {"save_strategy": "epoch", "max_steps": 7}
@@ -78,6 +79,7 @@ def test_saves_at_the_end_of_an_epoch_are_checked_too(ranks, rows: Rows, tmp_pat
         assert message.startswith("after step 5, copies of the same weights differ: ")
 
 
+@pytest.mark.wide
 def test_the_check_may_be_more_frequent_or_left_out(ranks, rows: Rows, tmp_path: Path) -> None:
     for message, num_steps, _ in ranks(2).run(train, rows, {"replica_check_steps": 1}, 1, 4, str(tmp_path)):
         assert num_steps == 2 and "after step 3" in message
@@ -86,6 +88,7 @@ def test_the_check_may_be_more_frequent_or_left_out(ranks, rows: Rows, tmp_path:
         assert not message and checkpoints == ["checkpoint-2", "checkpoint-4"]
 
 
+@pytest.mark.daily("config0")
 @pytest.mark.parametrize("config", [{}, {"parameters": "sharded"}, {"parameters": "sharded", "shard_ranks": 2}, {"stages": 2}])
 def test_equal_copies_pass(ranks, rows: Rows, tmp_path: Path, config: dict[str, Any]) -> None:
     num_ranks = 4 if "shard_ranks" in config else 2

@@ -127,7 +127,7 @@ ABREAST = 4
 FIRST = range(0, len(CASES), ABREAST)
 
 
-@pytest.mark.wide("saving; saving; writing behind; data", "logging; backward; backward; alone, logging")
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("first", FIRST, ids=["; ".join(case[0] for case in CASES[first:][:ABREAST]) for first in FIRST])
 def test_all_survivors_end_in_time_and_name_step_and_rank(tmp_path: Path, first: int) -> None:

@@ -66,6 +66,7 @@ def test_an_evaluation_set_in_which_nothing_counts_is_refused_too() -> None:
     assert "eval_dataset has no label that counts once its rows are cut to 5 tokens" in found
 
 
+@pytest.mark.daily("pieces")
 @pytest.mark.parametrize("name", ["masked rows", "pieces", "two batches a step"])
 def test_a_step_in_which_nothing_counts_is_refused_before_the_first_step(name: str) -> None:
     rows, config, arguments = {

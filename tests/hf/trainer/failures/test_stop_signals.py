@@ -124,6 +124,7 @@ def check_stop_and_resume(folder: Path, stopped_by: str, uninterrupted: list[flo
     return second
 
 
+@pytest.mark.wide
 @resuming
 def test_sigterm_to_one_rank_stops_all_ranks_with_exit_code_0(tmp_path: Path, uninterrupted: list[float]) -> None:
     # a launcher ends with 0 if all of its ranks do
@@ -136,6 +137,7 @@ def test_sigterm_to_one_rank_stops_all_ranks_with_exit_code_0(tmp_path: Path, un
         assert report["stopped_by"] == "SIGTERM" and report["saves"] == [4, 6, 8]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @resuming
 def test_sigterm_to_the_launcher_saves_on_all_ranks(tmp_path: Path, uninterrupted: list[float]) -> None:
@@ -158,6 +160,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks(tmp_path: Path, uninterrupte
     check_stop_and_resume(tmp_path, "SIGTERM", uninterrupted)
 
 
+@pytest.mark.wide
 @resuming
 def test_different_signals_on_all_ranks_are_one_request(tmp_path: Path, uninterrupted: list[float]) -> None:
     ranks_of(tmp_path, "both, SIGUSR1 and SIGINT")

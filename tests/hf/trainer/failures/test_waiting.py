@@ -151,6 +151,7 @@ def wait_for_works(tmp_path: Path, doors: list[str], deed: str = "work", places:
     return said
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_a_rank_that_works_is_waited_for_at_every_place(tmp_path: Path) -> None:
     for door, said in wait_for_works(tmp_path, ["replicated", "sharded", "stages", "attached", "alone"]).items():
@@ -198,7 +199,7 @@ ENDS = [
 ABREAST = 4
 
 
-@pytest.mark.wide("8")
+@pytest.mark.daily("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(ENDS), ABREAST))
 def test_a_rank_that_hangs_died_or_failed_is_named_in_time(tmp_path: Path, first: int) -> None:

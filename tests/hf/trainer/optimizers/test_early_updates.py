@@ -49,6 +49,7 @@ def trained(folder: str, arguments: dict[str, Any], callback: Any, is_early: boo
     return len(counted), {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
 
 
+@pytest.mark.daily("clipped-Doubling")
 @pytest.mark.parametrize("callback", [Watching, Doubling])
 @pytest.mark.parametrize(
     "arguments",

@@ -22,6 +22,7 @@ def resume(folder: str, first: str, second: str) -> str:
     return ""
 
 
+@pytest.mark.daily("adamw_torch-sgd-lack dampening, momentum")
 @pytest.mark.parametrize("first,second,expected", [("adamw_torch", "sgd", "lack dampening, momentum"), ("sgd", "sgd", "")])
 def test_states_of_another_optimizer_are_refused_by_name(ranks, tmp_path: Path, first: str, second: str, expected: str) -> None:
     (message,) = ranks(1).run(resume, str(tmp_path), first, second)

@@ -85,7 +85,7 @@ def runs(folder: str, config: dict[str, Any]) -> tuple[list[tuple[str, bool]], b
     return found, all(ends)
 
 
-@pytest.mark.wide("replicated", "states on the host")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_other_frozen_weights_are_refused_by_name_and_equal_ones_go_on(ranks, tmp_path: Path, name: str) -> None:
     num_ranks, config = PLACEMENTS[name]
@@ -104,6 +104,7 @@ def regrouped(folder: str, config: dict[str, Any]) -> list[str]:
     return [train(folder, config, False, is_resumed=True, way=way)[0] for way in ("moved", "swapped")]
 
 
+@pytest.mark.daily("replicated")
 @pytest.mark.parametrize("name", ["replicated", "sharded"])
 def test_other_groups_are_refused_and_another_order_where_states_are_numbered(ranks, tmp_path: Path, name: str) -> None:
     num_ranks, config = PLACEMENTS[name]

@@ -139,6 +139,7 @@ def train_in_bf16(folder: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.wide
 @resuming
 def test_fp32_copies_of_bf16_weights_stay_shards_and_pass_through_checkpoints(ranks, tmp_path: Path) -> None:
     for first, again in ranks(2).run(train_in_bf16, str(tmp_path)):

@@ -54,6 +54,7 @@ def assert_same_steps(found: Any, expected: Any) -> None:
         assert step.gradients and max(relative_error(g, whole[name]) for name, g in step.gradients.items()) <= 1e-12
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("num_ranks", "config"),
     [(2, {}), (4, {"tokens_per_rank": 64})],
@@ -72,6 +73,7 @@ def test_losses_and_gradients_are_those_of_one_plain_process(ranks, rows, tmp_pa
     assert max(relative_error(saved[name], weight) for name, weight in weights.items()) <= 1e-12
 
 
+@pytest.mark.wide
 @resuming
 def test_a_run_resumes_with_and_without_interleaving(ranks, rows, tmp_path: Path) -> None:
     expected, _ = plain_steps(CASE, rows, 4)
@@ -116,6 +118,7 @@ def self_tested(rows: Rows, folder: str) -> set[int]:
     return recorder.steps[0].layer_ranges
 
 
+@pytest.mark.wide
 def test_the_self_test_runs_interleaved_plans(ranks, rows, tmp_path: Path) -> None:
     assert ranks(2).run(self_tested, rows, str(tmp_path)) == [{0, 1}] * 2
 
@@ -126,6 +129,7 @@ def refused(rows: Rows, folder: str, config: dict[str, Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.daily("config1-are more than the model's 8 layers; use interleave=4 or less")
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -75,7 +75,7 @@ def assert_same_steps(found: Any, expected: Any) -> None:
         assert max(relative_error(step.gradients[name], gradient) for name, gradient in gradients.items()) <= 1e-12
 
 
-@pytest.mark.wide("two stages")
+@pytest.mark.daily("measured")
 @pytest.mark.parametrize(
     ("num_ranks", "config"),
     [(2, {}), (4, {"tokens_per_rank": 128}), (2, {"calibration_steps": 1, "self_test": True, "report_steps": True})],
@@ -97,6 +97,7 @@ def test_losses_and_gradients_are_those_of_one_plain_process(ranks, rows, quick,
     assert max(relative_error(found[name].detach(), weight) for name, weight in weights.items() if "lora_" in name) <= 1e-12
 
 
+@pytest.mark.wide
 def test_policies_are_executed_on_each_stages_own_layers(ranks, rows, quick, tmp_path: Path) -> None:
     expected, _ = plain_steps(CASE, rows, NUM_STEPS)
     spec = model_spec(build_model(CASE))
@@ -107,6 +108,7 @@ def test_policies_are_executed_on_each_stages_own_layers(ranks, rows, quick, tmp
         assert steps[0].num_policies > 0
 
 
+@pytest.mark.wide
 @resuming
 def test_a_run_resumes_with_and_without_lending(ranks, rows, quick, tmp_path: Path) -> None:
     expected, _ = plain_steps(CASE, rows, 4)
@@ -146,6 +148,7 @@ def refused(rows: Rows, folder: str, case: ModelCase, config: dict[str, Any]) ->
     return str(error.value)
 
 
+@pytest.mark.daily("all weights", "experts")
 @pytest.mark.parametrize(
     ("case", "config", "message"),
     [

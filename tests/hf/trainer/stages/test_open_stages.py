@@ -184,6 +184,7 @@ def start_unlike(folder: str, hardware: str, first: Any, other: Any) -> str:
     return ""
 
 
+@pytest.mark.wide("None-auto")
 @pytest.mark.parametrize("first,other", [(None, "auto"), (None, 1), (2, None)])
 def test_stages_that_differ_between_ranks_are_refused_by_name(ranks, tmp_path: Path, first: Any, other: Any) -> None:
     for error in ranks(4).run(start_unlike, str(tmp_path), profile(tmp_path), first, other):
@@ -197,6 +198,7 @@ def touches_folder(folder: str, hardware: str, name: str) -> bool:
     return bool(shared.called)
 
 
+@pytest.mark.daily("no checkpoint")
 @pytest.mark.parametrize("name", ["one stage", "asked for", "no checkpoint", "chosen"])
 def test_a_folder_is_touched_only_if_stages_are_open(ranks, tmp_path: Path, name: str) -> None:
     found = ranks(4).run(touches_folder, str(tmp_path / "run"), profile(tmp_path), name)
@@ -214,6 +216,15 @@ def test_a_folder_that_cannot_be_read_is_not_shared(ranks, tmp_path: Path) -> No
         assert ranks(2).run(folder_under, str(tmp_path / bad)) == [False, False]
 
 
+@pytest.mark.daily(
+    "chosen",
+    "one stage",
+    "own callback",
+    "a stream",
+    "a frozen layer",
+    "an earlier checkpoint",
+    "folders of their own",
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_reason_keeps_one_stage_and_is_said_in_one_line(ranks, tmp_path: Path, name: str) -> None:
     if name == "an earlier checkpoint":
@@ -244,6 +255,7 @@ def train(folder: str, hardware: str, resumes: bool, config: dict[str, Any]) -> 
     return trainer.longctx_run.setup.num_stages, recorder.losses
 
 
+@pytest.mark.wide
 def test_a_run_on_two_nodes_makes_stages_and_resumes_with_them_or_without(ranks, tmp_path: Path) -> None:
     expected, _ = plain_training(CASE, ROWS, NUM_STEPS)
     folder, hardware = str(tmp_path / "run"), profile(tmp_path)

@@ -73,20 +73,7 @@ def train(
     return recorder.losses, weights, trainer.evaluate()["eval_loss"], {fact for fact, holds in facts.items() if holds}
 
 
-@pytest.mark.wide(
-    "adapters-sharded",
-    "rings-gathered_per_step",
-    "hybrids-sharded",
-    "more ranks than heads-sharded",
-    "windows-sharded",
-    "layers on the host-sharded",
-)
-@pytest.mark.wide(
-    "states on the host-gathered_per_step",
-    "hybrids-gathered_per_step",
-    "more ranks than heads-gathered_per_step",
-    "windows-gathered_per_step",
-)
+@pytest.mark.daily("rings-sharded", "spread experts-sharded")
 @pytest.mark.parametrize("name,parameters", EVERY_RUN)
 def test_clipped_steps_and_an_evaluation_follow_one_plain_process(ranks, tmp_path: Path, name: str, parameters: str) -> None:
     case, config = (RUNS | ALONE)[name]
@@ -103,6 +90,7 @@ def test_clipped_steps_and_an_evaluation_follow_one_plain_process(ranks, tmp_pat
         assert ("layers on the host" in facts, "spread experts" in facts) == ("layer_weights" in config, "expert_ranks" in config)
 
 
+@pytest.mark.wide
 def test_bf16_weights_with_fp32_copies_follow_whole_ones(ranks, tmp_path: Path) -> None:
     case, pool = replace(PLAIN, promoted=False, dtype=torch.bfloat16), ranks(4)
     (losses, *_), *_ = pool.run(train, case, str(tmp_path), {"parameters": "replicated"}, {}, timeout_s=300.0)
@@ -133,6 +121,7 @@ REFUSED: list[tuple[ModelCase, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.wide
 def test_what_does_not_go_with_shards_of_a_stage_is_refused_on_every_rank(ranks, tmp_path: Path) -> None:
     for case, config, message in REFUSED:
         for text in ranks(4).run(refused, str(tmp_path), case, config):

@@ -12,6 +12,7 @@ from helpers.ranks.forked import FORKED
 from hf_longctx.recipes.bench.cpu import pipeline, stage_processes
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_plans_of_one_batch_agree_and_a_missed_ratio_fails(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(stage_processes.mp, "get_context", lambda _: FORKED)

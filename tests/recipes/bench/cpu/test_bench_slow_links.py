@@ -25,6 +25,7 @@ def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.mp, "get_context", lambda _: FORKED)
 
 
+@pytest.mark.wide
 def test_all_methods_train_the_same_and_a_missed_ratio_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def send_to_all(folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.wide
 def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
     machine = network.Machine(num_ranks=4, ranks_per_node=2, node_mb_s=8.0, network_mb_s=2.0, core_share=0.0)
     if problems := network.problems_of(machine):

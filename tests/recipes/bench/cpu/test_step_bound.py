@@ -26,6 +26,7 @@ from hf_longctx.recipes.bench.cpu import step_bound
 from hf_longctx.recipes.bench.cpu.step_bound import _Node, _Prices, _Shares, step_bound_s
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(odd_problems(most=5, max_ranks=5, longest_first=False), st.floats(1.0, 2.0))
 def test_no_layout_is_faster_than_the_bound_whatever_the_problem(problem: GroupingProblem, factor: float) -> None:
@@ -98,6 +99,7 @@ def test_parts_of_a_node_have_all_its_layouts() -> None:
     assert _Node(1, False, ((4.0, 4.001),)).parts(8.0) == []
 
 
+@pytest.mark.wide
 def test_a_bound_is_much_tighter_where_long_sequences_rule() -> None:
     problem = flexsp_problem(lognormal_lengths(0, 512, 200_000, 1500.0, 1.6))
     found_s = problem.step_seconds(plan_greedy(problem, 5))

@@ -32,6 +32,7 @@ def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["case"]["num_tokens"] == other["case"]["num_tokens"]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_what_can_run_on_the_cpu_runs_and_agrees(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
@@ -69,6 +70,7 @@ def test_copies_of_both_ways_fit_into_what_is_pinned(pin_gib: float) -> None:
     assert 0 < 2 * sizes.copy_bytes <= sizes.pin_bytes
 
 
+@pytest.mark.wide
 def test_a_case_in_its_own_process_comes_to_the_same() -> None:
     case = Case("B", cases.OURS, 64, is_toy=True, steps=1)
     here, there = run_case(case), matrix.in_process(case, 120.0)
@@ -76,6 +78,7 @@ def test_a_case_in_its_own_process_comes_to_the_same() -> None:
     assert there.loss == pytest.approx(here.loss, rel=1e-6) and there.measured == here.measured
 
 
+@pytest.mark.wide
 def test_methods_are_chosen_by_words_and_rows_come_as_they_are_done(tmp_path: Path) -> None:
     file, words = tmp_path / "rows.json", ["selective", "tiled MLP", "HF plain"]
     matrix.main(["--toy", "--sections", "B", "--methods", *words, "--json", str(file)])
@@ -145,6 +148,7 @@ def test_the_row_of_trl_says_what_to_install() -> None:
     assert run_case(case).state == "skipped: trl is not installed (pip install trl==1.16.0)"
 
 
+@pytest.mark.wide
 def test_failures_are_rows() -> None:
     case = Case("B", "ours, all on the host", 64, is_toy=True, host_gib=0.0)
     assert "failed: ValueError: 0.0 GiB would go to the host, but --host-gib allows 0" in run_case(case).state

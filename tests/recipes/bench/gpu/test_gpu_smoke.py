@@ -38,6 +38,21 @@ def few_steps(*arguments: Any, max_steps: int, **settings: Any) -> TrainingArgum
     return TrainingArguments(*arguments, max_steps=6, **settings)
 
 
+@pytest.mark.wide(
+    "planned step, bf16 weights, fp32 gradients",
+    "training, 20 steps, bf16 autocast",
+    "tile of more than 65,535 heads",
+    "policy: attention kept on the device",
+    "policy: attention and inputs on the host",
+    "policy: shares recomputed, on host, on device",
+    "policy: part of the MLP kept",
+    "policy: part of queries, keys and values kept",
+    "policy: kept layer above one on the host",
+    "policy: loss in tiles, everything kept",
+    "policy: four slices, everything kept",
+    "policy: four slices, attention kept on the host",
+    "callback attached to a stock trainer",
+)
 @pytest.mark.parametrize("name", [n for n in smoke.checks(TOKENS, CPU) if "cuDNN" not in n and "stream" not in n])
 def test_checks_hold_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (smoke, smoke_memory):
@@ -101,6 +116,7 @@ def test_blocks_of_the_slab_that_overlap_fail_the_tier() -> None:
     assert error > 0
 
 
+@pytest.mark.daily("attention and inputs on the host")
 @pytest.mark.parametrize("name", ["attention and inputs on the host", "four slices, attention kept on the host"])
 def test_a_wrong_value_back_from_the_host_fails_a_policy(name: str) -> None:
     fetch = host_tier.HostTensor.fetch

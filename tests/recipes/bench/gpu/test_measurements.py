@@ -76,6 +76,7 @@ def test_methods_are_chosen_by_name_or_word() -> None:
     assert chosen("unsloth", "TRL") == ["TRL selective, Liger", "unsloth"]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU leaves out is named here")
 def test_other_systems_are_named_with_their_settings_or_why_they_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -26,6 +26,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, di
     return {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
+@pytest.mark.daily("384000-64")
 @pytest.mark.parametrize("limit,degree", [(192_000, 32), (384_000, 64)])
 def test_static_methods_take_the_published_seconds_on_commoncrawl(
     limit: int, degree: int, capsys: pytest.CaptureFixture[str]
@@ -37,6 +38,7 @@ def test_static_methods_take_the_published_seconds_on_commoncrawl(
     assert rows["BatchAda"]["to_published"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.daily("384000")
 @pytest.mark.parametrize("limit", [192_000, 384_000])
 def test_static_methods_take_the_published_seconds_on_github(limit: int, capsys: pytest.CaptureFixture[str]) -> None:
     # the tail of these lengths is heavier and known less well, hence 10 % and 13 %
@@ -45,6 +47,7 @@ def test_static_methods_take_the_published_seconds_on_github(limit: int, capsys:
         assert rows[method]["to_published"] == pytest.approx(1, abs=0.10 if limit < 384_000 else 0.13)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("limit", [192_000, 384_000])
 def test_flexsp_is_as_much_faster_as_published_on_commoncrawl(limit: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, "--limit", str(limit), "--batches", "12", "--methods", "BatchAda", "FlexSP")

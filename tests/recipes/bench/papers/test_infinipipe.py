@@ -14,6 +14,7 @@ main: Callable[[list[str]], int] = bench.main
 
 
 # one number of slices, close to the best of every method
+@pytest.mark.wide
 @pytest.mark.parametrize("case,num_slices", [("96K/35", 16), ("192K/50", 32)])
 def test_the_joint_plan_is_as_much_faster_as_promised(case: str, num_slices: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", case, "--seeds", "1", "--slices", str(num_slices), "--json"]) == 0
