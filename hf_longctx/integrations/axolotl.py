@@ -117,6 +117,7 @@ class DPOOfLogProbs(AxolotlDPOTrainer):  # type: ignore[misc]
             loss = loss + weight * (losses_P * weights_P).mean()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * values.aux_loss
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"].append(values.aux_loss.item())
         self._add_metrics(values, mask_BS, self.beta * ratios_2P.detach(), own_2P.detach(), inputs["attention_mask"].sum())
         return loss
 

@@ -91,5 +91,5 @@ def test_the_loss_is_that_of_whole_logits(name: str) -> None:
     (loss, slopes, metrics), (wanted, wanted_slopes, wanted_metrics) = outcome(DPOOfLogProbs), outcome(AxolotlDPOTrainer)
     assert loss == pytest.approx(wanted, rel=1e-12)
     torch.testing.assert_close(slopes, wanted_slopes, rtol=0, atol=1e-12)
-    # the balance is logged by its own name
-    assert metrics == pytest.approx({key: value for key, value in wanted_metrics.items() if key != "aux_loss"}, rel=1e-9)
+    # TRL counts in single precision
+    assert metrics == pytest.approx(wanted_metrics, rel=1e-6)
