@@ -6,6 +6,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -141,6 +142,55 @@ def test_graphs_wait_where_memory_is_left_and_are_made_again_elsewhere() -> None
     for own in (costs, costs_of(TOWER, num_ranks=1)):
         plan = plan_step(0, [200, 200], own, config, media=media)
         assert all(run.keeps for micro_batch in plan.micro_batches for group in micro_batch.groups for run in group.towers)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.sampled_from([(2, 2), (4, 4), (2, 1), (4, 2)]), st.booleans())
+def test_images_are_dealt_over_a_group_where_that_takes_fewer_seconds(
+    sizes: list[int], ways: tuple[int, int], is_slow: bool
+) -> None:
+    bounds = [0, *accumulate(sizes)]
+    media: tuple[Media, ...] = (tuple(image(*ends) for ends in pairwise(bounds)),)
+    costs = costs_of(num_ranks=4)
+    byte_s = 1.0 if is_slow else 0.0
+    coefficients = replace(costs.coefficients, **{
+        name: replace(getattr(costs.coefficients, name), message_s=0.0, link_byte_s=byte_s, network_byte_s=byte_s)
+        for name in ("forward", "backward")
+    })  # fmt: skip
+    costs = replace(costs, media=media, coefficients=coefficients)
+    shape, chunk = GroupShape(*ways), Chunk(0, (Span(0, 0, 2 * bounds[-1]),))
+    group = SequenceGroup.of(shape, tuple(range(shape.degree)), (chunk,))
+    seconds = {(0, number): costs.tower_s([each], False) for number, each in enumerate(media[0])}
+    own_s = max(sum(map(seconds.__getitem__, own)) for own in rank_media(chunk, shape, media))
+    dealt = costs.dealt_images(chunk, shape)
+    if is_slow:
+        assert not dealt
+        return
+    loads = [sum(seconds[key] for key, rank in dealt.items() if rank == place) for place in range(shape.degree)]
+    if dealt:
+        # each once, and not further above an even share than the longest
+        assert dealt.keys() == seconds.keys()
+        assert max(loads) < own_s and max(loads) <= sum(loads) / shape.degree + max(seconds.values())
+    else:
+        assert own_s <= sum(seconds.values()) / shape.degree + max(seconds.values())
+    assert costs.chunk_towers_s(group, chunk, False) == pytest.approx(max(loads) if dealt else own_s)
+
+
+def test_plans_say_which_rank_runs_an_image_and_count_its_bytes_there() -> None:
+    costs = costs_of(num_ranks=2)
+    # both in the first half, so on the first rank; as large as the seconds of towers are next to an exchange
+    media: tuple[Media, ...] = ((image(0, 100), image(100, 190)),)
+    config = replace(CONFIG, degrees=(2,), activations=ActivationBudget(400, 1 << 30))
+    plan = plan_step(0, [400], costs, config, media=media)
+    ((group,),) = (each.groups for each in plan.micro_batches)
+    assert [(run.number, run.rank) for run in group.towers] == [(0, 0), (1, 1)]
+    own = replace(plan, micro_batches=(MicroBatch((replace(group, towers=tuple(r._replace(rank=-1) for r in group.towers)),)),))
+    dealt, held = evaluate_plan(plan, costs), evaluate_plan(own, costs)
+    assert dealt.step_s < held.step_s
+    assert max(dealt.peak_bytes) < max(held.peak_bytes)
+    with pytest.raises(PlanError, match=re.escape("images are dealt to ranks [0, 2] of a group of 2")):
+        wrong = replace(group, towers=(group.towers[0], group.towers[1]._replace(rank=2)))
+        validate_plan(replace(plan, micro_batches=(MicroBatch((wrong,)),)))
 
 
 def test_memory_is_left_for_towers_that_meet_what_other_chunks_hold() -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,19 @@ from torch.utils.data import Dataset
 
 from hf_longctx.hf.data.fields import MEDIA, MEDIA_FILES
 from hf_longctx.hf.data.labels import LOSS_WEIGHTS, NEXT_TOKEN, HeadTask
-from hf_longctx.hf.data.media.rows import MediaReader, Medium, SequenceMedia, chunk_media, positions_alone, sequence_media
+from hf_longctx.hf.data.media.rows import (
+    MediaReader,
+    Medium,
+    SequenceMedia,
+    chunk_media,
+    dealt_media,
+    joined_positions,
+    positions_alone,
+    sequence_media,
+)
 from hf_longctx.hf.data.sampler import IntArray, SequenceIndex
 from hf_longctx.hf.data.scan import ScannedRows
-from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.sharding import Piece, rank_pieces
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs, ChunkMedia
 from hf_longctx.runtime.core.loss import IGNORE_INDEX, Targets
@@ -104,24 +113,36 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
 
     def __getitem__(self, step: PlannedStep) -> tuple[PlannedStep, dict[int, TokenSequence] | ChangedRow]:
         found = {}
-        for i, pieces in sorted(held_pieces(step.plan, step.rank).items()):
+        has_towers = step.plan.place(step.rank)[0] == 0
+        held, dealt = held_pieces(step.plan, step.rank), dealt_images(step.plan, step.rank) if has_towers else {}
+        # tokens whose images the rank runs itself
+        own = held_pieces(step.plan, step.rank, are_dealt=False) if dealt else held
+        for i in sorted(held.keys() | dealt.keys()):
             number = step.sequences[i]
             row = self._row(int(self.index.rows[number]))
             if isinstance(row, ChangedRow):
                 return step, row
-            first, stop = covered(pieces)
+            first, stop = covered(held.get(i, [(0, 0)]))
             sequence = self._sequence(row, number, first, stop)
             try:
-                media = self._media(row, number, pieces, has_towers=step.plan.place(step.rank)[0] == 0)
+                media = self._media(row, number, own.get(i, ()), has_towers, dealt.get(i, ()), i in held)
             except ValueError as error:
                 return step, ChangedRow(str(error))
             found[i] = sequence if media is None else replace(sequence, media=media.cut(first, stop))
         return step, found
 
-    def _media(self, row: Any, number: int, pieces: Sequence[tuple[int, int]], has_towers: bool) -> SequenceMedia | None:
+    def _media(
+        self,
+        row: Any,
+        number: int,
+        pieces: Sequence[tuple[int, int]],
+        has_towers: bool,
+        dealt: Collection[int],
+        has_tokens: bool,
+    ) -> SequenceMedia | None:
         """Returns the media of a whole sequence, opened if they have tokens in these pieces; None for a sequence of text.
 
-        has_towers: whether the rank's stage runs towers; no other opens media.
+        has_towers: whether the rank's stage runs towers; no other opens media. dealt, has_tokens: see `sequence_media`.
         """
         is_table = isinstance(row, pa.Table)
         if self.reader is None or MEDIA not in (row.column_names if is_table else row):
@@ -140,7 +161,8 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
         ids = _tokens(row, "input_ids", start, end)
         if not has_towers:
             return positions_alone(ids, [medium for medium, _ in own], self.reader)
-        return sequence_media(ids, own, pieces, self.reader, f"{name}row {int(self.index.rows[number])}")
+        where = f"{name}row {int(self.index.rows[number])}"
+        return sequence_media(ids, own, pieces, self.reader, where, dealt, has_tokens)
 
     def _row(self, number: int) -> Any:
         if self.scanned is None:
@@ -189,16 +211,30 @@ class PlannedDataset(Dataset[tuple[PlannedStep, dict[int, TokenSequence] | Chang
         return labels, own.float().unsqueeze(0) if has_values else None
 
 
-def held_pieces(plan: StepPlan, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """Returns, for every sequence with tokens on this rank, their ranges [first, stop)."""
+def held_pieces(plan: StepPlan, rank: int, are_dealt: bool = True) -> dict[int, list[tuple[int, int]]]:
+    """Returns, for every sequence with tokens on this rank, their ranges [first, stop).
+
+    are_dealt: with those of chunks whose images the plan deals to the ranks of a group.
+    """
     found: dict[int, list[tuple[int, int]]] = {}
     _, position = plan.place(rank)
     for group, _ in plan.for_rank(rank).rounds:
-        for chunk in group.chunks:
+        for chunk in group.chunks if are_dealt else (each for each in group.chunks if not group.dealt(each)):
             for piece in rank_pieces(chunk, group.shape)[group.positions.index(position)]:
                 if piece.document < len(chunk.spans):
                     span = chunk.spans[piece.document]
                     found.setdefault(span.sequence, []).append((span.start + piece.start, span.start + piece.stop))
+    return found
+
+
+def dealt_images(plan: StepPlan, rank: int) -> dict[int, set[int]]:
+    """Returns the numbers of the dealt images that this rank runs, for every sequence with a dealt image in its groups."""
+    found: dict[int, set[int]] = {}
+    _, position = plan.place(rank)
+    for group, _ in plan.for_rank(rank).rounds:
+        for run in (run for run in group.towers if run.rank >= 0):
+            numbers = found.setdefault(run.sequence, set())
+            numbers |= {run.number} if group.positions[run.rank] == position else set()
     return found
 
 
@@ -323,12 +359,37 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
             for part, positions in parts
         )
         loss_weights = torch.cat(list(of_parts)).unsqueeze(0)
+    of_parts = [(number, part.media, each) for number, (part, each) in zip(numbers, parts, strict=True)]
+    media = _chunk_media(chunk, group, position, of_parts, sequences)
+    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values, media)
+
+
+def _chunk_media(
+    chunk: Chunk,
+    group: SequenceGroup,
+    position: int,
+    parts: Sequence[tuple[int, SequenceMedia | None, Tensor]],
+    sequences: Mapping[int, TokenSequence],
+) -> ChunkMedia | None:
+    """Returns the media of a shard of a chunk, as the plan says which ranks run them; None without any."""
     keeps: dict[int, dict[int, bool]] = {}
     for run in (run for run in group.towers if run.chunk == chunk.index):
         keeps.setdefault(run.sequence, {})[run.number] = bool(run.keeps)
-    of_parts = ((number, part.media, positions) for number, (part, positions) in zip(numbers, parts, strict=True))
-    media = chunk_media([(number, own and own.kept(keeps.get(number, {})), each) for number, own, each in of_parts])
-    return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values, media)
+    kept = [(number, own and own.kept(keeps.get(number, {})), each) for number, own, each in parts]
+    has_towers = any(own is not None and own.all_rows is not None for own in (each.media for each in sequences.values()))
+    if not has_towers or not (dealt := group.dealt(chunk)):
+        return chunk_media(kept)
+    whole = {i: media.kept(keeps[i]) for i in keeps if (media := sequences[i].media) is not None}
+    places = [[_place(chunk, piece) for piece in pieces] for pieces in rank_pieces(chunk, group.shape)]
+    return dealt_media(places, group.positions.index(position), whole, dealt, joined_positions(kept))
+
+
+def _place(chunk: Chunk, piece: Piece) -> tuple[int, int, int]:
+    """Returns the sequence of a piece, -1 for a dummy, and its token range there."""
+    if piece.document >= len(chunk.spans):
+        return -1, 0, piece.num_tokens
+    span = chunk.spans[piece.document]
+    return span.sequence, span.start + piece.start, span.start + piece.stop
 
 
 def _numbered(parts: Sequence[tuple[TokenSequence, Tensor]]) -> tuple[list[tuple[TokenSequence, Tensor]], Tensor | None]:

@@ -2,9 +2,10 @@
 
 The change sits right before the decoder, where every class has merged its inputs: it takes embeddings in place of token ids,
 positions in time, height and width in classes with M-RoPE, and features that are added after its first layers. Towers run in the
-forward of every chunk with a token of the image, on the ranks that hold these tokens, and only for these images. So no features
-wait between chunks, ranks exchange none, and gradients of trained towers arrive in the chunk's own backward: each rank adds those
-of its own tokens, and the step sums them over ranks like all others. Graphs of trained towers are kept until then while the plan
+forward of every chunk with a token of the image, on the ranks that hold these tokens, or on the ranks of the group to which the
+plan deals them, and only for these images. Dealt features travel to the ranks of their tokens, and their gradients back. So no
+features wait between chunks, and gradients of trained towers arrive in the chunk's own backward: each rank has those of the
+images that it ran, and the step sums them over ranks like all others. Graphs of trained towers are kept until then while the plan
 leaves room for them; otherwise towers run again in the backward, image by image (`TowerGraphs`).
 
 A pipeline has towers on its first stage, whose first layer range takes features. All others get positions alone.
@@ -32,7 +33,9 @@ from hf_longctx.families.family import MediumKind
 from hf_longctx.hf.models.attention import sees_both_ways
 from hf_longctx.hf.models.heads import inner_decoder
 from hf_longctx.hf.models.towers import text_part, text_path, tower_names, wrapper_family, wrapper_of
-from hf_longctx.runtime.core.chunk_inputs import TowerInputs
+from hf_longctx.runtime.attention.layout import GroupLayout
+from hf_longctx.runtime.core.chunk_inputs import FeatureExchange, TowerInputs
+from hf_longctx.runtime.states.passing import exchange
 
 # attribute of a decoder: handle of the hook before it; of the text model with it: its `TowerGraphs`
 _HANDLE, _GRAPHS = "_longctx_media_handle", "_longctx_tower_graphs"
@@ -70,8 +73,7 @@ def around_text(model: nn.Module) -> Any:
 
 def num_added_levels(model: nn.Module) -> int:
     """Number of the first layers after which features are added to hidden states."""
-    vision = getattr(around_text(model).config, "vision_config", None)
-    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return _num_levels(around_text(model)) - 1
 
 
 def tower_arguments(model: nn.Module, kind: MediumKind) -> tuple[str, ...]:
@@ -218,8 +220,9 @@ def _with_media(
     if keywords.get("input_ids") is None:
         # features are part of the hidden states of earlier layers
         return args, changed
+    has_images = bool(len(media.places)) or media.exchange is not None
     trained = _trained_beside(around, text) if media.reaches_all else []
-    if not len(media.places) and not trained:
+    if not has_images and not trained:
         return args, changed
     if needs_blocks and len(media.places) and not context.blocks:
         raise RuntimeError(
@@ -235,18 +238,45 @@ def _with_media(
     changed["input_ids"] = None
     if trained:
         embeds_1TC = _Reaching.apply(embeds_1TC, *trained)
-    if not len(media.places):
+    if not has_images:
         return args, changed | {"inputs_embeds": embeds_1TC}
     graphs = vars(text)[_GRAPHS]
     tables = [graphs.features(around, each) for each in media.media]
     # one level for embeddings, then those that layers add
-    levels = [torch.cat(level).index_select(0, media.rows).to(embeds_1TC.dtype) for level in zip(*tables, strict=True)]
+    levels = [torch.cat(level).to(embeds_1TC.dtype) for level in zip(*tables, strict=True)]
+    if media.exchange is not None:
+        # a rank that runs no towers has tables without rows
+        levels = levels or [embeds_1TC.new_zeros(0, embeds_1TC.shape[2])] * _num_levels(around)
+        levels = _exchanged(levels, media.exchange, around, text, context.layout)
+    levels = [level.index_select(0, media.rows) for level in levels]
     changed["inputs_embeds"] = embeds_1TC.index_copy(1, media.places, levels[0].unsqueeze(0))
-    if len(levels) > 1:
+    if len(levels) > 1 and len(media.places):
         is_medium_1T = torch.zeros_like(keywords["input_ids"], dtype=torch.bool)
         changed["visual_pos_masks"] = is_medium_1T.index_fill(1, media.places, True)
         changed["deepstack_visual_embeds"] = levels[1:]
     return args, changed
+
+
+def _exchanged(
+    levels: Sequence[Tensor], exchange_: FeatureExchange, around: Any, text: nn.Module, layout: GroupLayout
+) -> list[Tensor]:
+    """Returns the rows [n, C] of every level that the ranks of a group run for this one, rank after rank.
+
+    Gradients go back to the rank that ran the towers. All ranks take part in that if any weight of the towers is trained, even
+    those that run or need none.
+    """
+    rows_NK = torch.cat(list(levels), dim=1)
+    sends = [rows_NK.index_select(0, each).reshape(-1) for each in exchange_.sends]
+    receives = [count * rows_NK.shape[1] for count in exchange_.receives]
+    anchor = rows_NK.new_zeros(()).requires_grad_(bool(_trained_beside(around, text)))
+    received = exchange(sends, receives, [anchor], layout)
+    return list(received.view(-1, rows_NK.shape[1]).chunk(len(levels), dim=1))
+
+
+def _num_levels(around: Any) -> int:
+    """Number of tables of features that towers make: for embeddings, and for layers that add some."""
+    vision = getattr(around.config, "vision_config", None)
+    return 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def _trained_beside(around: Any, text: nn.Module) -> list[nn.Parameter]:

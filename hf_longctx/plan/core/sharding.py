@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from hf_longctx.plan.core.types import Chunk, GroupShape, Media, Span, TowerWork
+from hf_longctx.plan.core.types import Chunk, GroupShape, Media, SequenceGroup, Span, TowerWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,13 @@ def rank_media(chunk: Chunk, shape: GroupShape, media: Sequence[Media]) -> list[
                     if count := max(0, min(end, each.stop) - max(begin, each.start)):
                         own[key] = own.get(key, 0) + count
     return found
+
+
+def run_images(chunk: Chunk, group: SequenceGroup, media: Sequence[Media]) -> list[list[tuple[int, int]]]:
+    """Returns the images that every rank of a group runs in a chunk, by sequence and number."""
+    if not (dealt := group.dealt(chunk)):
+        return [list(own) for own in rank_media(chunk, group.shape, media)]
+    return [[key for key, rank in dealt.items() if rank == place] for place in range(group.degree)]
 
 
 def block_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:

@@ -252,6 +252,8 @@ class TowerRun(NamedTuple):
     number: int
     # 1: its graph waits for the chunk's backward; 0: a trained tower runs once more there
     keeps: int = 1
+    # of the group, which runs it for all ranks; -1: every rank with tokens of it runs it
+    rank: int = -1
 
 
 # layer ranges of every stage (several with interleaving)
@@ -334,6 +336,13 @@ class SequenceGroup:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def dealt(self, chunk: Chunk) -> dict[tuple[int, int], int]:
+        """Returns the rank of the group that runs each image of a chunk, by sequence and number.
+
+        Empty if every rank runs the images of its own tokens.
+        """
+        return {(run.sequence, run.number): run.rank for run in self.towers if run.chunk == chunk.index and run.rank >= 0}
 
 
 @dataclass(frozen=True, slots=True)

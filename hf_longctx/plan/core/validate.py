@@ -447,6 +447,13 @@ def _check_towers(plan: StepPlan) -> None:
                 f"chunk {chunk}: the towers run image {number} of sequence {sequence} {found[wrong[0]]} times, but the chunk has "
                 f"{'a token' if wrong[0] in expected else 'no token'} of it"
             )
+        for chunk in group.chunks:
+            ranks = {run.rank for run in group.towers if run.chunk == chunk.index}
+            if ranks and ranks != {-1} and not ranks <= set(range(group.degree)):
+                raise PlanError(
+                    f"chunk {chunk.index}: images are dealt to ranks {sorted(ranks)} of a group of {group.degree}; give all of "
+                    f"them a rank of the group, or -1"
+                )
 
 
 def _check_blocks(plan: StepPlan) -> None:

@@ -22,19 +22,30 @@ residuals), without attention's own operators. The numbers are those of transfor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
 from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
-from hf_longctx.plan.core.sharding import UNPACKING_BYTES, rank_media
-from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, LayerRange, Media, Parameters, SequenceGroup, TowerWork
+from hf_longctx.plan.core.sharding import UNPACKING_BYTES, images_of, rank_media, run_images
+from hf_longctx.plan.core.types import (
+    Chunk,
+    FloatArray,
+    GroupShape,
+    LayerRange,
+    Media,
+    Parameters,
+    SequenceGroup,
+    TowerRun,
+    TowerWork,
+)
 from hf_longctx.plan.cost.traffic import (
     Traffic,
     added_products,
     expert_traffic,
+    feature_traffic,
     group_shapes,
     hop_bytes,
     mean_traffic,
@@ -405,16 +416,55 @@ class CostModel:
     def chunk_towers_s(self, group: SequenceGroup, chunk: Chunk, is_backward: bool) -> float:
         """Returns seconds of towers in a pass of a chunk, on the rank of its group with most of them.
 
-        In backward those run again that `SequenceGroup.towers` do not keep.
+        In backward those run again that `SequenceGroup.towers` do not keep. Without these, images are dealt by `dealt_images`.
         """
         if not any(self.media[span.sequence] for span in chunk.spans if self.media):
             return 0.0
+        if not group.towers:
+            runs = [TowerRun(chunk.index, *key, rank=rank) for key, rank in self.dealt_images(chunk, group.shape).items()]
+            group = replace(group, towers=tuple(runs))
         again = {(run.sequence, run.number) for run in group.towers if run.chunk == chunk.index and not run.keeps}
 
         def rank_s(own: Iterable[tuple[int, int]]) -> float:
             return sum(self.tower_s([self.media[key[0]][key[1]]], is_backward, key in again) for key in own)
 
-        return max(map(rank_s, rank_media(chunk, group.shape, self.media)))
+        exchange_s = self._features_s(chunk, group.shape, group.dealt(chunk), is_backward)
+        return max(map(rank_s, run_images(chunk, group, self.media))) + exchange_s
+
+    def dealt_images(self, chunk: Chunk, shape: GroupShape) -> dict[tuple[int, int], int]:
+        """Deals the images of a chunk to the ranks of a group, the longest first, each to the rank with the fewest seconds.
+
+        Returns the rank of each, by sequence and number; empty if to exchange features takes longer than is saved.
+        """
+        images = images_of(chunk, self.media) if shape.degree > 1 else {}
+        if not images:
+            return {}
+        held, loads = rank_media(chunk, shape, self.media), [0.0] * shape.degree
+        seconds = {key: self.tower_s([each], False) for key, each in images.items()}
+        dealt: dict[tuple[int, int], int] = {}
+        for key in sorted(seconds, key=lambda key: (-seconds[key], key)):
+            dealt[key] = min(range(shape.degree), key=lambda rank: (loads[rank], -held[rank].get(key, 0), rank))
+            loads[dealt[key]] += seconds[key]
+        own_s = max(sum(seconds[key] for key in own) for own in held)
+        saved_s = (own_s - max(loads)) * (1 + self.model.tower.backward_passes)
+        return dealt if saved_s > sum(self._features_s(chunk, shape, dealt, each) for each in (False, True)) else {}
+
+    def _features_s(self, chunk: Chunk, shape: GroupShape, dealt: Mapping[tuple[int, int], int], is_backward: bool) -> float:
+        """Returns seconds in which ranks exchange features of dealt images, or their gradients."""
+        tower = self.model.tower
+        if not dealt or (is_backward and not tower.trained_parameters):
+            return 0.0
+        held, images = rank_media(chunk, shape, self.media), images_of(chunk, self.media)
+        # rows that each rank sends, and that it receives
+        rows = np.zeros((2, shape.degree))
+        for key, rank in dealt.items():
+            total = images[key].stop - images[key].start
+            for place, own in enumerate(held):
+                if place != rank and key in own:
+                    rows[[0, 1], [rank, place]] += images[key].num_features * own[key] / total
+        num_bytes = float(rows.max()) * (1 + tower.num_levels) * self.model.hidden_bytes
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        return costs.exchange_s(feature_traffic(num_bytes, shape.degree, self.cluster))
 
     def sequence_towers_s(self, num_sequences: int) -> FloatArray:
         """Returns seconds of towers for each sequence of the step on one rank, forward plus backward, if none runs again."""

@@ -188,6 +188,12 @@ def ring_leaves_node(shape: GroupShape, cluster: ClusterSpec) -> bool:
     return shape.degree > _most_near_ranks(shape.degree, cluster)
 
 
+def feature_traffic(num_bytes: float, degree: int, cluster: ClusterSpec) -> Traffic:
+    """Returns traffic of a rank that sends so many bytes of features, or of their gradients, to the others of its group."""
+    link, network = _by_links(num_bytes, degree, _most_near_ranks(degree, cluster), cluster)
+    return Traffic(link, network, 1)
+
+
 def expert_traffic(model: ModelSpec, cluster: ClusterSpec, own_tokens: float, is_backward: bool) -> Traffic:
     """Returns traffic of a rank in one pass of `own_tokens` tokens to spread experts with a balanced load."""
     experts = model.experts

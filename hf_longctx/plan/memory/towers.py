@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from hf_longctx.plan.core.sharding import rank_media
+from hf_longctx.plan.core.sharding import run_images
 from hf_longctx.plan.core.types import SequenceGroup, StepPlan, TowerWork
 from hf_longctx.plan.memory.byte_model import ByteModel
 
@@ -37,7 +37,7 @@ class TowerBytes:
         if key not in self._images:
             self._images[key] = [[] for _ in group.positions]
             for chunk in group.chunks if self.plan.media else ():
-                for found, own in zip(self._images[key], rank_media(chunk, group.shape, self.plan.media), strict=True):
+                for found, own in zip(self._images[key], run_images(chunk, group, self.plan.media), strict=True):
                     found += [(chunk.index, *image) for image in own]
         return self._images[key]
 

@@ -1,4 +1,4 @@
-"""Says for every image of a plan whether the graph of its towers waits for the chunk's backward, or is made again there.
+"""Says for every image of a plan which rank runs it, and whether its graph waits for the chunk's backward or is made again there.
 
 Saved tensors of the text model get memory first: a byte of these saves more seconds, since operations for each saved byte grow
 with the width of a model, and text models are wider than towers. Graphs of towers get what is left, those with most seconds for
@@ -7,11 +7,12 @@ each byte first. These are large images, since attention takes seconds but hardl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from hf_longctx.plan.core.sharding import images_of
 from hf_longctx.plan.core.types import MicroBatch, SequenceGroup, StepPlan, TowerRun
+from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.towers import ImageKey, TowerBytes
 from hf_longctx.plan.predict.planning import Planning
 
@@ -21,16 +22,31 @@ def with_towers(plan: StepPlan, planning: Planning, tower_bytes: int) -> StepPla
 
     tower_bytes: of the device, left free beside the budget.
     """
-    plan = replace(plan, media=planning.costs.media)
-    decides = planning.config.activations is not None and planning.costs.model.tower.trained_parameters > 0
+    plan = _changed(replace(plan, media=planning.costs.media), lambda group: _runs(group, planning.costs))
+    if planning.config.activations is None or not planning.costs.model.tower.trained_parameters:
+        return plan
     towers = TowerBytes(plan, planning.known.byte_model(planning.costs.model))
 
-    def of_group(group: SequenceGroup) -> SequenceGroup:
-        runs = [TowerRun(chunk.index, *key) for chunk in group.chunks for key in images_of(chunk, plan.media)]
-        again = _again(group, towers, planning, tower_bytes) if decides and runs else ()
-        return replace(group, towers=tuple(run._replace(keeps=int(run[:3] not in again)) for run in runs))
+    def kept(group: SequenceGroup) -> tuple[TowerRun, ...]:
+        again = _again(group, towers, planning, tower_bytes) if group.towers else ()
+        return tuple(run._replace(keeps=int(run[:3] not in again)) for run in group.towers)
 
-    return replace(plan, micro_batches=tuple(MicroBatch(tuple(map(of_group, each.groups))) for each in plan.micro_batches))
+    return _changed(plan, kept)
+
+
+def _changed(plan: StepPlan, towers: Callable[[SequenceGroup], tuple[TowerRun, ...]]) -> StepPlan:
+    """Returns the plan with these towers of every group."""
+    groups = (tuple(replace(group, towers=towers(group)) for group in each.groups) for each in plan.micro_batches)
+    return replace(plan, micro_batches=tuple(map(MicroBatch, groups)))
+
+
+def _runs(group: SequenceGroup, costs: CostModel) -> tuple[TowerRun, ...]:
+    """Returns the towers of a group, with images dealt to its ranks where that takes fewer seconds."""
+    found: list[TowerRun] = []
+    for chunk in group.chunks:
+        dealt = costs.dealt_images(chunk, group.shape)
+        found += [TowerRun(chunk.index, *key, rank=dealt.get(key, -1)) for key in images_of(chunk, costs.media)]
+    return tuple(found)
 
 
 # images that are tried after those that fit together

@@ -24,20 +24,32 @@ class TowerInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureExchange:
+    """Features of images that the ranks of a group run for each other."""
+
+    # for each rank, rows of this rank's table that it needs, int64
+    sends: tuple[Tensor, ...]
+    # for each rank, number of rows that it sends here
+    receives: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkMedia:
     """Images and videos with tokens in this rank's shard of a chunk of T tokens, M of which stand for a feature. All int64."""
 
-    # their features form one table, one after another
+    # those that this rank runs; their features form one table, one after another
     media: tuple[TowerInputs, ...]
     # [M], ascending, tokens whose embeddings features replace
     places: Tensor
-    # [M], row of the table for each of these tokens
+    # [M], row for each of these tokens: of the table or, with an exchange, of all that arrives, rank after rank
     rows: Tensor
     # [3, T], positions of all tokens in time, height and width; None for a model that counts tokens
     positions: Tensor | None = None
     # whether the backward must reach all trained weights of the towers, even without an image: ranks that share weights in shards
     # sum gradients of the same ones
     reaches_all: bool = False
+    # None if every rank of the group runs the images of its own tokens
+    exchange: FeatureExchange | None = None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkMedia:
         """Applies `change` to every tensor."""
@@ -45,7 +57,8 @@ class ChunkMedia:
             replace(each, tensors={name: change(tensor) for name, tensor in each.tensors.items()}) for each in self.media
         )
         positions = None if self.positions is None else change(self.positions)
-        return ChunkMedia(media, change(self.places), change(self.rows), positions, self.reaches_all)
+        exchange = self.exchange and replace(self.exchange, sends=tuple(map(change, self.exchange.sends)))
+        return ChunkMedia(media, change(self.places), change(self.rows), positions, self.reaches_all, exchange)
 
 
 @dataclass(frozen=True, slots=True)

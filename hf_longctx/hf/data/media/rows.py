@@ -7,7 +7,8 @@ it. A second column, `media_files`, has a path or the content of a file for each
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from torch import Tensor
 from hf_longctx.families.family import MediumKind
 from hf_longctx.plan.core.types import TowerWork
 from hf_longctx.plan.model.towers import TowerSpec
-from hf_longctx.runtime.core.chunk_inputs import ChunkMedia, TowerInputs
+from hf_longctx.runtime.core.chunk_inputs import ChunkMedia, FeatureExchange, TowerInputs
 
 # type of the column `media`
 MEDIA_FEATURE = List(
@@ -111,6 +112,10 @@ class SequenceMedia:
     positions: Tensor | None
     # number of each of `inputs` in the plan's media of the sequence
     numbers: tuple[int, ...] = ()
+    # rows of all tokens of the sequence, as `rows`; None for a stage without towers
+    all_rows: Tensor | None = None
+    # of each image and video, how many numbers it has in the plan, and how many rows of the table
+    counts: tuple[tuple[int, int], ...] = ()
 
     def kept(self, keeps: Mapping[int, bool]) -> SequenceMedia:
         """Returns these media with `TowerInputs.keeps` by their numbers in the plan."""
@@ -125,9 +130,18 @@ class SequenceMedia:
 
 
 def sequence_media(
-    ids: Tensor, media: Sequence[tuple[Medium, Any]], needed: Sequence[tuple[int, int]], reader: MediaReader, where: str
+    ids: Tensor,
+    media: Sequence[tuple[Medium, Any]],
+    needed: Sequence[tuple[int, int]],
+    reader: MediaReader,
+    where: str,
+    dealt: Collection[int] = (),
+    has_tokens: bool = True,
 ) -> SequenceMedia:
     """Reads the media of a document with these ids [n], of which a rank needs the token ranges `needed`.
+
+    dealt: numbers of media, as the plan counts them, that the rank runs for others. has_tokens: whether it has tokens of the
+    document, and so needs their positions.
 
     media: each with its item of `media_files`, perhaps as a value of Arrow, whose content is then copied only if it is opened.
     Opens only media with a feature in these ranges. where: name of the row in messages. Raises ValueError if a medium cannot be
@@ -137,6 +151,7 @@ def sequence_media(
     inputs: list[TowerInputs | None] = []
     firsts: list[int] = []
     numbers: list[int] = []
+    counts: list[tuple[int, int]] = []
     num_rows = num_planned = 0
     for number, (medium, file) in enumerate(media):
         if medium.kind not in reader.tokens:
@@ -153,7 +168,8 @@ def sequence_media(
         # a plan counts the steps of a video, unless the row is of an earlier version
         before, num_steps = num_planned, medium.num_parts if medium.kind == "video" else 1
         num_planned += num_steps
-        if not is_needed:
+        counts.append((num_steps, len(places)))
+        if not is_needed and not any(before <= number < num_planned for number in dealt):
             inputs.append(None)
             firsts.append(first)
             numbers.append(before)
@@ -165,8 +181,8 @@ def sequence_media(
             firsts.append(first)
             numbers.append(before + (first - (num_rows - len(places))) * num_steps // len(places))
             first += part.num_features
-    positions = reader.positions(ids, [medium for medium, _ in media])
-    return SequenceMedia(tuple(inputs), tuple(firsts), rows, positions, tuple(numbers))
+    positions = reader.positions(ids, [medium for medium, _ in media]) if has_tokens else None
+    return SequenceMedia(tuple(inputs), tuple(firsts), rows, positions, tuple(numbers), rows, tuple(counts))
 
 
 def _steps(whole: TowerInputs) -> list[TowerInputs]:
@@ -208,6 +224,93 @@ def positions_alone(ids: Tensor, media: Sequence[Medium], reader: MediaReader) -
     return None if positions is None else SequenceMedia((), (), torch.full_like(ids, -1), positions)
 
 
+def dealt_media(
+    places: Sequence[Sequence[tuple[int, int, int]]],
+    place: int,
+    sequences: Mapping[int, SequenceMedia],
+    runs: Mapping[tuple[int, int], int],
+    positions: Tensor | None,
+) -> ChunkMedia:
+    """Makes the media of a rank's shard of a chunk whose images the plan deals to the ranks of its group.
+
+    places: for each rank its pieces, with their sequence (-1 for dummies) and token range in it. place: that of this rank.
+    sequences: media of all sequences of the chunk that have any. runs: rank that runs each image, by sequence and number.
+    positions: [3, T] or None.
+    """
+    owners = {
+        i: _owners(own, {number: rank for (other, number), rank in runs.items() if other == i}) for i, own in sequences.items()
+    }
+    none = torch.zeros(0, dtype=torch.int64)
+    # rows that each rank needs, by sequence
+    needed = [[(i, _features_in(sequences[i], begin, end)) for i, begin, end in pieces if i in sequences] for pieces in places]
+    runs_row = {i: torch.zeros(len(each), dtype=torch.bool) for i, each in owners.items()}
+    for i, wanted in itertools.chain.from_iterable(needed):
+        runs_row[i][wanted[owners[i][wanted] == place]] = True
+    # the table of this rank, and the row of it for every row of a sequence
+    media: list[TowerInputs] = []
+    table, num_rows = {i: torch.full_like(each, -1) for i, each in owners.items()}, 0
+    for i, own in sequences.items():
+        for inputs, first in zip(own.inputs, own.firsts, strict=True):
+            # media that were not opened have no row here
+            if inputs is not None and bool(runs_row[i][first : first + inputs.num_features].any()):
+                media.append(inputs)
+                table[i][first : first + inputs.num_features] = num_rows + torch.arange(inputs.num_features)
+                num_rows += inputs.num_features
+        if bool((table[i][runs_row[i]] < 0).any()):
+            raise AssertionError(f"a medium of sequence {i} was not opened")
+    sends = [torch.cat([none, *(table[i][wanted[owners[i][wanted] == place]] for i, wanted in each)]) for each in needed]
+    own_places, first = [none], 0
+    for i, begin, end in places[place]:
+        if i in sequences:
+            own_places.append(first + (_rows_in(sequences[i], begin, end) >= 0).nonzero().view(-1))
+        first += end - begin
+    source = torch.cat([none, *(owners[i][wanted] for i, wanted in needed[place])])
+    rows = torch.empty_like(source)
+    # rows arrive rank after rank, and from each in the order of the tokens
+    rows[source.argsort(stable=True)] = torch.arange(len(source))
+    receives = tuple(int((source == rank).sum()) for rank in range(len(places)))
+    return ChunkMedia(
+        tuple(_joined(media)), torch.cat(own_places), rows, positions, exchange=FeatureExchange(tuple(sends), receives)
+    )
+
+
+def _owners(media: SequenceMedia, runs: Mapping[int, int]) -> Tensor:
+    """Returns the rank that runs every row of a sequence's table. runs: that of each number in a chunk.
+
+    The plan knows steps of a video by about equal shares of its tokens. A row whose step the plan puts into another chunk has the
+    rank of the nearest step here.
+    """
+    found, number = [torch.zeros(0, dtype=torch.int64)], 0
+    for count, num_rows in media.counts:
+        known = [each for each in range(number, number + count) if each in runs]
+        ranks = [
+            runs[min(known, key=lambda each, own=own: abs(each - own))] if known else -1 for own in range(number, number + count)
+        ]
+        found.append(torch.tensor(ranks)[torch.arange(num_rows) * count // max(1, num_rows)])
+        number += count
+    return torch.cat(found)
+
+
+def _rows_in(media: SequenceMedia, begin: int, end: int) -> Tensor:
+    """Returns the row of the table for a sequence's tokens [begin, end); -1 for text."""
+    assert media.all_rows is not None
+    return media.all_rows[begin:end]
+
+
+def _features_in(media: SequenceMedia, begin: int, end: int) -> Tensor:
+    """Returns the rows of the table for those of a sequence's tokens [begin, end) that stand for a feature."""
+    found = _rows_in(media, begin, end)
+    return found[found >= 0]
+
+
+def joined_positions(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> Tensor | None:
+    """Joins positions [3, n] of all pieces; None for a model that counts tokens."""
+    if all(own is None or own.positions is None for _, own, _ in parts):
+        return None
+    each = (counted.expand(3, -1) if own is None or own.positions is None else own.positions for _, own, counted in parts)
+    return torch.cat(list(each), dim=1)
+
+
 def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> ChunkMedia | None:
     """Joins the media of a rank's shard of a chunk; None without any.
 
@@ -217,10 +320,9 @@ def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> Ch
         return None
     taken: dict[tuple[int, int], int] = {}
     media: list[TowerInputs] = []
-    places, rows, positions = [], [], []
+    places, rows = [], []
     first, num_rows = 0, 0
     for sequence, own, counted in parts:
-        positions.append(counted.expand(3, -1) if own is None or own.positions is None else own.positions)
         if own is not None and len(here := (own.rows >= 0).nonzero().view(-1)):
             mapped = own.rows[here].clone()
             numbers = torch.searchsorted(torch.tensor(own.firsts), mapped, right=True) - 1
@@ -236,10 +338,5 @@ def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> Ch
             rows.append(mapped)
         first += len(counted)
     none = torch.zeros(0, dtype=torch.int64)
-    has_positions = any(own is not None and own.positions is not None for _, own, _ in parts)
-    return ChunkMedia(
-        tuple(_joined(media)),
-        torch.cat(places) if places else none,
-        torch.cat(rows) if rows else none,
-        torch.cat(positions, dim=1) if has_positions else None,
-    )
+    joined = (torch.cat(each) if each else none for each in (places, rows))
+    return ChunkMedia(tuple(_joined(media)), *joined, joined_positions(parts))
