@@ -6,6 +6,7 @@ unless it was loaded as one stage.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -24,15 +25,18 @@ from hf_longctx.hf.ranks.loader_workers import keep_workers
 from hf_longctx.hf.rules.arguments import METRICS, argument_problems, set_loss_problems
 from hf_longctx.hf.rules.callbacks import ATTACHED, SIGNALS, WHOLE_LOGITS
 from hf_longctx.hf.rules.collators import Collation, forward_columns
+from hf_longctx.hf.rules.media import may_have_media
 from hf_longctx.hf.rules.rule import Facts, refusals
-from hf_longctx.hf.rules.trl import NOT_ATTACHED, read_columns, trainer_problems
+from hf_longctx.hf.rules.trl import NOT_ATTACHED, image_problems, read_columns, trainer_problems
 from hf_longctx.hf.run.run import RunRequest
 from hf_longctx.hf.run.saver import ReplicaCheck
-from hf_longctx.hf.run.sets import evaluation_set_problems, evaluation_sets
+from hf_longctx.hf.run.sets import chosen_evaluation_set, evaluation_set_problems, evaluation_sets
 from hf_longctx.hf.start.stages import own_stage
 from hf_longctx.hf.trainer.open_stages import one_stage_line
 from hf_longctx.hf.trainer.trainer import LongContextMixin
 from hf_longctx.runtime.core.loss import TokenLoss
+
+logger = logging.getLogger(__name__)
 
 # attribute of a model by which accelerate knows it
 _PREPARED = "_is_accelerate_prepared"
@@ -50,7 +54,8 @@ class Attaching(Protocol):
 class AttachedMixin(LongContextMixin):
     """The training half of `LongContextMixin`; evaluation, prediction and their loaders remain the trainer's own.
 
-    With pipeline stages no rank has a model for a stock forward: evaluation runs under plans, too, and prediction is refused.
+    With pipeline stages no rank has a model for a stock forward, and a stock loader drops the images of tokenised rows: then
+    evaluation runs under plans, too, and prediction is refused.
     """
 
     plans_evaluation = False
@@ -66,6 +71,11 @@ class AttachedMixin(LongContextMixin):
             with self._explained("training"):
                 output = super().train(*args, **kwargs)
                 callback.stopped_by = self.stopped_by
+                if self.args.process_index == 0 and self.longctx_run.sets.reads_media:
+                    logger.warning(
+                        "the trainer is stock again, whose own loops read no images of tokenised rows; attach the callback again "
+                        "before evaluate()"
+                    )
                 # other ranks may still read from the groups that are closed next
                 self.accelerator.wait_for_everyone()
                 if not self._is_loaded_stage:
@@ -82,11 +92,13 @@ class AttachedMixin(LongContextMixin):
             run = self.longctx_run
             raise_together(_evaluation_problems(self, run.task.kind), run.control, "the evaluation cannot run under plans")
             return super().get_eval_dataloader(eval_dataset)
+        self._refuse_images(chosen_evaluation_set(eval_dataset, self.eval_dataset)[1])
         loader: DataLoader[Any] = super(LongContextMixin, self).get_eval_dataloader(eval_dataset)
         keep_workers(loader)
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        self._refuse_images(test_dataset)
         loader: DataLoader[Any] = super(LongContextMixin, self).get_test_dataloader(test_dataset)
         return loader
 
@@ -98,10 +110,19 @@ class AttachedMixin(LongContextMixin):
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         if self.plans_evaluation:
             raise ValueError(
-                "predict() of a stock trainer returns whole logits, which pipeline stages never make; call it after train() with "
-                "a model that was loaded whole, or use LongContextTrainer, whose predict() scores rows"
+                "predict() of a stock trainer returns whole logits, which evaluation under plans never makes; use "
+                "LongContextTrainer, whose predict() scores rows, or, for rows of text, call it after train() with a model that "
+                "was loaded whole"
             )
         return super(LongContextMixin, self).predict(*args, **kwargs)
+
+    def _refuse_images(self, dataset: Any) -> None:
+        """Raises ValueError for rows whose images the trainer's own loader would drop, and its model take for text."""
+        if may_have_media(dataset, self.model, self.processing_class):
+            raise ValueError(
+                "the rows to evaluate may have images, which the loader of a stock trainer drops; give the trainer this set as "
+                "eval_dataset before the callback is attached, so that plans evaluate it, or use LongContextTrainer"
+            )
 
     @property
     def _is_loaded_stage(self) -> bool:
@@ -134,7 +155,11 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
     """Puts `AttachedMixin` in front of the class of this one trainer instance, and starts a planned run on it."""
     stock, own, lent, config = type(trainer), set(vars(trainer)), set[str](), callback.config
     facts = ModelFacts.of(trainer.model)
-    problems = _attach_problems(trainer, facts, config)
+    evaluates_media = any(
+        may_have_media(each, facts.model, trainer.processing_class) for each in evaluation_sets(trainer.eval_dataset).values()
+    )
+    plans_evaluation = config.may_have_stages or evaluates_media
+    problems = _attach_problems(trainer, facts, config, plans_evaluation)
     if (ranges := facts.loaded_ranges) is not None:
         undo.callback(refuse_all, facts.model, own_stage(len(ranges)), len(ranges))
     undo.callback(_unprepare, trainer)
@@ -144,7 +169,7 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
     trainer.__class__ = type(f"LongContext{stock.__name__}", (AttachedMixin, stock), {})
     planned = cast(AttachedMixin, trainer)
     try:
-        planned._longctx_callback, planned.plans_evaluation = callback, config.may_have_stages
+        planned._longctx_callback, planned.plans_evaluation = callback, plans_evaluation
         planned._first_collator = trainer.data_collator
         args, processing_class = trainer.args, trainer.processing_class
         collation = Collation(trainer.data_collator, facts.head_kind, forward_columns(facts.base, args))
@@ -160,7 +185,7 @@ def lend_plans(trainer: Trainer, callback: Attaching, token_loss: TokenLoss | No
         if run.whole is not None:
             undo.callback(_bind_again, trainer, run.whole)
         undo.callback(run.close)
-        planned.plans_evaluation = run.setup.num_stages > 1
+        planned.plans_evaluation = run.setup.num_stages > 1 or evaluates_media
         planned._report()
         undo.callback(run.report.console.take_over(trainer))
         planned._translated(config, args)
@@ -205,14 +230,15 @@ def _remove_attributes(trainer: Trainer, names: set[str]) -> None:
         delattr(trainer, name)
 
 
-def _attach_problems(trainer: Trainer, known: ModelFacts, config: LongContextConfig) -> list[str]:
+def _attach_problems(trainer: Trainer, known: ModelFacts, config: LongContextConfig, plans_evaluation: bool) -> list[str]:
     """Problems with a built trainer: settings that plans would ignore."""
-    facts = Facts(config=config, args=trainer.args, given={"model_init": trainer.model_init})
+    given = {"model_init": trainer.model_init}
+    facts = Facts(config=config, args=trainer.args, given=given, plans_evaluation=plans_evaluation)
     problems = argument_problems(facts) + refusals(SIGNALS, facts)
     if outside := refusals(NOT_ATTACHED, Facts(trainer=type(trainer))) or trainer_problems(type(trainer), trainer.args, config):
         return problems + outside
-    problems += refusals(ATTACHED, replace(facts, given=vars(trainer))) + set_loss_problems(trainer)
-    if config.may_have_stages:
+    problems += refusals(ATTACHED, replace(facts, given=vars(trainer))) + set_loss_problems(trainer) + image_problems(trainer)
+    if plans_evaluation:
         problems += evaluation_set_problems(trainer.eval_dataset) + _evaluation_problems(trainer, known.head_kind)
     return problems
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_longctx.hf.data.fields import tower_columns
 from hf_longctx.hf.log_probs.documents import FUSED, LocalDocuments, agreed_documents, read_documents
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
@@ -287,11 +288,17 @@ class SequenceExchange:
                 raise ValueError("the model was called with positional arguments; call it with keywords, as Trainer does")
             if problem := self.added_code():
                 raise ValueError(problem)
+            if pixels := tower_columns(name for name, value in kwargs.items() if value is not None):
+                raise ValueError(
+                    f"the batch holds {', '.join(pixels)}, and the callback alone plans rows of text; attach it to the trainer "
+                    f"(LongContextCallback.attach), and give rows with images to tokenise_chat and the model's processor"
+                )
             documents = read_documents(kwargs)
             if found := sorted(set(placeholders) & set(documents.rows_T2[:, 0].tolist())):
                 raise ValueError(
                     f"the batch has token {found[0]}, which stands for an image, sound or video, or for padding, but the "
-                    f"callback alone plans rows of text; use LongContextTrainer for images, or remove such rows (dataset.filter)"
+                    f"callback alone plans rows of text; attach it to the trainer (LongContextCallback.attach), or remove such "
+                    f"rows (dataset.filter)"
                 )
             if documents.lengths and (longest := max(documents.lengths)) > self.max_length:
                 raise ValueError(

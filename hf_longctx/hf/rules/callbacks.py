@@ -124,15 +124,16 @@ ALONE = {
 def _replaced(run: Facts) -> Iterator[dict[str, str]]:
     """Yields methods that were put on the instance of a trainer and that plans replace."""
     names = ["train", "training_step", "get_train_dataloader", "get_batch_samples"]
-    if run.config.may_have_stages:
+    if run.plans_evaluation:
         names += ["get_eval_dataloader", "evaluation_loop", "prediction_step", "predict", "save_model"]
     yield from ({"name": name} for name in names if name in run.given)
 
 
-# metrics of a stock trainer that predicts next tokens, evaluated in stages
+# metrics of a stock trainer that predicts next tokens, evaluated under plans
 WHOLE_LOGITS = {
     "attach-and-logits": Rule(
-        "compute_metrics and preprocess_logits_for_metrics of a stock trainer get whole logits, which pipeline stages never make",
+        "compute_metrics and preprocess_logits_for_metrics of a stock trainer get whole logits, which evaluation under plans (in "
+        "pipeline stages, or of rows with images) never makes",
         "leave them out, or use LongContextTrainer, where compute_metrics gets likeliest tokens and log-probabilities",
         lambda run: any(run.given.get(name) is not None for name in ("compute_metrics", "preprocess_logits_for_metrics")),
         "given['compute_metrics'] = print",

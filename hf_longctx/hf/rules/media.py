@@ -15,21 +15,13 @@ from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.setup import Setup
 
 
-def media_problems(facts: ModelFacts, processor: Any, setup: Setup, is_attached: bool) -> list[str]:
-    """Returns the problems of a run whose rows have images with its model, its processing class and its ways to share work.
-
-    is_attached: whether the callback is attached to a stock trainer, whose own evaluation reads no images of tokenised rows.
-    """
+def media_problems(facts: ModelFacts, processor: Any, setup: Setup) -> list[str]:
+    """Returns the problems of a run whose rows have images with its model, its processing class and its ways to share work."""
     model = facts.model
     if not media_kinds(model):
         return [
             f"rows have images, but {facts.name} trains rows of text alone; use a class that docs/models.md names with images, "
             f"or remove such rows"
-        ]
-    if is_attached:
-        return [
-            "rows have images, but a trainer to which the callback is attached trains rows of text alone so far; use "
-            "LongContextTrainer"
         ]
     if problem := processor_problem(processor) or tokens_problem(model, processor):
         return [problem]

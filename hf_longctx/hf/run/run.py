@@ -411,8 +411,7 @@ def _set_up(checked: _Checked, failed: ExitStack) -> _Basis:
         logger.warning("%s", line)
     if not request.mode.steps:
         setup = setup.in_one_micro_batch()
-    given = request.collation, request.processing_class
-    sets = SequenceSets(config, args, setup, control, checked.task, *given, is_attached=request.gives_back)
+    sets = SequenceSets(config, args, setup, control, checked.task, request.collation, request.processing_class)
     if request.mode.steps:
         sets.check(checked.facts, request.datasets)
         if request.teacher is not None:

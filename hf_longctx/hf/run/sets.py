@@ -109,7 +109,7 @@ class SequenceSets:
     """The row lengths of a run's sets, by the name of the set in messages, and the rules for rows that are too long.
 
     task: the labels of the sets. collation: what a user's collator makes of rows. processor: the processing class, which reads
-    images. is_attached: whether the callback is attached to a stock trainer.
+    images.
     """
 
     def __init__(
@@ -121,12 +121,10 @@ class SequenceSets:
         task: HeadTask = NEXT_TOKEN,
         collation: Collation | None = None,
         processor: Any = None,
-        *,
-        is_attached: bool = False,
     ) -> None:
         self.config, self.args, self.setup, self.control, self.task = config, args, setup, control, task
         self.collation = collation if collation is not None else Collation(None)
-        self.processor, self.is_attached = processor, is_attached
+        self.processor = processor
         # the model, whose towers read images
         self._facts: ModelFacts | None = None
         # whether rows of a set that was given at the start have images; None before these sets were read
@@ -323,7 +321,7 @@ class SequenceSets:
 
         Without known columns its rows may have images if the processor reads them; otherwise the first row with some is refused.
         """
-        columns, problems = source_columns(stream), media_problems(facts, self.processor, self.setup, self.is_attached)
+        columns, problems = source_columns(stream), media_problems(facts, self.processor, self.setup)
         self._no_images = problems[0] if problems else ""
         if columns is None:
             return []
@@ -378,7 +376,7 @@ class SequenceSets:
     def _media_problems(self, name: str, scan: DatasetScan) -> list[str]:
         """Problems with images in rows: of the run, or of the longest row that would have to be cut."""
         assert self._facts is not None and scan.media_features is not None
-        if problems := media_problems(self._facts, self.processor, self.setup, self.is_attached):
+        if problems := media_problems(self._facts, self.processor, self.setup):
             return problems
         lengths = np.where(scan.media_features > 0, scan.lengths, 0)
         row = int(lengths.argmax())

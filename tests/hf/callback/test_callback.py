@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], st
     "budget": ("alone", {"tokens_per_step": 100}, {}, {}, "tokens_per_step=100 needs the trainer's loader"),
     "cutting": ("alone", {"long_sequences": "split"}, {}, {}, "long_sequences='split' needs the trainer's loader"),
     "too long alone": ("alone", {"max_length": 40}, {}, {}, "has a sequence of 61 tokens, above max_length 40"),
-    "metrics in stages": ("attached", {"stages": 2}, {}, {"compute_metrics": accuracy}, "stages never make; leave them out"),
+    "metrics in stages": ("attached", {"stages": 2}, {}, {"compute_metrics": accuracy}, "never makes; leave them out"),
     "packed rows in stages": ("attached", {"stages": 2}, {}, {"eval_dataset": PACKED}, "eval_dataset has a column 'seq_lengths'"),
     "stages of shards": (
         "attached",

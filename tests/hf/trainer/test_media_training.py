@@ -23,7 +23,7 @@ from helpers.trainers.trainer_runs import training_arguments
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from hf_longctx import LongContextCallback, LongContextConfig, LongContextTrainer, tokenise_chat
+from hf_longctx import LongContextConfig, LongContextTrainer, tokenise_chat
 from hf_longctx.families.registry import FAMILIES, family_of
 from hf_longctx.hf.data.media.images import open_image
 from hf_longctx.hf.data.media.processors import MediaTokens
@@ -296,7 +296,7 @@ def test_classes_whose_images_were_not_tested_have_none() -> None:
     # no class has sound
     assert {kind for family in FAMILIES for kind in family.media} == {"image", "video"}
     model = build_any("PaliGemmaForConditionalGeneration")
-    (problem,) = media_problems(ModelFacts.of(model), None, None, is_attached=False)  # type: ignore[arg-type]
+    (problem,) = media_problems(ModelFacts.of(model), None, None)  # type: ignore[arg-type]
     assert "rows have images, but PaliGemmaForConditionalGeneration trains rows of text alone; use a class that docs/" in problem
 
 
@@ -430,16 +430,6 @@ def test_towers_that_drop_at_random_are_refused_by_name(tmp_path: Path) -> None:
     block.attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=re.escape("towers drop at random in training (model.visual.blocks.0.attn (0.1))")):
         trainer_with(model, processor, rows, tmp_path)
-
-
-def test_an_attached_callback_refuses_rows_with_images(tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    rows, processor = rows_and_processor()
-    args = training_arguments(str(tmp_path), **STEPS)
-    trainer = Trainer(model=qwen3_vl(processor), args=args, train_dataset=rows, processing_class=processor)
-    with pytest.raises(ValueError, match="rows have images, but a trainer to which the callback is attached"):
-        LongContextCallback(SETTINGS).attach(trainer)
 
 
 def fault_on_rank(folder: str) -> tuple[str, int, bool]:

@@ -65,8 +65,15 @@ def test_a_length_to_which_trl_cuts_rows_with_images_is_refused(tmp_path: Path) 
         sft(processor, rows, tmp_path, max_length=1024)
 
 
-def test_the_callback_refuses_rows_with_images_of_a_stock_sft_trainer(tmp_path: Path) -> None:
+def test_the_callback_trains_rows_with_images_of_a_stock_sft_trainer_unless_it_cuts_them(tmp_path: Path) -> None:
     rows, processor = rows_and_processor()
-    trainer = sft(processor, rows, tmp_path, is_planned=False)
-    with pytest.raises(ValueError, match="rows have images, but a trainer to which the callback is attached trains rows of text"):
+    plain, model = (qwen3_vl(processor) for _ in range(2))
+    expected = plain_training(plain, rows, processor)
+    with pytest.raises(ValueError, match="rows have images, but max_length=1024 of the SFTConfig cuts"):
+        LongContextCallback(SETTINGS).attach(sft(processor, rows, tmp_path, is_planned=False, model=model, max_length=1024))
+    with wide_floats():
+        trainer = sft(processor, rows, tmp_path, is_planned=False, model=model)
         LongContextCallback(SETTINGS).attach(trainer)
+        trainer.train()
+    after = dict(model.named_parameters())
+    assert max(relative_error(after[name], expected[name]) for name in expected) <= 1e-9
