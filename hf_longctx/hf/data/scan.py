@@ -278,7 +278,8 @@ def _learnt_features(table: pa.Table, placeholders: tuple[int, ...]) -> list[int
         # reported with the labels
         return []
     values = pc.fill_null(labels.cast(pa.int64(), safe=False), IGNORE_INDEX).to_numpy()
-    return np.flatnonzero(are_features & (values != IGNORE_INDEX)).tolist()
+    places: list[int] = np.flatnonzero(are_features & (values != IGNORE_INDEX)).tolist()
+    return places
 
 
 def _digests_of(table: pa.Table) -> list[int]:

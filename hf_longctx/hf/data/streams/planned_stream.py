@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_longctx.hf.data.collator import ChangedRow, LongContextCollator, PlannedStep, TokenSequence, held_pieces
-from hf_longctx.hf.data.media.rows import MediaReader, Medium, positions_alone, sequence_media, tower_work
+from hf_longctx.hf.data.media.rows import MediaReader, Medium, SequenceMedia, positions_alone, sequence_media, tower_work
 from hf_longctx.hf.data.resume import Cursor, Place
 from hf_longctx.hf.data.streams.composer import Announced, BatchComposer, ComposedBatch, EpochEnds, EpochOver, Fails, Item
 from hf_longctx.hf.data.streams.rows import ONLY_READER, EndOfEpoch, PackedFile, ReadSequence, SequenceReader, StreamRules
@@ -167,6 +167,7 @@ def with_media(
         here = {number: files[each, number] for each, number in files if each == sequence}
         where = next((each.where for each in here.values()), f"sequence {sequence} of the step")
         given = [(medium, here[number].item if number in here else None) for number, medium in enumerate(own)]
+        opened: SequenceMedia | None
         try:
             if has_towers:
                 opened = sequence_media(whole.input_ids, given, held[sequence], reader, where)
