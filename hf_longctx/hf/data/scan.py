@@ -466,20 +466,19 @@ def token_rows(dataset: Any, task: HeadTask = NEXT_TOKEN) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none.
-
-    documents: the lengths of the row's documents, if it is packed. num_padding: removed padding tokens. media, files: items of
-    the columns `media` and `media_files`. blocks: begin and end of the tokens that stand for a feature without another token
-    between them, [M, 2].
-    """
+    """Token ids and labels of one row, each of shape [n], and the weights of the labels [n], or None if it has none."""
 
     input_ids: IntArray
     labels: IntArray
     loss_weights: NDArray[np.float64] | None
+    # lengths of the row's documents, if it is packed
     documents: IntArray | None = None
+    # number of padding tokens that were removed
     num_padding: int = 0
+    # items of the columns `media` and `media_files`
     media: Sequence[Mapping[str, Any]] = ()
     files: Sequence[Any] = ()
+    # begin and end of the tokens that stand for a feature without another token between them, [M, 2]
     blocks: IntArray | None = None
 
 

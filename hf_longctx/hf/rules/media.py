@@ -54,7 +54,7 @@ def may_have_media(dataset: Any, model: Any, processor: Any) -> bool:
 
 
 def source_columns(dataset: Any) -> Collection[str] | None:
-    """Returns the columns of a set, for other rows than those of `datasets` the first one's; None if nobody knows them yet."""
+    """Returns the columns of a set, which are those of its first row if it names none; None for a stream that names none."""
     source = dataset.stream if isinstance(dataset, WholeStream) else dataset
     columns: Collection[str] | None = getattr(source, "column_names", None)
     if columns is None and is_readable(source) and isinstance(row := source[0], Mapping):

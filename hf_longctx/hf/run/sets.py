@@ -308,7 +308,7 @@ class SequenceSets:
         )
 
     def _stream_media(self) -> StreamMedia:
-        """How images in rows of an iterable training set are read."""
+        """Returns the ways in which images in rows of an iterable training set are read."""
         if self._no_images or self._facts is None:
             return StreamMedia(self._no_images)
         model, costs = self._facts.model, self.setup.costs

@@ -44,16 +44,16 @@ ONLY_READER = "the stream"
 
 @dataclass(frozen=True, slots=True)
 class StreamMedia:
-    """How a run reads images and videos in rows of a stream.
+    """Ways in which a run reads images and videos in rows of a stream."""
 
-    problem: why it reads none; empty if it does. reader: opens them. tower: what plans count. has_blocks: images see themselves
-    both ways. reaches_all: weights are sharded, see `LongContextCollator`.
-    """
-
+    # why the run reads none; empty if it does
     problem: str = "rows have images, which this run does not read; remove such rows"
     reader: MediaReader | None = None
+    # tower whose seconds and bytes plans count
     tower: TowerSpec = field(default_factory=TowerSpec)
+    # whether images see themselves both ways
     has_blocks: bool = False
+    # whether weights are sharded, see `LongContextCollator`
     reaches_all: bool = False
 
 
@@ -86,19 +86,18 @@ class StreamRules:
 
 @dataclass(frozen=True, slots=True)
 class ReadSequence:
-    """A sequence, the reader's cursor after it, and facts about its row for other ranks.
-
-    row_hash: hash of the row for its first sequence; None for further ones. columns: the row's columns that change what is
-    learnt. media: its images and videos. files: each one's packed file, see `PackedFile`. blocks: ranges of tokens that see each
-    other both ways.
-    """
+    """A sequence, the reader's cursor after it, and facts about its row for other ranks."""
 
     tokens: TokenSequence
     after: Cursor
+    # hash of the row for its first sequence; None for further ones
     row_hash: int | None
+    # the row's columns that change what is learnt
     columns: str
+    # images and videos of the row, and the `PackedFile` of each
     media: tuple[Medium, ...] = ()
     files: tuple[bytes, ...] = ()
+    # ranges of tokens that see each other both ways
     blocks: Blocks = ()
 
 
@@ -379,7 +378,7 @@ def _is_file(item: Any) -> bool:
 
 
 def _file_parts(files: Sequence[Any]) -> Iterator[bytes]:
-    """Yields what tells files apart: their contents and names, but not their folders, which may be others in a resumed run."""
+    """Yields contents of files or their names, by which they differ; a resumed run may find them in another folder."""
     for item in files:
         own = MediaFile.of("video", item)
         for each in (own, *own.frames):

@@ -236,7 +236,7 @@ def test_a_stream_with_images_resumes_at_the_next_row_and_notices_other_files(tm
         assert found == losses
         assert len(losses) == 4
         assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
-    # the same tokens, with another picture in a row that is read again
+    # has the same tokens, with another picture in a row that is read again
     other = list(rows)
     other[1]["media_files"][0]["bytes"] = file_of(picture(48, 28, 9))
     changed = datasets.Dataset.from_list(other, features=rows.features).to_iterable_dataset(num_shards=2)
