@@ -35,7 +35,7 @@ from hf_longctx.hf.data.streams.sources import reader_stream
 from hf_longctx.hf.planning.source import Lengths, PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import StepPlan, StepSequences
+from hf_longctx.plan.core.types import MicroBatch, StepPlan, StepSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,18 @@ def exchange_tokens(
     packed = {key: each.numpy().tobytes() for key, each in files.items()}
     packed |= {(each, number): read[each].files[number] for each, number in wanted_files.get(rank, ()) if readers[each] == rank}
     return tokens, {key: PackedFile.unpack(each) for key, each in packed.items()}
+
+
+def _undealt(plan: StepPlan) -> StepPlan:
+    """Returns the plan with every rank running the images of its own tokens, since readers send files to these ranks alone.
+
+    Graphs of towers are then kept as far as the running step has room.
+    """
+    batches = (
+        MicroBatch(tuple(replace(group, towers=()) if any(map(group.dealt, group.chunks)) else group for group in each.groups))
+        for each in plan.micro_batches
+    )
+    return replace(plan, micro_batches=tuple(batches)) if plan.media else plan
 
 
 def _files_of_ranks(
