@@ -354,11 +354,11 @@ def chunk_inputs(chunk: Chunk, group: SequenceGroup, position: int, sequences: M
     input_ids, position_ids, shift_labels = (torch.cat(column).unsqueeze(0) for column in zip(*rows, strict=True))
     loss_weights = None
     if any(part.loss_weights is not None for part, _ in parts):
-        of_parts = (
+        weights = (
             torch.zeros(len(positions), dtype=torch.float64) if part.loss_weights is None else part.loss_weights
             for part, positions in parts
         )
-        loss_weights = torch.cat(list(of_parts)).unsqueeze(0)
+        loss_weights = torch.cat(list(weights)).unsqueeze(0)
     of_parts = [(number, part.media, each) for number, (part, each) in zip(numbers, parts, strict=True)]
     media = _chunk_media(chunk, group, position, of_parts, sequences)
     return ChunkInputs(input_ids, position_ids, shift_labels, loss_weights, label_values, media)

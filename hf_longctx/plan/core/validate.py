@@ -442,9 +442,9 @@ def _check_towers(plan: StepPlan) -> None:
         expected = {(chunk.index, *key) for chunk in group.chunks for key in images_of(chunk, plan.media)}
         wrong = [*(expected - found.keys()), *(key for key, count in found.items() if count > 1 or key not in expected)]
         if wrong:
-            chunk, sequence, number = wrong[0]
+            index, sequence, number = wrong[0]
             raise PlanError(
-                f"chunk {chunk}: the towers run image {number} of sequence {sequence} {found[wrong[0]]} times, but the chunk has "
+                f"chunk {index}: the towers run image {number} of sequence {sequence} {found[wrong[0]]} times, but the chunk has "
                 f"{'a token' if wrong[0] in expected else 'no token'} of it"
             )
         for chunk in group.chunks:

@@ -283,9 +283,8 @@ def _owners(media: SequenceMedia, runs: Mapping[int, int]) -> Tensor:
     found, number = [torch.zeros(0, dtype=torch.int64)], 0
     for count, num_rows in media.counts:
         known = [each for each in range(number, number + count) if each in runs]
-        ranks = [
-            runs[min(known, key=lambda each, own=own: abs(each - own))] if known else -1 for own in range(number, number + count)
-        ]
+        distances = ([(abs(each - own), each) for each in known] for own in range(number, number + count))
+        ranks = [runs[min(each)[1]] if each else -1 for each in distances]
         found.append(torch.tensor(ranks)[torch.arange(num_rows) * count // max(1, num_rows)])
         number += count
     return torch.cat(found)
@@ -338,5 +337,5 @@ def chunk_media(parts: Sequence[tuple[int, SequenceMedia | None, Tensor]]) -> Ch
             rows.append(mapped)
         first += len(counted)
     none = torch.zeros(0, dtype=torch.int64)
-    joined = (torch.cat(each) if each else none for each in (places, rows))
-    return ChunkMedia(tuple(_joined(media)), *joined, joined_positions(parts))
+    placed, mapped_rows = (torch.cat(each) if each else none for each in (places, rows))
+    return ChunkMedia(tuple(_joined(media)), placed, mapped_rows, joined_positions(parts))
