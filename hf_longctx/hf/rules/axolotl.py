@@ -122,7 +122,8 @@ ROWS = (
         "merge_method axolotl_config_path device world_size local_rank low_cpu_mem_usage gradio_title gradio_share "
         "gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature vllm trl spectrum_top_fraction "
         "spectrum_model_name lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model eval_max_new_tokens "
-        "eval_causal_lm_metrics liger_kernel_impl capabilities env_capabilities",
+        "eval_causal_lm_metrics liger_kernel_impl capabilities env_capabilities total_num_tokens "
+        "total_supervised_tokens",
         "read before or after the training",
     ),
     _row(
