@@ -37,7 +37,7 @@ from hf_longctx.plan.core.types import (
 
 SCHEMA_VERSION = 1
 
-_Row = TypeVar("_Row", TowerWork, TowerRun)
+Row = TypeVar("Row", TowerWork, TowerRun)
 
 # largest integer: exact in floating point, and more than any plan's tokens, ranks or bytes
 _MOST = 2**53
@@ -202,7 +202,7 @@ def _decode_blocks(data: Any, path: str) -> Blocks:
     return tuple((begin, end) for begin, end in found)
 
 
-def _decode_rows(kind: type[_Row], data: Any, path: str) -> tuple[_Row, ...]:
+def _decode_rows(kind: type[Row], data: Any, path: str) -> tuple[Row, ...]:
     """Decodes lists of as many integers as a `NamedTuple` has fields."""
     found = [_integers(item, f"{path}[{i}]") for i, item in enumerate(_items(data, path))]
     names = kind._fields
