@@ -63,7 +63,7 @@ OUTSIDE = {
         "packaging (matplotlib) (bitsandbytes) (trl) (PIL) (av) (yaml)"
     ),
     # each module is imported by its framework alone
-    "integrations": "torch transformers peft packaging omegaconf verl axolotl pydantic",
+    "integrations": "torch transformers peft trl packaging omegaconf verl axolotl pydantic",
     "cli": "(torch) (transformers) (accelerate) (numpy) (yaml) (rich)",
 }
 
