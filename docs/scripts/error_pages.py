@@ -43,7 +43,7 @@ SUBJECTS = {
             ),
             "Recipes: text files and mixtures": "recipes hf/data/mixture hf/data/tokenise hf/data/scan:_read hf/data/scan:_write",
             "Conversations and chat templates": "hf/data/chat hf/data/fields hf/data/tokenise:_check_texts",
-            "Images in rows": "hf/data/media hf/rules/media hf/models/media hf/run/sets:_media_problems",
+            "Images in rows": "hf/data/media hf/rules/media hf/models/media",
             "Streams": "hf/data/streams",
             "Classifiers": ("hf/data/labels hf/rules/models:_CLASSIFIERS hf/rules/models:_PROBLEM_TYPE hf/rules/models:PADDING"),
         },

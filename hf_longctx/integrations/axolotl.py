@@ -167,7 +167,11 @@ class AxolotlLongContextDPOTrainer(LongContextMixin, DPOOfLogProbs):  # type: ig
         """Takes the arguments of axolotl's trainer."""
         # the adapters, which TRL draws, must be equal on all ranks
         set_seed(kwargs["args"].seed)
+        if kwargs.get("compute_metrics") is not None:
+            raise ValueError("compute_metrics would get whole logits, which plans never make; leave it out")
         super().__init__(model=model, ref_model=ref_model, longctx_config=_settings().config, **kwargs)
+        if self.ref_model is None and not isinstance(self.accelerator.unwrap_model(self.model), PeftModel):
+            raise ValueError("DPO has no reference model, and the model has no adapters to leave out; give one as ref_model")
 
 
 def _settings() -> AxolotlSettings:

@@ -117,7 +117,7 @@ def plan_step(
     costs = replace(costs, media=media)
     plan = _planned(step, lengths, costs, config, most_s, blocks)
     budget, tower_bytes = config.activations, costs.model.towers_bytes(media)
-    if budget is not None and tower_bytes < budget.device_bytes:
+    if media and budget is not None and tower_bytes < budget.device_bytes:
         states = max(state_bytes(plan, costs, ByteModel(costs.model)))
         if plan.estimate.peak_bytes > budget.device_bytes + states:
             # towers meet what other chunks hold; where no plan leaves room for that, the estimate says what the step needs

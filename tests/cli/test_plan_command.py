@@ -345,7 +345,7 @@ def refused(arguments: list[str], capsys) -> str:
     return output.err
 
 
-@pytest.mark.wide("changes6-leave these out with --limit", "changes16-leave --tokens-per-rank out")
+@pytest.mark.wide("changes6-leave these out with --limit", "changes16-leave --tokens-per-rank out", "changes4-does not fit")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -452,7 +452,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "how-long.md").read_text()
 
 
-@pytest.mark.daily("guide")
+@pytest.mark.wide
 @pytest.mark.parametrize("text", [GUIDE, (ROOT / "README.md").read_text()], ids=["guide", "readme"])
 def test_documents_show_what_their_command_prints(text: str, capsys) -> None:
     command = next(line for line in text.splitlines() if line.startswith("hf-longctx plan"))
@@ -469,6 +469,7 @@ def test_documents_show_what_their_command_prints(text: str, capsys) -> None:
         assert float(row.split(" s ")[0].split()[-1]) == pytest.approx(choice["step_s"], rel=0.05)
 
 
+@pytest.mark.wide
 def test_the_guide_shows_the_longest_sequence_of_its_second_command(capsys) -> None:
     _, command, *_ = (line for line in GUIDE.splitlines() if line.startswith("hf-longctx plan"))
     shown = GUIDE.split("```text\n")[2].split("```")[0].split("...\n")[1].strip()
@@ -499,7 +500,7 @@ def test_a_plan_above_what_is_kept_names_its_policies_and_is_simulated_with_the_
     assert "has 40000 tokens" in kept.replace(",", "")
 
 
-@pytest.mark.daily("--method hybrid")
+@pytest.mark.wide
 @pytest.mark.parametrize("options", ["--lora-rank 16 --quantize nf4 --method ring", "--method hybrid", "--gpus 48 --method ring"])
 def test_the_longest_sequence_of_a_ring_is_one_that_a_plan_holds(options: str, capsys) -> None:
     # planned with the bytes of rings, or refused

@@ -206,6 +206,7 @@ def after_moves(folder: str) -> dict[str, tuple[float, float]]:
     return {call: (number(call, False), number(call, True)) for call in ("weights", "step", "save", "load")}
 
 
+@pytest.mark.wide
 def test_calls_bring_back_what_lies_on_the_host(ranks, tmp_path: Path) -> None:
     """In a process of its own, since reading freed memory would end this one."""
     (found,) = ranks(1).run(after_moves, str(tmp_path))

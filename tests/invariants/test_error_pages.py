@@ -103,6 +103,7 @@ def test_a_message_of_a_module_without_a_heading_is_refused() -> None:
         error_pages.place_of(message, {"hf/data": ("data", "Rows")})
 
 
+@pytest.mark.wide
 def test_every_text_that_an_error_is_raised_with_is_on_a_page_unless_its_module_is_left_out() -> None:
     pages = "".join(error_pages.error_page(subject) for subject in error_pages.SUBJECTS)
     pages = pages.replace("\\", "").replace("&lt;", "<")

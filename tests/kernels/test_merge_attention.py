@@ -110,6 +110,7 @@ def test_no_tokens_are_fine() -> None:
     assert out.shape == (2, 0, 3) and lse.shape == (2, 0)
 
 
+@pytest.mark.daily("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_operator_keeps_the_rules_of_torch(dtype: torch.dtype) -> None:
     (out, lse), (other, other_lse) = results_of(2, dtype)

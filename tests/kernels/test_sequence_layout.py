@@ -151,7 +151,7 @@ def test_copies_of_a_head_add_up_in_full_precision() -> None:
     assert k.grad.item() == 260
 
 
-@pytest.mark.daily("torch.float32")
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_operators_keep_the_rules_of_torch(dtype: torch.dtype) -> None:
     q_bounds, kv_ranges = tables(6, 2, 4)
@@ -172,6 +172,7 @@ def way_there(q: Tensor, k: Tensor, v: Tensor, flat: Tensor) -> Tensor:
     return (sent**2).sum() + (found**3).sum() + (back**2).sum() + scatter_tokens(back, [q.shape[1]]).sin().sum()
 
 
+@pytest.mark.wide
 def test_it_compiles_and_checkpoints_with_the_same_gradients() -> None:
     compiled = torch.compile(way_there, backend="aot_eager", fullgraph=True)
     for num_tokens in (3, 5):

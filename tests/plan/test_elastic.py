@@ -202,6 +202,7 @@ def test_sequences_of_other_groups_are_cut_at_the_bounds_of_the_longest() -> Non
     assert [chunk.spans[0].stop for chunk in other] == [*(bound for bound in bounds if bound < 700), 700]
 
 
+@pytest.mark.wide
 @given(LENGTHS, st.integers(1, 1000))
 def test_fixed_chunks_hold_every_token_once(lengths: dict[int, int], chunk_tokens: int) -> None:
     chunks = fixed_chunks(lengths, chunk_tokens)

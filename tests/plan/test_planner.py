@@ -126,6 +126,7 @@ def test_odd_worlds_are_planned_as_well_as_brute_force(kind: str, num_ranks: int
         assert found.estimate.step_s == pytest.approx(best_s + STEP_S, rel=1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.lists(skewed, min_size=1, max_size=12), kinds, st.sampled_from(["auto", "greedy"]), st.sampled_from([400, 1000]))
 def test_no_plan_is_predicted_slower_than_a_static_one(lengths: list[int], kind: str, solver: Solver, capacity: int) -> None:
@@ -143,6 +144,8 @@ def test_no_plan_is_predicted_slower_than_a_static_one(lengths: list[int], kind:
     "greedy-6-attention",
     "greedy-6-fixed",
     "greedy-6-windows",
+    "auto-6-exchange",
+    "greedy-6-exchange",
 )
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("num_ranks", [4, 6])
@@ -157,6 +160,7 @@ def test_replicated_plans_are_not_predicted_slower_than_static_ones_either(kind:
                 assert found.estimate.step_s <= static.estimate.step_s * (1 + 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.lists(skewed, min_size=2, max_size=12), kinds, st.randoms(use_true_random=False))
 def test_the_prediction_does_not_depend_on_the_order_of_sequences(lengths: list[int], kind: str, draw: random.Random) -> None:
@@ -303,6 +307,7 @@ def test_a_layout_that_loses_a_sequence_never_leaves_the_planner(monkeypatch: py
         plan([200, 100])
 
 
+@pytest.mark.wide
 @given(st.lists(skewed, min_size=1, max_size=12), kinds, st.sampled_from(WORLDS))
 @settings(max_examples=40)
 def test_one_micro_batch_holds_everything_at_a_cost_near_the_best(lengths: list[int], kind: str, num_ranks: int) -> None:

@@ -127,6 +127,7 @@ def test_host_memory_that_a_profile_does_not_have_is_named_with_its_gib() -> Non
         build_scenario(Request("llama-3.1-8b", "h200", 1, optimizer_states="host"))
 
 
+@pytest.mark.wide
 def test_a_way_to_train_all_weights_stands_beside_adapters() -> None:
     with pytest.raises(ValueError, match="--lora-rank 16 ") as refusal:
         build_scenario(Request("llama-3.1-70b", "h100", 8))

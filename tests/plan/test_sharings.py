@@ -73,6 +73,7 @@ def test_no_way_that_fits_is_faster(device_gib: float, link: float) -> None:
     assert any("fastest for a step" in note for note in found.notes)
 
 
+@pytest.mark.wide
 def test_without_lengths_of_a_step_shards_are_chosen_by_memory_alone() -> None:
     found = setup_of(12, 1e11, 2, None, ())
     assert found.placement.parameters == "sharded" and found.placement.shard_ranks == 4

@@ -99,7 +99,7 @@ def exhaustive_s(lengths: Sequence[int], costs: CostModel) -> dict[int, float]:
     return found
 
 
-@pytest.mark.daily("4-attention-one document", "4-exchange-one document")
+@pytest.mark.daily("4-exchange-one document")
 @pytest.mark.parametrize(
     "num_ranks, kind, case",
     [

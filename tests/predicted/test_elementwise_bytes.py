@@ -160,7 +160,7 @@ def spec_of(dtype: torch.dtype, adapted: bool, inner: int = 224, kinds: tuple[st
     return replace(model, adapters=lora_adapters(model, 1) if adapted else model.adapters, **fuses)
 
 
-@pytest.mark.wide("dtype0-True")
+@pytest.mark.daily("dtype1-False")
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_of_a_layer_are_those_that_torch_moves(dtype: torch.dtype, adapted: bool) -> None:

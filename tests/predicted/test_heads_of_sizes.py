@@ -147,6 +147,7 @@ def sent_on_rank(changes: dict[str, Any], plan: StepPlan, rows: list[dict[str, l
     return sent_by(tiny_model(tiny_config(**changes), torch.bfloat16), pool, plan, rows)
 
 
+@pytest.mark.wide
 def test_ranks_send_the_heads_of_every_layer(ranks) -> None:
     lengths, shape = [32, 16], GroupShape(2, 2)
     plan = plan_of([[(2, (0, 1))]], lengths, 2, 2)

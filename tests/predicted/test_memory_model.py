@@ -333,7 +333,7 @@ def test_a_long_backward_of_attention_takes_few_heads_at_once(name: str, monkeyp
     check_bytes(*PARTS[name], torch.float32)
 
 
-@pytest.mark.daily("plain-packed-two")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_in_pieces_and_tiles_take_no_more_than_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("plan.memory.layer", "runtime.activations.adapted_projection"):
@@ -374,7 +374,7 @@ def check_bytes(
             assert expected_peak / 1.5 <= peak <= 1.5 * expected_peak
 
 
-@pytest.mark.daily("dtype1")
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_before_the_head_takes_tiles(dtype: torch.dtype) -> None:
     shape, within = WIDE_HIDDEN, 1.1 if dtype == torch.float32 else 1.5
@@ -467,6 +467,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.wide("dtype0-small-slices", "dtype0-heads-slices", "dtype1-small-slices")
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize("shape", [Shape(layers=2), Shape(layers=2, vocabulary=8, inner=32)], ids=["small", "heads"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

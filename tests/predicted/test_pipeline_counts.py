@@ -48,7 +48,7 @@ def test_stages_hold_as_many_chunks_and_bytes_as_the_judge_says(ranks, num_stage
     assert all(memory.kv_book > 0 and not memory.saved for memory in memories)
 
 
-@pytest.mark.daily("1-2")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("num_ranges", [1, 2])
 def test_saved_bytes_under_policies_are_those_predicted_for_every_stage(ranks, num_stages: int, num_ranges: int) -> None:

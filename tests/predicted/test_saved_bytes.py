@@ -185,6 +185,7 @@ def policy(host: float, recompute: float, mlp: float) -> LayerPolicy:
 POLICIES = [(0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 0.25, 1.0), (1.0, 0.0, 0.5), (0.0, 0.3, 0.0)]
 
 
+@pytest.mark.wide("dtype3-False-1.0-0.0-0.5")
 @pytest.mark.parametrize(
     "dtype,is_autocast,host,recompute,mlp",
     [(dtype, False, *shares) for dtype in (torch.bfloat16, torch.float32, torch.float64) for shares in POLICIES]
@@ -351,7 +352,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide("llama-False-dropout-dtype0")
+@pytest.mark.wide("llama-False-dropout-dtype0", "llama-False-queries and values-dtype1", "llama-False-all-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize(("family", "is_autocast"), [("llama", False), ("qwen3", True)])
@@ -382,7 +383,7 @@ def test_frozen_layers_save_what_is_predicted(family: str, dtype: torch.dtype, i
     assert 0.999 * measured <= plain_layer_bytes(shapes) <= 1.001 * measured
 
 
-@pytest.mark.wide("qwen3-True-queries and values-dtype0", "qwen3-True-all-dtype0")
+@pytest.mark.daily("llama-False--dtype0", "llama-False--dtype1", "llama-False-queries and values-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("family", "is_autocast", "adapters"),

@@ -82,7 +82,7 @@ RUNS: dict[str, tuple[str, float, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.wide("shards of two", "states in a place", "states and layers in a place", "stages of copies")
+@pytest.mark.daily("one rank that is asked to share", "rings", "a limit", "everything kept", "stages")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_setup_of_a_forecast_is_that_of_the_run(name: str, tmp_path: Path, monkeypatch) -> None:
     family, share, num_ranks, settings = RUNS[name]

@@ -86,7 +86,7 @@ def sent_by(model: Any, pool: Any, plan: StepPlan, rows: list[dict[str, list[int
 PRECISIONS = {"fp64": (torch.float64, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
 
 
-@pytest.mark.wide("ulysses-4-2-bf16", "hybrid-4-2-fp64", "ring-4-2-fp64")
+@pytest.mark.daily("ulysses-6-1-fp64", "ulysses-5-5-fp64")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 2), (6, 1), (6, 3), (5, 5)])
 @pytest.mark.parametrize("ulysses", [4, 2, 1], ids=["ulysses", "hybrid", "ring"])

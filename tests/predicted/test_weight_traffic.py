@@ -193,7 +193,7 @@ def test_a_replay_gathers_nothing_more(ranks, name: str) -> None:
         assert found["gather"] + found["scatter"] == expected
 
 
-@pytest.mark.daily("spread experts")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["bf16", "spread experts"])
 def test_copies_sum_their_gradients_once(ranks, name: str) -> None:
     case, lengths = CASES[name], [8, 8, 6, 5, 8]

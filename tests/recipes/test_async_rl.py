@@ -36,7 +36,7 @@ def trained(url: str, folder: str, config: dict[str, Any], staleness: int, num_s
         engine.close()
 
 
-@pytest.mark.daily("one rank")
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "num_ranks,staleness,config", [(1, 0, {}), (2, 1, {"parameters": "sharded"})], ids=["one rank", "sharded"]
 )

@@ -46,15 +46,20 @@ def named(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
-@pytest.mark.wide(
-    "models/gemma-4-e4b-full",
-    "models/gemma-4-e4b-lora",
-    "models/llama-3.1-70b-nodes",
-    "models/qwen3-32b-lora",
-    "models/qwen3-32b-nodes",
-    "models/qwen3-8b-lora",
-    "chat/config",
-    "extend_context/config",
+@pytest.mark.daily(
+    "models/gemma-4-31b-full",
+    "models/gemma-4-31b-lora",
+    "models/gpt-oss-20b-lora",
+    "models/llama-3.1-8b-full",
+    "models/mistral-7b-full",
+    "models/qwen3-0.6b-full",
+    "models/qwen3-0.6b-lora",
+    "models/qwen3-30b-a3b-lora",
+    "models/qwen3-8b-full",
+    "models/qwen3.5-9b-full",
+    "models/qwen3.5-9b-lora",
+    "agents/config",
+    "text/config",
 )
 @pytest.mark.parametrize("path", [*MODELS, *TASKS], ids=named)
 def test_a_ready_config_fits_the_hardware_that_it_names(path: Path) -> None:

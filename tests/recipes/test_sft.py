@@ -262,6 +262,7 @@ def test_wrong_world_size_stops_at_once(tmp_path: Path) -> None:
     assert "2 rank(s) started, but expected_world_size is 3" in run.stderr
 
 
+@pytest.mark.wide
 def test_missing_text_column_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"content": "a"}\n')
     run = launch(

@@ -48,6 +48,7 @@ PAIRS = Source("pairs.parquet", prompt_column="prompt", completion_column="compl
 PAGES = Source("pages.csv", text_column=("title", "body"), column_separator=" - ", weight=1)
 
 
+@pytest.mark.wide
 def test_formats_are_mixed_by_weight_and_described(folder: Path) -> None:
     documents = load(CHATS, PAIRS, PAGES, held_out=4)
     train, held_out = texts(documents.train), texts(documents.held_out)

@@ -135,6 +135,7 @@ def ring_rates_on_rank(counts: tuple[int, ...]) -> tuple[tuple[tuple[int, float]
     return ring_rates(pool, counts, CPU)
 
 
+@pytest.mark.wide
 def test_gathers_and_reduce_scatters_are_measured_for_every_number_of_ranks(ranks) -> None:
     first, *others = ranks(3).run(ring_rates_on_rank, (2, 3))
     assert all(other == first for other in others)
@@ -143,6 +144,7 @@ def test_gathers_and_reduce_scatters_are_measured_for_every_number_of_ranks(rank
         assert all(1e3 < rate < 1e12 for _, rate in rates)
 
 
+@pytest.mark.wide
 def test_rates_are_positive_and_the_same_on_all_ranks_even_where_groups_leave_one_out(ranks) -> None:
     first, *others = ranks(3).run(rates_on_rank)
     assert all(other == first for other in others)

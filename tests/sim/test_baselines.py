@@ -57,6 +57,7 @@ lists = st.lists(st.integers(1, 4000), min_size=1, max_size=40)
 pools = st.sampled_from([(1, (1,)), (4, (1, 2, 4)), (6, (2, 6)), (8, (1, 2, 4, 8)), (8, (4, 8))])
 
 
+@pytest.mark.wide
 @given(lists, st.sampled_from(COST_KINDS), pools, st.integers(0, 3000))
 @settings(max_examples=50, deadline=None)
 def test_every_layout_covers_each_sequence_once_within_memory(

@@ -285,7 +285,7 @@ def test_links_over_pcie_are_said(hardware: str, num_ranks: int, rate: str) -> N
     assert "PCIe" in slow_links(cluster) and rate in slow_links(cluster)
 
 
-@pytest.mark.wide("cpu-2")
+@pytest.mark.daily("h100-8")
 @pytest.mark.parametrize("hardware,num_ranks", [("h100", 8), ("mi325x", 8), ("rtx-5090", 1), ("cpu", 2)])
 def test_nothing_is_said_of_fast_links_of_one_gpu_and_of_cpus(hardware: str, num_ranks: int) -> None:
     assert not slow_links(build_scenario(Request("llama-3.2-1b", hardware, num_ranks, lora_rank=8), must_fit=False).costs.cluster)

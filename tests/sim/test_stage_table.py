@@ -87,6 +87,7 @@ def test_shards_divide_the_stages_that_are_chosen() -> None:
         } == counts
 
 
+@pytest.mark.wide
 def test_layers_come_back_from_the_host_to_their_own_stage() -> None:
     """Between steps, the fuller of two stages has more than half of the model's bytes, and less than all of them."""
     found = scenario(2, parameters="sharded", layer_weights="host").setup

@@ -92,7 +92,8 @@ class AttachedMixin(LongContextMixin):
             run = self.longctx_run
             raise_together(_evaluation_problems(self, run.task.kind), run.control, "the evaluation cannot run under plans")
             return super().get_eval_dataloader(eval_dataset)
-        self._refuse_images(chosen_evaluation_set(eval_dataset, self.eval_dataset)[1])
+        if eval_dataset is not None or self.eval_dataset is not None:
+            self._refuse_images(chosen_evaluation_set(eval_dataset, self.eval_dataset)[1])
         loader: DataLoader[Any] = super(LongContextMixin, self).get_eval_dataloader(eval_dataset)
         keep_workers(loader)
         return loader

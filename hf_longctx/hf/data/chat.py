@@ -26,7 +26,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -505,12 +505,15 @@ class RenderLimit:
         try:
             yield
         finally:
+            with suppress(_TooLong):
+                with self._lock:
+                    self._deadline = None
+                # If it has been set and not raised yet, it is raised here. Taking it back instead would leave a flag behind that
+                # stops every thread that is traced or profiled (Python 3.11).
+                for _ in range(100):
+                    pass
             with self._lock:
-                self._deadline = None
-                if self._is_late:
-                    # in case it has not been raised yet
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, None)
-                self._is_late = False
+                self._deadline, self._is_late = None, False
 
     def _watch(self) -> None:
         while not self._has_ended.wait(_MOST_SECONDS / 10):

@@ -247,7 +247,7 @@ def _with_media(
     if media.exchange is not None:
         # a rank that runs no towers has tables without rows
         levels = levels or [embeds_1TC.new_zeros(0, embeds_1TC.shape[2])] * _num_levels(around)
-        levels = _exchanged(levels, media.exchange, around, text, context.layout)
+        levels = _exchanged(levels, media.exchange, bool(_trained_beside(around, text)), context.layout)
     levels = [level.index_select(0, media.rows) for level in levels]
     changed["inputs_embeds"] = embeds_1TC.index_copy(1, media.places, levels[0].unsqueeze(0))
     if len(levels) > 1 and len(media.places):
@@ -257,18 +257,18 @@ def _with_media(
     return args, changed
 
 
-def _exchanged(
-    levels: Sequence[Tensor], exchange_: FeatureExchange, around: Any, text: nn.Module, layout: GroupLayout
-) -> list[Tensor]:
+def _exchanged(levels: Sequence[Tensor], rows_between: FeatureExchange, is_trained: bool, layout: GroupLayout) -> list[Tensor]:
     """Returns the rows [n, C] of every level that the ranks of a group run for this one, rank after rank.
 
-    Gradients go back to the rank that ran the towers. All ranks take part in that if any weight of the towers is trained, even
-    those that run or need none.
+    Gradients go back to the rank that ran the towers. All ranks take part in that if any weight of the towers is trained
+    (`is_trained`), even those that run or need none, and otherwise none does: features of frozen towers may require gradients all
+    the same, by hooks such as those of `enable_input_require_grads`.
     """
     rows_NK = torch.cat(list(levels), dim=1)
-    sends = [rows_NK.index_select(0, each).reshape(-1) for each in exchange_.sends]
-    receives = [count * rows_NK.shape[1] for count in exchange_.receives]
-    anchor = rows_NK.new_zeros(()).requires_grad_(bool(_trained_beside(around, text)))
+    rows_NK = rows_NK if is_trained else rows_NK.detach()
+    sends = [rows_NK.index_select(0, each).reshape(-1) for each in rows_between.sends]
+    receives = [count * rows_NK.shape[1] for count in rows_between.receives]
+    anchor = rows_NK.new_zeros(()).requires_grad_(is_trained)
     received = exchange(sends, receives, [anchor], layout)
     return list(received.view(-1, rows_NK.shape[1]).chunk(len(levels), dim=1))
 

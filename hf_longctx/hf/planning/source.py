@@ -108,7 +108,7 @@ class PlanSource:
         if sequences.blocks:
             planner = partial(planner, blocks=sequences.blocks)
         if sequences.media:
-            planner = partial(planner, media=sequences.media)
+            planner, costs = partial(planner, media=sequences.media), replace(costs, deals_images=sequences.deals_images)
         explores = self._explores(explore)
         self._explore_steps -= explores
 

@@ -191,8 +191,13 @@ ROWS = (
     _row("refused", "dpo_beta", "axolotl ignores it: set rl_beta"),
     _row(
         "refused",
-        "dpo_norm_loss dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval precompute_ref_log_probs rpo_alpha",
+        "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_generate_during_eval precompute_ref_log_probs",
         "leave it out; losses run in tiles, and the reference under the plans of the model",
+    ),
+    _row(
+        "refused",
+        "dpo_norm_loss rpo_alpha",
+        "it changes the loss, and plans compute none with it; without it another one is trained",
     ),
     _row(
         "refused",

@@ -74,7 +74,7 @@ class Collation:
             return [problem.replace("train_dataset", name) for problem in found]
         if dataset is None or is_stream(dataset) or not is_readable(dataset):
             return []
-        with _kept_random_states():
+        with kept_random_states():
             try:
                 self._try([dataset[number] for number in _tried(len(dataset))])
             except _CollatorProblem as error:
@@ -195,13 +195,14 @@ class Collation:
             raise _CollatorProblem(f"it returns {type(batch).__name__}; let it return a dict with input_ids and labels")
         found = {name: np.asarray(value) for name, value in batch.items() if value is not None}
         if unknown := [name for name in found if name not in _READ]:
-            raise _CollatorProblem(
-                f"it returns {unknown[0]!r}, which plans do not read, and to ignore it would change what is trained; "
-                + (
-                    "give rows with images to tokenise_chat and the model's processor, and leave the collator out"
-                    if tower_columns(unknown[:1])
-                    else "express it in input_ids, labels (-100 for no label) and attention_mask"
+            if pixels := tower_columns(unknown):
+                raise _CollatorProblem(
+                    f"it returns {pixels[0]!r}, which plans do not read; give rows with images to tokenise_chat and the model's "
+                    f"processor, and leave the collator out"
                 )
+            raise _CollatorProblem(
+                f"it returns {unknown[0]!r}, which plans do not read, and to ignore it would change what is trained; express "
+                f"it in input_ids, labels (-100 for no label) and attention_mask"
             )
         for name in ("input_ids", "labels"):
             if name not in found:
@@ -311,7 +312,7 @@ def _are_equal(first: Row, second: Row) -> bool:
 
 
 @contextmanager
-def _kept_random_states() -> Iterator[None]:
+def kept_random_states() -> Iterator[None]:
     """Context after which random numbers continue as if none had been drawn."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

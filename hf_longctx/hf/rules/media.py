@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hf_longctx.hf.data.fields import MEDIA
@@ -10,7 +11,7 @@ from hf_longctx.hf.data.media.processors import processor_problem, tokens_proble
 from hf_longctx.hf.data.streams.sources import WholeStream, is_stream
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.media import media_kinds, num_added_levels, sees_images_both_ways, tower_dropout
-from hf_longctx.hf.rules.collators import is_readable
+from hf_longctx.hf.rules.collators import is_readable, kept_random_states
 from hf_longctx.plan.cost.traffic import group_shapes
 from hf_longctx.plan.setup import Setup
 
@@ -54,12 +55,18 @@ def may_have_media(dataset: Any, model: Any, processor: Any) -> bool:
 
 
 def source_columns(dataset: Any) -> Collection[str] | None:
-    """Returns the columns of a set, which are those of its first row if it names none; None for a stream that names none."""
+    """Returns the columns of a set: those that it names, those of all rows of a list, or those of the first row of another set.
+
+    None if they are unknown: for a stream that names none, and for a set whose first row cannot be read, as its scan will say.
+    """
     source = dataset.stream if isinstance(dataset, WholeStream) else dataset
     columns: Collection[str] | None = getattr(source, "column_names", None)
-    if columns is None and is_readable(source) and isinstance(row := source[0], Mapping):
-        return row
-    return columns
+    if columns is not None or not is_readable(source):
+        return columns
+    with suppress(Exception), kept_random_states():
+        rows = source if isinstance(source, list | tuple) else [source[0]]
+        return {name for row in rows if isinstance(row, Mapping) for name in row}
+    return None
 
 
 def _both_ways_problem(name: str, setup: Setup) -> str:

@@ -534,7 +534,9 @@ _SFT = {
 def image_problems(trainer: Any) -> list[str]:
     """Problems with images in rows of an `SFTTrainer`, after it has prepared them."""
     limit = getattr(trainer.args, "max_length", None)
-    if limit is not None and MEDIA in (getattr(trainer.train_dataset, "column_names", None) or ()):
+    given = trainer.eval_dataset
+    sets = [trainer.train_dataset, *(given.values() if isinstance(given, dict) else [given])]
+    if limit is not None and any(MEDIA in (getattr(each, "column_names", None) or ()) for each in sets):
         return [
             f"rows have images, but max_length={limit} of the SFTConfig cuts longer rows, perhaps inside an image, or drops them "
             f"before plans see them; set SFTConfig(max_length=None)"

@@ -397,6 +397,8 @@ class StepSequences:
     lengths: tuple[int, ...]
     blocks: tuple[Blocks, ...] = ()
     media: tuple[Media, ...] = ()
+    # whether any rank of a group may run an image, or those alone that have tokens of it
+    deals_images: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,8 @@ class CostModel:
     teacher: CostModel | None = None
     # the images of every sequence of the step that is planned; (): no sequence has any
     media: tuple[Media, ...] = field(default=(), compare=False)
+    # whether plans may deal these to ranks without tokens of them
+    deals_images: bool = True
 
     @property
     def shards(self) -> int:
@@ -436,7 +438,7 @@ class CostModel:
 
         Returns the rank of each, by sequence and number; empty if to exchange features takes longer than is saved.
         """
-        images = images_of(chunk, self.media) if shape.degree > 1 else {}
+        images = images_of(chunk, self.media) if shape.degree > 1 and self.deals_images else {}
         if not images:
             return {}
         held, loads = rank_media(chunk, shape, self.media), [0.0] * shape.degree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.sharding import shard_tokens
@@ -86,7 +86,7 @@ class Evaluation:
     # where it waits
     in_flight: tuple[int, ...]
     # bytes of every group on a rank of the first stage, without towers, by the id of its chunks and its positions
-    text_bytes: Mapping[tuple[int, tuple[int, ...]], int]
+    text_bytes: Mapping[tuple[int, tuple[int, ...]], int] = field(compare=False)
 
     @property
     def busy_s(self) -> tuple[float, ...]:

@@ -76,7 +76,7 @@ def lone_step(case: ModelCase, plan: StepPlan, rows: Any, has_engine: bool = Fal
     return float(result.loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.wide("mixtral-lora0-recomputed", "olmoe-lora4-packed")
+@pytest.mark.wide("mixtral-lora0-recomputed", "olmoe-lora4-packed", "mixtral-lora0-slices", "mixtral-lora0-mixed")
 @pytest.mark.parametrize("plan", STEPS)
 @pytest.mark.parametrize(
     "family,lora",
@@ -178,8 +178,6 @@ ATTENTION = (("r", 2), ("lora_alpha", 4), ("target_modules", ["q_proj", "v_proj"
 
 @pytest.mark.daily(
     "qwen3_moe-nf4-on experts-packed",
-    "qwen3_moe-nf4-on experts-slices",
-    "qwen3_moe-nf4-on experts-mixed",
     "qwen3_moe-nf4-on attention-packed",
     "gpt_oss-mxfp4-on experts-packed",
     "qwen3_moe-fp8-on experts-packed",

@@ -99,6 +99,7 @@ def test_adapter_gradients_are_those_of_plain_hf(targets: list[str], name: str, 
     assert step.engine.tier.stored_bytes == 0
 
 
+@pytest.mark.wide
 @settings(max_examples=15, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_random_policies_match(data: st.DataObject) -> None:

@@ -78,14 +78,19 @@ def plans_of(case: MediaCase, rows: Any, num_ranks: int) -> list[StepPlan]:
     return [dealt(plan, case, rows) for plan in plans]
 
 
-def steps_on_rank(case: MediaCase, plans: list[str]) -> list[Any]:
-    """Loss, gradients and number of images that this rank ran, for steps of plans."""
-    return [_step(case, plan_from_json(text)) for text in plans]
+def steps_on_rank(case: MediaCase, plans: list[str], is_hooked: bool = False) -> list[Any]:
+    """Loss, gradients and number of images that this rank ran, for steps of plans.
+
+    is_hooked: embeddings of towers require gradients, as after `enable_input_require_grads`.
+    """
+    return [_step(case, plan_from_json(text), is_hooked) for text in plans]
 
 
-def _step(case: MediaCase, plan: StepPlan) -> Any:
+def _step(case: MediaCase, plan: StepPlan, is_hooked: bool) -> Any:
     (rows, reader), pool, model = rows_of(case), group_pool(), case.build()
     patch_model(model)
+    if is_hooked:
+        model.model.visual.patch_embed.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
     if plan.parameters != "replicated":
         shard_model(model, unit_classes(model, True), mesh(pool.num_ranks))
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
@@ -135,6 +140,18 @@ def test_dealt_images_are_exact_and_run_on_one_rank(num_ranks: int, name: str, r
         # once in the whole group, in one chunk
         total = sum(item["num_features"] for row in rows for item in row["media"])
         assert sum(sum(found[0][2]) for found in by_rank) == total
+
+
+def test_frozen_towers_exchange_no_gradients_even_if_their_features_require_some(ranks: Any) -> None:
+    case = CASES["frozen"]
+    rows, reader = rows_of(case)
+    expected_loss, expected = plain_step(case.build(), rows, reader)
+    (plan, *_) = plans_of(case, rows, 2)
+    ((group,),) = (each.groups for each in plan.micro_batches)
+    group = replace(group, towers=tuple(run._replace(rank=0) for run in group.towers))
+    plan = validate_plan(replace(plan, micro_batches=(MicroBatch((group,)),)))
+    for found in ranks(2).run(steps_on_rank, case, [plan_to_json(plan)], True):
+        check(found[0], expected_loss, expected)
 
 
 @pytest.mark.wide("gathered_per_step")

@@ -109,7 +109,7 @@ def state(model: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.wide("longrope")
+@pytest.mark.daily("dynamic")
 @pytest.mark.parametrize("kind", CASES)
 def test_documents_on_both_sides_of_the_limit_match_whatever_ran_before(kind: str) -> None:
     expected = alone(promoted(kind))

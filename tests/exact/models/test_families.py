@@ -32,7 +32,18 @@ def test_every_class_matches_on_one_rank(family: str, chunks: list) -> None:
     check_lone_step(ModelCase(family, promoted=True), sliced_plan(LENGTHS, chunks), random_rows(LENGTHS))
 
 
-@pytest.mark.wide("phi3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+@pytest.mark.wide(
+    "phi3",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "granite",
+    "glm4",
+    "starcoder2",
+    "minicpm3",
+    "gemma2",
+)
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
     case, rows = ModelCase(family, promoted=True), random_rows(LENGTHS)
@@ -47,6 +58,7 @@ def test_every_class_matches_where_layers_are_recomputed(family: str) -> None:
     assert worst_error((float(result.loss), gradients), reference_step(build_model(case), rows)) <= TOLERANCE
 
 
+@pytest.mark.daily("mistral_window-1")
 @pytest.mark.parametrize("ulysses", [0, 1])
 @pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gemma3", "cohere2", "olmo3"])
 def test_windows_match_on_groups_and_rings(ranks, family: str, ulysses: int) -> None:

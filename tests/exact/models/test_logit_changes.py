@@ -34,6 +34,7 @@ def test_the_families_change_their_logits() -> None:
     assert {family: str(logit_change(build_model(case(family)))) for family in CHANGES} == CHANGES
 
 
+@pytest.mark.daily("granite-smoothed", "cohere2-")
 @pytest.mark.parametrize("loss", ["", "focal", "smoothed"])
 @pytest.mark.parametrize("family", CHANGES)
 def test_slices_match(ranks, family: str, loss: str) -> None:

@@ -433,7 +433,7 @@ def sharded_step(case: MediaCase, plan_json: str) -> Any:
     return float(result.loss), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.daily("LlavaForConditionalGeneration-True-sharded")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", FIRST)

@@ -71,7 +71,7 @@ def test_the_reference_balances_as_transformers_does() -> None:
 OFFLOADED = LayerPolicy((TensorShare("layer_input", host=1.0), TensorShare("mlp", recompute=0.3, host=0.4, device=0.3)))
 
 
-@pytest.mark.wide("mixtral-mixed", "mixtral-recomputed")
+@pytest.mark.wide("mixtral-mixed", "mixtral-recomputed", "mixtral-slices", "gpt_oss-packed")
 @pytest.mark.parametrize("plan", ["packed", "slices", "mixed", "recomputed"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_class_matches_with_the_balance_of_the_step(family: str, plan: str) -> None:
@@ -109,7 +109,7 @@ def broken() -> None:
     raise RuntimeError("broken")
 
 
-@pytest.mark.wide("gpt_oss")
+@pytest.mark.daily("qwen3_moe_dense")
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_without_a_balance_there_is_none(family: str) -> None:
     case, rows = case_of(family), random_rows(LENGTHS)
@@ -211,6 +211,7 @@ def test_ranks_agree_on_the_balance_in_any_order(ranks, orders: tuple[str, str],
         assert worst_error(found, expected) <= TOLERANCE
 
 
+@pytest.mark.daily("-1")
 @pytest.mark.parametrize("words,num_passes", [("", 1), (MIXED, 2)])
 def test_routing_runs_again_only_where_a_backward_comes_before_a_forward(words: str, num_passes: int) -> None:
     model, rows, plan = (

@@ -77,7 +77,7 @@ def test_slices_that_recompute_and_offload_match(name: str) -> None:
     assert policy_error(name, plan) <= TOLERANCE
 
 
-@pytest.mark.daily("MptForCausalLM", "OPTForCausalLM")
+@pytest.mark.daily("OPTForCausalLM")
 @pytest.mark.parametrize("name", CLASSES)
 def test_adapters_of_such_layers_match(name: str) -> None:
     lora: Lora = (("r", 2), ("lora_alpha", 8), ("target_modules", CLASSES[name]))

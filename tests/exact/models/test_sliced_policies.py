@@ -105,6 +105,7 @@ def test_random_cuts_chunks_orders_and_policies_match(
     check(PROMOTED, data.draw(policies_for(sliced_plan(lengths, chunks, words))))
 
 
+@pytest.mark.daily("llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_stock_norms_match_too(family: str) -> None:
     lengths, chunks, words, _ = PACKINGS["slices, hybrids and packs"]
@@ -126,6 +127,7 @@ def test_recomputed_rows_are_the_front_of_the_chunk() -> None:
     check(PROMOTED, plan)
 
 
+@pytest.mark.wide("4-1")
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 4), (6, 3)])
 def test_grouped_query_heads_match(num_heads: int, num_kv_heads: int) -> None:
     case = ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads, promoted=True)
@@ -253,6 +255,7 @@ BUGS = {
 }
 
 
+@pytest.mark.wide("", "stale book entry")
 @pytest.mark.parametrize("bug", ["", *BUGS])
 def test_planted_bug_is_noticed(bug: str) -> None:
     # two sequences with slices of equal sizes, and whole sequences

@@ -117,7 +117,7 @@ def test_slices_whose_states_are_sums_to_divide_match(case: ModelCase) -> None:
     assert lone_error(case, same_policy(plan, replayed(1.0), replayed(0.5), tile_tokens=tile_tokens)) <= TOLERANCE
 
 
-@pytest.mark.daily("xlstm")
+@pytest.mark.wide
 @DIVIDED
 def test_groups_and_rings_whose_states_are_sums_to_divide_match(ranks, case: ModelCase) -> None:
     # three ranks share heads and channels that they cannot share evenly
@@ -133,7 +133,7 @@ def test_scans_of_sums_to_divide_match_in_blocks(case: ModelCase) -> None:
         assert lone_error(case, sliced_plan([40, 5], [[(0, 0, 30)], [(0, 30, 40), (1, 0, 5)]])) <= TOLERANCE
 
 
-@pytest.mark.daily("qwen3_5-a whole sequence in front", "lfm3-a hybrid: the tail and whole sequences")
+@pytest.mark.daily("qwen3_5-a whole sequence in front")
 @pytest.mark.parametrize("name", PACKINGS)
 @pytest.mark.parametrize("case", [QWEN, LFM], ids=lambda case: case.family)
 def test_slices_among_other_documents_match(case: ModelCase, name: str) -> None:
@@ -295,7 +295,12 @@ def test_evaluation_passes_states_on_too() -> None:
     assert float(total) / num_labels == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.wide("qwen3_5-states leak in the scan")
+@pytest.mark.daily(
+    "lfm3-states leak in the scan",
+    "mamba-states leak in the scan",
+    "rwkv-states leak in the scan",
+    "xlstm-states leak in the scan",
+)
 @pytest.mark.parametrize(
     "bug",
     ["states leak in the scan", "states leak in the convolution", "states of slices dropped", "gradients of states dropped"],

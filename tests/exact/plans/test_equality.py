@@ -20,8 +20,6 @@ from hf_longctx.plan.core.serialize import plan_to_json
     "one rank, several micro-batches-llama",
     "<2>-llama",
     "<2>,<1,1>,<2>-llama",
-    "<2>,<1,1> with an idle rank-llama",
-    "fewer tokens than ranks-llama",
 )
 @pytest.mark.quick("<2>,<1,1>,<2>-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -31,7 +29,7 @@ def test_layout_matches_one_plain_process(ranks, name: str, family: str) -> None
     check_layout_step(ranks(num_ranks), ModelCase(family), layout, lengths)
 
 
-@pytest.mark.wide("<4>,<2,2>,<1,1,1,1>-qwen2")
+@pytest.mark.daily("<2>,<1,1>,<2>-mistral")
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
 @pytest.mark.parametrize("name", ["<2>,<1,1>,<2>", "<4>,<2,2>,<1,1,1,1>"])
 def test_every_admitted_class_matches(ranks, name: str, family: str) -> None:
@@ -39,7 +37,7 @@ def test_every_admitted_class_matches(ranks, name: str, family: str) -> None:
     check_layout_step(ranks(num_ranks), ModelCase(family), layout, lengths)
 
 
-@pytest.mark.daily("<4>-4-2", "<2,1,1>-4-1")
+@pytest.mark.daily("<2,1,1>-4-1")
 @pytest.mark.parametrize("num_heads,num_kv_heads", [(4, 1), (4, 2), (4, 4), (6, 1), (6, 2), (6, 3), (6, 6)])
 @pytest.mark.parametrize("name", ["<4>", "<2,1,1>", "<3>"])
 def test_heads_need_not_divide(ranks, name: str, num_heads: int, num_kv_heads: int) -> None:
@@ -47,6 +45,7 @@ def test_heads_need_not_divide(ranks, name: str, num_heads: int, num_kv_heads: i
     check_layout_step(ranks(num_ranks), ModelCase(num_heads=num_heads, num_kv_heads=num_kv_heads), layout, lengths)
 
 
+@pytest.mark.daily("masked2")
 @pytest.mark.parametrize("masked", [(0,), (1, 2, 3), (0, 1, 2, 3, 4, 5)])
 def test_fully_masked_chunks_weigh_nothing(ranks, masked: tuple[int, ...]) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
@@ -58,6 +57,7 @@ def test_tied_embeddings_match(ranks) -> None:
     check_layout_step(ranks(num_ranks), ModelCase(tied=True), layout, lengths)
 
 
+@pytest.mark.wide("linear")
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
 def test_scaled_rope_matches(ranks, rope_type: str) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]
@@ -75,7 +75,7 @@ def test_eager_models_match(ranks) -> None:
 
 
 # norms are promoted, because a random search would at times find a value on the edge between two fp32 numbers
-@pytest.mark.daily("2-2-12")
+@pytest.mark.wide
 @pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("num_ranks,kv", [(2, 2), (4, 1)])
 def test_random_plans_match(ranks, examples: int, num_ranks: int, kv: int) -> None:
@@ -93,6 +93,7 @@ def test_random_plans_match(ranks, examples: int, num_ranks: int, kv: int) -> No
     matches()
 
 
+@pytest.mark.wide("labels shifted after the cut")
 @pytest.mark.parametrize("bug", BUGS[:3])
 def test_planted_bug_is_noticed(ranks, bug: str) -> None:
     num_ranks, layout, lengths = LAYOUTS["<2>,<1,1>,<2>"]

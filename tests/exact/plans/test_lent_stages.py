@@ -70,6 +70,7 @@ def test_two_stages_match_one_plain_process(ranks, sizes) -> None:
     check(ranks(2), ModelCase(num_layers=4), one_sequence(sizes, 2))
 
 
+@pytest.mark.wide
 def test_four_stages_match(ranks) -> None:
     check(ranks(4), ModelCase("qwen3", num_layers=5), one_sequence([15, 11, 9, 8, 7], 4, num_layers=5))
 

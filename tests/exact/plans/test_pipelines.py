@@ -27,7 +27,7 @@ def test_four_stages_match(ranks, family) -> None:
     check_pipeline(ranks(4), ModelCase(family, num_layers=5), pipeline_plan(LENGTHS, [[(1, SLICED)]], 4, num_layers=5))
 
 
-@pytest.mark.wide("gemma2")
+@pytest.mark.daily("olmo3")
 @pytest.mark.parametrize("family", ["olmo3", "gemma2", "deepseek_v3"])
 def test_stages_of_other_windows_and_rotary_embeddings_match(ranks, family) -> None:
     check_pipeline(ranks(2), ModelCase(family, promoted=True), pipeline_plan(LENGTHS, [[(1, SLICED)]], 2, num_layers=2))
@@ -99,6 +99,7 @@ def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("examples", [4, pytest.param(25, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_random_pipelines_with_random_policies_match(ranks, examples: int, num_stages: int) -> None:

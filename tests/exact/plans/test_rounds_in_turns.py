@@ -46,13 +46,14 @@ def test_four_stages_of_two_ranks_match(ranks, parameters: Parameters) -> None:
     check_pipeline(ranks(8), CASE, plan_of(4, [LONG, SHORT], parameters))
 
 
-@pytest.mark.daily("replicated")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
 def test_interleaved_layer_ranges_take_turns_too(ranks, parameters: Parameters) -> None:
     plan = plan_of(2, [LONG, SHORT], parameters, schedule="interleaved", num_layers=8, num_ranges=2)
     check_pipeline(ranks(4), ModelCase(num_layers=8), plan)
 
 
+@pytest.mark.wide
 def test_rings_take_turns(ranks) -> None:
     check_pipeline(ranks(4), CASE, plan_of(2, [LONG, SHORT], "sharded", method="ring"))
 

@@ -114,7 +114,7 @@ def test_copies_of_shards_match(ranks, parameters: Parameters) -> None:
     check_pipeline(ranks(8), ModelCase(num_layers=4, tied=True), plan)
 
 
-@pytest.mark.daily("gathered_per_step")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 def test_rings_match(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan(
@@ -127,7 +127,7 @@ def test_rings_match(ranks, parameters: Parameters) -> None:
     check_pipeline(ranks(4), ModelCase("mistral_window", num_layers=4), plan)
 
 
-@pytest.mark.daily("sharded")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 def test_interleaved_ranges_match(ranks, parameters: Parameters) -> None:
     plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)

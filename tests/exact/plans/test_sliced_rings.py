@@ -106,6 +106,7 @@ def beside_others(ulysses: int) -> StepPlan:
     return validate_plan(replace(plan, micro_batches=(MicroBatch((replace(first, chunks=chunks, stages=(stage,)), *others)),)))
 
 
+@pytest.mark.wide
 def test_slices_beside_other_groups_match(ranks) -> None:
     plan, in_ring = beside_others(0), beside_others(1)
     assert plan.layout == in_ring.layout == "<2,1,1>"

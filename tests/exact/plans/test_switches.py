@@ -136,6 +136,7 @@ def test_plans_cut_by_time_match_one_plain_process(ranks, shard_ranks: int) -> N
     check_step(ranks(4), CASE, plan, lengths, shard_ranks)
 
 
+@pytest.mark.wide
 def test_groups_that_keep_to_nodes_match_one_plain_process(ranks) -> None:
     # two nodes of three ranks
     lengths, config = [56, 38, 19], PlannerConfig(CAPACITY, (1, 2, 3))

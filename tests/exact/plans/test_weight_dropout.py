@@ -33,7 +33,7 @@ def test_packs_and_groups_match(ranks, name: str) -> None:
 
 
 # heads of two ranks: two and one, of which both read one KV head
-@pytest.mark.wide("heads0")
+@pytest.mark.daily("heads1")
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (6, 2)])
 def test_groups_with_any_number_of_heads_match(ranks, heads: tuple[int, int]) -> None:
     case = replace(CASE, num_heads=heads[0], num_kv_heads=heads[1])
@@ -97,7 +97,7 @@ BUGS = {
 }
 
 
-@pytest.mark.wide("weights dropped in another step")
+@pytest.mark.daily("weights dropped by place in the slice", "weights dropped by document of the chunk")
 @pytest.mark.parametrize("bug", BUGS)
 def test_wrong_keys_are_noticed(ranks, bug: str) -> None:
     plan = sliced_plan(LENGTHS, SLICES) if BUGS[bug] == 1 else plan_of([[(2, (0, 1, 2))]], LENGTHS, 2)

@@ -49,7 +49,7 @@ PLANS = {
 }
 
 
-@pytest.mark.daily("packs and groups-focal-True", "an idle rank--True", "shards--True", "slices--True")
+@pytest.mark.daily("an idle rank--True")
 @pytest.mark.parametrize("loss,weighted", KINDS)
 @pytest.mark.parametrize("name", PLANS)
 def test_weights_and_other_losses_match(ranks, name: str, loss: str, weighted: bool) -> None:
@@ -68,6 +68,7 @@ def test_they_match_in_stages(ranks, tile_tokens: int | None, loss: str, weighte
     check_pipeline(ranks(2), ModelCase(num_layers=4, loss=loss), plan, rows=rows_of(list(plan.lengths), weighted))
 
 
+@pytest.mark.wide("tiles-")
 @pytest.mark.parametrize("loss", ["", "focal"])
 @pytest.mark.parametrize("name", ["packs and groups", "tiles"])
 def test_a_step_whose_weights_are_all_zero_has_loss_and_gradients_of_zero(ranks, name: str, loss: str) -> None:

@@ -355,16 +355,7 @@ def refuse(rows: list[dict[str, list[int]]], name: str, only_rank: int | None) -
     return message, after == before, len(trainer.model._forward_pre_hooks)
 
 
-@pytest.mark.daily(
-    "collator",
-    "own loss",
-    "own step",
-    "too long",
-    "too long alone",
-    "metrics in stages",
-    "stages of shards",
-    "too many",
-)
+@pytest.mark.daily("too long", "too long alone", "too many")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_lose_its_meaning_is_refused_on_every_rank_and_changes_nothing(ranks, rows, name: str) -> None:
     for message, is_unchanged, num_hooks in ranks(2).run(refuse, rows, name, None):

@@ -199,7 +199,7 @@ def held_bytes(rows: list[dict[str, list[int]]], folder: str, config: dict[str, 
     return counted.device_bytes, counted.host_bytes, spec.states(), spec.host_states()
 
 
-@pytest.mark.wide("{'optimizer_states': 'host'}")
+@pytest.mark.daily("{}")
 @pytest.mark.parametrize("config", [{"fp32_master_weights": False}, {}, {"optimizer_states": "host"}], ids=str)
 def test_plans_count_them(ranks, rows, tmp_path: Path, config: dict[str, Any]) -> None:
     ((weights, states, planned, planned_on_host),) = ranks(1).run(held_bytes, rows, str(tmp_path), config)

@@ -40,6 +40,7 @@ def states(model: Any) -> dict[str, torch.Tensor]:
     return {name: each for name, each in model.state_dict().items() if name.rpartition(".")[0] in names and each.dim() == 3}
 
 
+@pytest.mark.wide("DeepseekV4ForCausalLM", "KimiLinearForCausalLM")
 @pytest.mark.parametrize("name", CLASSES)
 def test_experts_of_every_family_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
     model: Any = build_any(name)
@@ -68,6 +69,7 @@ def read(folder: str, kind: Any, **settings: Any) -> Any:
     return model.get_base_model()
 
 
+@pytest.mark.wide("nf4")
 @pytest.mark.parametrize("kind", ["", "mxfp4", "nf4"])
 def test_blocks_are_read_packed_and_unpacked_to_the_bits_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = save_gpt_oss(tmp_path)

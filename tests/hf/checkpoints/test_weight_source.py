@@ -104,7 +104,7 @@ def gathered(case: ModelCase, shard_ranks: int, on_host: bool) -> dict[str, torc
     return sent(model)
 
 
-@pytest.mark.wide("experts", "two copies")
+@pytest.mark.daily("adapters, on the host", "spread experts")
 @pytest.mark.parametrize(
     "num_ranks,case,shard_ranks,on_host",
     [

@@ -113,6 +113,7 @@ def test_rows_of_tokens_are_read_or_refused_by_name(seed: int) -> None:
     assert num_read > 10 and num_refused > 20
 
 
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_of_a_stream_are_read_or_refused_by_name(seed: int) -> None:
     draw = random.Random(seed)

@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
+from helpers.measures.calls import counted_calls
 from helpers.models.chats import BARE_TEMPLATE, TEMPLATE, byte_tokenizer, conversation, rendered_by_hand
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
@@ -282,6 +283,8 @@ def test_a_template_that_fails_is_named_with_the_row(program: str, message: str,
         render_chat(tokenizer, conversation("a", "b"), None, "row 7")
     # nothing is raised later
     assert render_chat(byte_tokenizer(), conversation("a", "b"), None, "row 8").spans
+    # nor does a thread that is profiled stand still
+    assert counted_calls(lambda: len(message))[1] > 1
 
 
 @pytest.mark.parametrize("program", ["{{ 'a' * 10**10 }}", "{{ 10**10**10 }}", "{{ 'a' * (99999 * 99999) }}"])

@@ -95,6 +95,7 @@ def test_a_users_metrics_are_those_of_a_stock_trainer(ranks, plan: str) -> None:
         assert 0 < evaluated["eval_accuracy"] == pytest.approx(evaluated["eval_mean_token_accuracy"])
 
 
+@pytest.mark.wide
 def test_another_loss_leaves_the_metrics_and_no_predictions_leave_the_loss_alone() -> None:
     evaluated, _ = evaluate({"tokens_per_rank": 64}, "focal")
     assert evaluated["eval_log_prob"] == pytest.approx(stock()["eval_log_prob"], rel=1e-10)
@@ -180,7 +181,7 @@ def _accuracies(found: EvalPrediction) -> dict[str, float]:
     return {"mean": float(is_right.mean()), "of_labels": float(is_right[is_label].mean())}
 
 
-@pytest.mark.wide("different rows on each rank-_likeliest")
+@pytest.mark.daily("packs-_with_labels")
 @pytest.mark.parametrize("reduce", [_likeliest, _with_labels])
 @pytest.mark.parametrize("plan", ["packs", "different rows on each rank"])
 def test_likeliest_tokens_of_a_users_function_are_those_of_a_stock_trainer(ranks, tmp_path: Path, reduce: Any, plan: str) -> None:
@@ -218,6 +219,7 @@ def test_other_functions_of_logits_are_not_taken_for_the_likeliest_tokens(functi
     assert likeliest_form(function) == ""
 
 
+@pytest.mark.daily("<lambda>1")
 @pytest.mark.parametrize(
     "compute", [lambda found: {"x": found.predictions.argmax(-1)}, lambda found: {"x": np.argmax(found.predictions, axis=-1)}]
 )

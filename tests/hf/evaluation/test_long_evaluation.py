@@ -176,6 +176,7 @@ def test_documents_have_their_own_dynamic_frequencies(ranks, tmp_path: Path, nam
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.wide
 def test_tiled_head_gives_the_same_scores(expected, tmp_path: Path) -> None:
     trainer = make_trainer(CASE, TRAINED, str(tmp_path), {"tokens_per_rank": 64})
     solve = trainer.longctx_run.source.solve

@@ -87,7 +87,7 @@ def test_every_step_logs_what_its_whole_logits_give(ranks, name: str) -> None:
 
 
 # models that scale or cap their logits after the head
-@pytest.mark.daily("gemma2-slices in tiles")
+@pytest.mark.wide
 @pytest.mark.parametrize("family,name", [("granite", "slices in tiles"), ("gemma2", "slices in tiles"), ("gemma2", "shards")])
 def test_changed_logits_are_counted(ranks, family: str, name: str) -> None:
     (config, num_ranks, _), case = SETTINGS[name], ModelCase(family, promoted=True)
@@ -97,7 +97,7 @@ def test_changed_logits_are_counted(ranks, family: str, name: str) -> None:
         check(log, plain(case, ROWS))
 
 
-@pytest.mark.daily("0")
+@pytest.mark.wide
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_tokens_of_weight_zero_do_not_count_and_other_losses_change_nothing(tile_tokens: int) -> None:
     rows = with_weights(ROWS)

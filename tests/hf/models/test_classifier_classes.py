@@ -70,7 +70,7 @@ def is_supported(name: str) -> bool:
             return False
 
 
-@pytest.mark.wide("Qwen3NextForTokenClassification")
+@pytest.mark.daily("GPTNeoXForTokenClassification", "OPTForSequenceClassification")
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.sweep) for name in names()])
 def test_a_supported_class_is_exact(name: str) -> None:
     if not is_supported(name):

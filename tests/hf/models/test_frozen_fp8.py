@@ -103,7 +103,7 @@ def test_a_matrix_without_an_adapter_is_rounded_too() -> None:
     assert len(fp8_layers(model)) == 14
 
 
-@pytest.mark.daily("half-0", "host-0")
+@pytest.mark.daily("half-0")
 @pytest.mark.parametrize(("name", "tile_tokens"), [("recompute", 8), ("half", 0), ("half", 5), ("host", 0), ("host", 5)])
 def test_with_products_in_fp64_all_gradients_are_exact(in_fp64: None, name: str, tile_tokens: int) -> None:
     step = EngineStep(HostTier.on(CPU, 2**20) if name == "host" else None, LENGTHS, rounded_model)
@@ -133,6 +133,7 @@ def test_gradients_beside_biases_are_exact_whether_these_are_trained_or_not(in_f
     assert step.error() <= 1e-12
 
 
+@pytest.mark.daily("BIASED")
 @pytest.mark.parametrize("case", ["CASE", "BIASED"])
 def test_with_products_in_fp64_the_rounded_model_is_that_of_unpacked_weights(in_fp64: None, case: str) -> None:
     given = {"CASE": CASE, "BIASED": BIASED}[case]
@@ -366,6 +367,7 @@ def dequantised(dtype: torch.dtype, family: str = "llama") -> Any:
     return model.to(dtype)
 
 
+@pytest.mark.daily("qwen2")
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_blocks_of_published_checkpoints_are_kept_and_unpacked_without_a_second_rounding(family: str) -> None:
     model = of_blocks(torch.float64, family=family)

@@ -64,7 +64,7 @@ def expected_step(case: str) -> tuple[float, dict[str, Tensor]]:
         return reference_step(build(case), rows())
 
 
-@pytest.mark.wide("packed-shared", "slices-ties")
+@pytest.mark.daily("packed-more keys than tokens")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunks", [WHOLE, SLICES], ids=["packed", "slices"])
 def test_documents_get_the_keys_of_plain_transformers(case: str, chunks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

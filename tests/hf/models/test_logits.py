@@ -103,7 +103,15 @@ def test_the_code_of_a_class_says_what_it_does(name: str) -> None:
     assert model_spec(model.bfloat16()).capped_bytes == (wide if "tanh" in CHANGES[name] else 0)
 
 
-@pytest.mark.wide("Gemma3nForCausalLM", "Gemma4ForConditionalGeneration")
+@pytest.mark.wide(
+    "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "BeamForCausalLM",
+    "FalconH1ForCausalLM",
+    "Gemma4ForCausalLM",
+    "RecurrentGemmaForCausalLM",
+    "xLSTMForCausalLM",
+)
 @pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if change != "no change"])
 def test_losses_gradients_and_scores_are_those_of_the_logits(name: str) -> None:
     labels = tokens()[1]

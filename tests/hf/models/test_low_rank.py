@@ -174,6 +174,7 @@ def test_projections_of_one_input_are_one_node(family: str) -> None:
 
 
 # adapters that add little to the frozen products, and much more than these are
+@pytest.mark.daily("0.3-1.15")
 @pytest.mark.parametrize("std,limit", [(0.02, 0.95), (0.3, 1.15)])
 def test_one_node_is_no_further_from_fp64_than_peft(std: float, limit: float) -> None:
     exact = decoded(decoder(torch.bfloat16, std=std).to(torch.float64))

@@ -72,6 +72,7 @@ def test_most_classes_that_run_have_a_default_config_that_can_be_built() -> None
 
 
 # each config by itself: building all of them takes minutes
+@pytest.mark.wide("apertus", "deepseek_v4")
 @newest
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", DEFAULTS)

@@ -84,6 +84,7 @@ def test_samples_of_a_known_cost_model_give_back_that_model(num_stages: int, num
     assert evaluate_plan(other, found).busy_s == pytest.approx(evaluate_plan(other, truth).busy_s, rel=1e-6)
 
 
+@pytest.mark.wide
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_sample_is_predicted_as_part_s_says(data: st.DataObject) -> None:

@@ -374,6 +374,7 @@ def test_a_read_that_is_not_in_the_table_is_found() -> None:
     assert [name for name, _ in foreign_names("x.py", ast.parse(source), {"_own"})] == ["_a", "_b", "_c"]
 
 
+@pytest.mark.wide
 def test_no_row_of_the_table_is_left_over() -> None:
     text = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "hooks.py")
     assert [name for names in READS.values() for name in names if not re.search(rf"\b{name}\b|_global", text)] == []

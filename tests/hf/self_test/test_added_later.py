@@ -203,6 +203,7 @@ def test_code_in_place_of_a_modules_is_trained_or_refused_but_never_dropped(case
     assert is_there
 
 
+@pytest.mark.wide
 def test_what_plans_leave_alone_may_be_replaced_without_a_self_test(ranks) -> None:
     expected = plain_with("norm", "module", "step")
     losses, message, is_there = with_put("norm", "module", "step", self_test=False, recomputes=False)

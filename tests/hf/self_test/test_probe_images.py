@@ -149,7 +149,7 @@ PLANTED: dict[Any, tuple[str, str]] = {
 }
 
 
-@pytest.mark.daily("without_levels")
+@pytest.mark.wide
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_planted_mistakes_with_images_are_found_by_name(mistake: Any, tmp_path: Path) -> None:
     name, said = PLANTED[mistake]

@@ -106,7 +106,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.daily("documents leak")
+@pytest.mark.wide
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_stops_the_run_before_step_1(ranks, bug: str) -> None:
     config, said = PLANTED[bug]
@@ -500,6 +500,7 @@ def test_one_hook_on_all_layers_adds_none() -> None:
     assert list(reduced_copy(ChosenLayers.of(model, [0]), 64, torch.float64).layers) == [0, 4]
 
 
+@pytest.mark.wide
 def test_hooks_that_cannot_be_tested_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(check, "_free_bytes", lambda *args: 1)
     model = build_model(ModelCase("llama", num_layers=3))

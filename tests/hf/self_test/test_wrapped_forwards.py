@@ -178,7 +178,7 @@ def smoothing(module: nn.Module) -> Callable[..., Any]:
     return lambda hidden_1TC, *args, **keywords: run(hidden_1TC - hidden_1TC.mean(1, keepdim=True), *args, **keywords)
 
 
-@pytest.mark.daily("model.layers.1.mlp")
+@pytest.mark.wide
 @pytest.mark.parametrize("place", ["model.layers.1", "model.layers.1.mlp"])
 def test_a_wrapper_that_mixes_tokens_is_seen(place: str) -> None:
     model = build_model(ModelCase(num_layers=4))

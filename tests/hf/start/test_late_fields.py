@@ -68,6 +68,7 @@ def test_what_a_stock_trainer_reads_late_is_obeyed_as_there(unchanged: torch.Ten
     assert not torch.allclose(found, unchanged, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.wide
 def test_epochs_set_late_are_those_that_are_trained() -> None:
     late = {"num_train_epochs": 2.0}
     found, expected = ours(late, max_steps=-1, num_train_epochs=1.0), stock(late, max_steps=-1, num_train_epochs=1.0)

@@ -241,7 +241,7 @@ class Tracker(TrainerCallback):
         self.seen = args.to_dict()
 
 
-@pytest.mark.daily("callback alone")
+@pytest.mark.wide
 @pytest.mark.parametrize("is_stock", [False, True], ids=["ours", "callback alone"])
 def test_checkpoints_and_trackers_have_the_arguments_of_the_user(tmp_path: Path, is_stock: bool) -> None:
     arguments = {**STEPS, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}

@@ -47,6 +47,7 @@ def blocks_of_pool(ranks_on_node: tuple[int, ...]) -> tuple[int, tuple[int, ...]
     return setup.costs.cluster.ranks_per_node, block_sizes(setup.planner.degrees, setup.costs)
 
 
+@pytest.mark.wide
 def test_ranks_of_unequal_nodes_make_the_same_groups(ranks) -> None:
     # a node of two ranks and a node of one: groups that only some ranks make would hang the others
     assert ranks(3).run(blocks_of_pool, (2, 2, 1)) == [(1, ())] * 3

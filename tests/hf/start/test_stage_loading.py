@@ -123,6 +123,7 @@ def _resident(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.wide
 def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
     saved(family_model("llama", dtype=torch.float32), tmp_path / "tiny")
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_key_value_heads": 4, "vocab_size": 8192}

@@ -66,7 +66,7 @@ def rows_read_on_rank(num_workers: int, folder: str) -> list[tuple[list[int], li
     return [(sorted(own), sorted(read)), (sorted(everyone), [])]
 
 
-@pytest.mark.daily("0")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_rank_reads_the_rows_of_its_own_spans_and_no_others(ranks, tmp_path: Path, num_workers: int) -> None:
     results = ranks(2).run(rows_read_on_rank, num_workers, str(tmp_path))
@@ -94,7 +94,7 @@ def steps_trained_on_rank(num_workers: int) -> tuple[bool, list[tuple[int, ...]]
         return type(trainer.callback_handler.train_dataloader) is LongContextDataLoader, steps
 
 
-@pytest.mark.daily("0")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_accelerate_does_not_share_the_steps_out_again(ranks, num_workers: int) -> None:
     results = ranks(2).run(steps_trained_on_rank, num_workers)

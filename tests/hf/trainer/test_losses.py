@@ -191,6 +191,7 @@ def test_the_self_test_trains_the_loss_of_the_run(rows, tmp_path) -> None:
         make_trainer(CASE, rows, str(tmp_path), {**QUIET, "self_test": True}, ARGUMENTS, token_loss=of_many)
 
 
+@pytest.mark.wide
 def test_a_loss_that_needs_all_token_ids_is_tested_as_cross_entropy(rows, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(reduced_copy, "NUM_TOKEN_IDS", 16)
     weights = torch.linspace(1, 2, build_model(CASE).config.vocab_size, dtype=torch.float64)
@@ -337,7 +338,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.wide("trainer-function", "trainer-function of a class", "trainer-method", "trainer-model")
+@pytest.mark.wide("trainer-function", "trainer-function of a class", "trainer-method", "trainer-model", "trainer-one rank")
 @pytest.mark.parametrize("door,what", REFUSED)
 def test_a_loss_that_plans_would_not_train_is_refused_on_every_rank(ranks, rows, door: str, what: str) -> None:
     for message in ranks(2).run(refusal, rows, door, what):

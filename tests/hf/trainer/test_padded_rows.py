@@ -86,7 +86,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], flo
     return run(stock, datasets.Dataset.from_list(padded_rows()), str(tmp_path_factory.mktemp("stock")))
 
 
-@pytest.mark.wide("ours-arrow", "ours-left")
+@pytest.mark.daily("ours-stream")
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(ours, "arrow"), (ours, "left"), (ours, "rows"), (ours, "stream"), (attached, "arrow"), (alone, "arrow")],

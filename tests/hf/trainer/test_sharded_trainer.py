@@ -290,6 +290,7 @@ def start_with_own_optimizer(rows: list[dict[str, list[int]]], folder: str) -> l
     return found
 
 
+@pytest.mark.wide
 def test_what_was_made_before_sharding_is_refused(ranks, rows, tmp_path: Path) -> None:
     for optimizers, model in ranks(2).run(start_with_own_optimizer, rows, str(tmp_path)):
         assert "pass optimizer_cls_and_kwargs=(class, settings) instead, or set optim" in optimizers

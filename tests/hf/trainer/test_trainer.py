@@ -120,6 +120,7 @@ def save_and_evaluate(rows: list[dict[str, list[int]]], folder: str) -> tuple[fl
     return before, after
 
 
+@pytest.mark.wide
 def test_checkpoint_loads_in_plain_transformers_with_the_same_loss(ranks, rows, tmp_path: Path) -> None:
     results = ranks(2).run(save_and_evaluate, rows, str(tmp_path))
     assert results[0] == results[1]
@@ -309,6 +310,10 @@ def test_ranks_that_would_drift_apart_are_refused(ranks, what: str, message: str
         assert message in found
 
 
+@pytest.mark.daily(
+    "ACCELERATE_DYNAMO_BACKEND-EAGER-dynamo_backend 'eager'",
+    "WORLD_SIZE-4-the launcher started 4 processes, but the world size is 2, so that each would train alone",
+)
 @pytest.mark.parametrize(
     "variable,value,message",
     [
@@ -358,7 +363,7 @@ def plans_of_resumed_run(rows: list[dict[str, list[int]]], folder: str, accumula
     return len(solved), len(recorder.losses)
 
 
-@pytest.mark.daily("1")
+@pytest.mark.wide
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_resuming_plans_no_step_that_is_over(rows, tmp_path: Path, accumulation: int) -> None:
     assert plans_of_resumed_run(rows, str(tmp_path), accumulation) == (accumulation, accumulation)

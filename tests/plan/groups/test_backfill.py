@@ -31,6 +31,7 @@ def nothing(problem: GroupingProblem) -> list[Group]:
     return []
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=120)
 @given(problems_and_layouts(), st.sampled_from([alone, by_pieces, nothing]), st.integers(0, 3))
 def test_backfill_never_worsens_and_keeps_everything(case: tuple[GroupingProblem, Layout], regroup: object, passes: int) -> None:

@@ -52,6 +52,7 @@ def check_runs(problem: GroupingProblem, groups: list[Group], start: int, stop: 
         assert best_s * (1 - 1e-9) <= seconds <= best_s / (1 - TOLERANCE) * (1 + 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(odd_problems(), st.booleans())
 def test_runs_are_as_good_as_brute_force_in_every_piece(problem: GroupingProblem, has_bounds: bool) -> None:

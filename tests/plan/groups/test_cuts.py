@@ -34,6 +34,7 @@ def least_maximum_tokens(problem: GroupingProblem, number: int) -> int:
     return min(max(sum(problem.lengths[start:stop]) for start, stop in cut) for cut in all_cuts(len(problem.lengths), number))
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(odd_problems(most=9), st.integers(1, 6), st.booleans())
 def test_cuts_cover_and_fit_and_contain_flexsps_of_the_fewest_micro_batches(

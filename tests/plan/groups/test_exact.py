@@ -33,6 +33,7 @@ def test_the_exact_solver_equals_brute_force(lengths: list[int], kind: str, capa
     assert layout_seconds(layout, lengths, cost_model(kind, 4)) == pytest.approx(best_s, rel=1e-9)
 
 
+@pytest.mark.wide("4-8-1000-attention", "4-8-1000-exchange", "4-8-1000-windows")
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize(("seed", "count", "capacity"), [(0, 6, 250), (1, 7, 300), (2, 7, 500), (3, 8, 300), (4, 8, 1000)])
 def test_the_exact_solver_equals_brute_force_on_skewed_lengths(kind: str, seed: int, count: int, capacity: int) -> None:

@@ -76,6 +76,13 @@ def test_greedy_stays_within_five_percent_on_more_sequences(kind: str, count: in
         assert greedy_over_best(lengths, kind, capacity=max(400, -(-sum(lengths) // 4))) <= 1.05
 
 
+@pytest.mark.wide(
+    "4-600-lengths6-attention",
+    "4-600-lengths6-exchange",
+    "4-600-lengths6-fixed",
+    "4-600-lengths6-linear",
+    "4-600-lengths6-windows",
+)
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize(
     ("num_ranks", "capacity", "lengths"),
@@ -98,6 +105,7 @@ def test_greedy_stays_within_five_percent_where_memory_is_tight(
     assert greedy_over_best(lengths, kind, num_ranks, capacity) <= 1.05
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.lists(skewed, min_size=1, max_size=16), kinds, st.sampled_from([400, 1000]))
 def test_greedy_never_loses_to_a_fixed_degree(lengths: list[int], kind: str, capacity: int) -> None:

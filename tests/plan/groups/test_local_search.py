@@ -20,6 +20,7 @@ def homes(layout: Layout) -> list[list[int]]:
     return sorted(sorted(i for _, part in groups for i in part) for groups in layout)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=120)
 @given(layouts, st.sampled_from([0, 5_000, MUCH]), st.booleans())
 def test_improve_never_worsens_and_keeps_everything(case: tuple[GroupingProblem, Layout], budget: int, across: bool) -> None:
@@ -80,6 +81,7 @@ def test_the_best_move_is_found_and_priced_as_it_turns_out(case: tuple[GroupingP
             assert not np.isfinite(best) or not gains
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(layouts, st.booleans())
 def test_the_best_swap_gains_what_it_says_and_inside_a_micro_batch_none_gains_more(
@@ -135,6 +137,7 @@ def test_state_is_the_same_after_many_steps_as_from_scratch(case: tuple[Grouping
             assert state.entry[group] == (0.0 if part else problem.group_s[state.kinds[group]])
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(layouts)
 def test_spare_ranks_make_the_slowest_group_larger_as_long_as_that_helps(case: tuple[GroupingProblem, Layout]) -> None:

@@ -47,6 +47,7 @@ def test_few_lengths_are_grouped_as_well_as_by_brute_force(lengths: list[int], k
     assert not found.is_fallback
 
 
+@pytest.mark.daily("cbc")
 @pytest.mark.parametrize("backend", ["highs", "cbc"])
 def test_backends_agree_on_measured_problems(backend: Backend) -> None:
     for name in ("LN1.8-384k-s0/0", "LN1.8-192k-s1/0", "LN1.4-192k-s2/0"):
@@ -81,6 +82,7 @@ def test_memory_holds_on_true_lengths_after_buckets(seed: int) -> None:
     assert problem.micro_batch_seconds(found.groups) <= problem.micro_batch_seconds(greedy)
 
 
+@pytest.mark.wide
 def test_a_seed_that_breaks_buckets_is_no_obstacle() -> None:
     # rounded up, the long sequences of a full group no longer fit, so there is no start, but there is an answer
     capacity = 1000

@@ -71,6 +71,7 @@ def finish_s(problem: GroupingProblem, placed: PlacedLayout, block: int) -> floa
     return max(clocks)
 
 
+@pytest.mark.wide
 @settings(max_examples=100)
 @given(cases())
 def test_nested_groups_are_a_valid_plan_that_takes_as_long_as_its_groups(found: Case) -> None:

@@ -23,6 +23,7 @@ def micro_batches(draw: st.DrawFn, powers: bool) -> tuple[list[Group], int, int]
     return groups, num_ranks, ranks_per_node
 
 
+@pytest.mark.wide
 @settings(max_examples=200)
 @given(micro_batches(powers=False), st.booleans())
 def test_groups_are_whole_disjoint_and_aligned(problem: tuple[list[Group], int, int], node_aligned: bool) -> None:

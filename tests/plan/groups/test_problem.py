@@ -141,6 +141,7 @@ def test_a_group_fits_up_to_its_last_token() -> None:
     assert not problem.fits((2, (0, 1, 2)))
 
 
+@pytest.mark.wide("exact-attention", "exact-exchange", "exact-fixed", "exact-windows")
 @pytest.mark.parametrize("kind", COST_KINDS)
 @pytest.mark.parametrize("solve", ["exact", "greedy", "static"])
 def test_the_price_of_a_layout_is_the_predicted_time_of_its_plan(kind: str, solve: str) -> None:

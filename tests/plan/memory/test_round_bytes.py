@@ -113,6 +113,7 @@ def test_bytes_of_every_pass_are_those_of_a_walk(seed: int) -> None:
         assert [getattr(most, name) for name in names] == [max(each) for each in zip(*expected, strict=True)]
 
 
+@pytest.mark.wide
 def test_a_peak_is_bounded_from_below_and_mostly_found() -> None:
     found = []
     for seed in range(60):

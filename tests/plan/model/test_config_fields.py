@@ -58,6 +58,7 @@ def test_of_an_encoder_and_a_decoder_the_decoder_is_read(tmp_path: Path) -> None
         assert (found.num_layers, found.num_heads, found.intermediate_size) == (4, 8, 96)
 
 
+@pytest.mark.wide
 def test_forecasts_know_the_classes_whose_positions_nothing_extends() -> None:
     """A run refuses a `max_length` above their positions, and there is no rotary embedding to scale."""
     fixed, tables = set(), set()
@@ -79,7 +80,7 @@ COUNTED = (
 )
 
 
-@pytest.mark.wide("kimi_linear", "kolibri1")
+@pytest.mark.wide("kimi_linear", "kolibri1", "zamba")
 @pytest.mark.parametrize("model_type", COUNTED)
 def test_parameters_of_a_file_are_those_of_the_default_model(model_type: str) -> None:
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] in TESTED_MODELS

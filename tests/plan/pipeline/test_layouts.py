@@ -68,6 +68,7 @@ def least_makespan(seconds: Sequence[Sequence[float]]) -> float:
     )
 
 
+@pytest.mark.wide
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=7), st.integers(1, 4))
 def test_equal_groups_are_within_a_third_of_the_optimum(lengths: list[int], num_groups: int) -> None:
     seconds = [[n + n * n / 50 for n in lengths]] * num_groups

@@ -160,6 +160,7 @@ def lendable() -> CostModel:
     return dataclasses.replace(model, parameters="replicated", model=dataclasses.replace(model.model, keeps_all_stages=True))
 
 
+@pytest.mark.wide
 def test_one_byte_model_counts_all_plans_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     start = byte_model_module._Counted.__init__

@@ -43,6 +43,7 @@ def test_gradients_that_leave_no_room_for_several_chunks_mean_one_chunk_for_each
     assert num_calls < 1_000_000
 
 
+@pytest.mark.wide
 def test_sequences_that_fit_in_several_chunks_stay_in_pipelines() -> None:
     plan, _ = planned(12)
     assert most_waiting(plan) < 12 << 30
@@ -59,6 +60,7 @@ def test_what_fits_no_single_chunk_either_is_refused_at_once(device_gib: float) 
     assert counted_calls(refused)[1] < 20_000
 
 
+@pytest.mark.wide
 def test_nothing_waits_where_every_rank_has_all_weights() -> None:
     plan, _ = planned(6, "replicated")
     assert most_waiting(replace(plan, parameters="replicated")) == 0

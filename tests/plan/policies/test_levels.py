@@ -70,6 +70,7 @@ def test_every_moment_has_room_or_nothing_frees_enough(problem: tuple[Cells, Mom
     assert not found.layers[unseen].any() and not found.offload[unseen].any()
 
 
+@pytest.mark.wide
 @given(problems())
 def test_copies_that_hide_come_before_recomputation(problem: tuple[Cells, Moments]) -> None:
     cells, moments = problem

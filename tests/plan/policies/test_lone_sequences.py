@@ -110,7 +110,7 @@ def test_every_mixed_step_is_planned(name: str, data: st.DataObject) -> None:
             assert len(own) == 1 or all(group.num_tokens <= config.tokens_per_rank * group.degree for group in own)
 
 
-@pytest.mark.daily("shards")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["one rank, with the host", "shards"])
 def test_more_tokens_need_more_bytes_within_a_piece(name: str) -> None:
     costs, config = setup(CASES[name])

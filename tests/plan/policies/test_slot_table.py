@@ -54,6 +54,7 @@ def test_a_choice_costs_no_more_than_the_programs(case: tuple[list[Slot], Memory
         assert choice.outcome.cost_s <= outcome_of(slots, solved, limits).cost_s + 1e-3
 
 
+@pytest.mark.wide
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(layers())
 def test_slots_filled_at_once_hold_what_they_hold_one_by_one(case: tuple[list[Slot], MemoryLimits]) -> None:

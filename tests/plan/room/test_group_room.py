@@ -189,7 +189,7 @@ def is_replay(layer: LayerPolicy) -> bool:
     return not layer.keeps_everything
 
 
-@pytest.mark.daily("17179869184")
+@pytest.mark.wide
 @pytest.mark.parametrize("host_bytes", [0, 1 << 34])
 def test_more_memory_is_never_predicted_slower(host_bytes: int) -> None:
     costs = costs_of(LARGE)

@@ -85,6 +85,7 @@ def host_share(plan: StepPlan) -> float:
     return sum(layer.share("mlp").host for policy in policies_of(plan) for layer in policy.layers)
 
 
+@pytest.mark.wide
 @given(
     st.lists(st.integers(1, 6_000), min_size=1, max_size=6),
     st.integers(1, 5),

@@ -11,6 +11,7 @@ from helpers.launchers.small_demo import ROOT, SCRIPT, SMALL_DEMO, environment, 
 from helpers.ranks.forked import free_port
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stage_on_each_node_ends_as_two_ranks_without_stages(

@@ -83,6 +83,7 @@ def test_a_job_with_an_error_ends_on_all_nodes_and_is_not_queued_again(cluster: 
     assert "recipes/sft.py recipes/configs/pipeline.yaml --dataset a file.jsonl --resume auto" in log
 
 
+@pytest.mark.wide
 def test_a_job_that_cannot_save_in_time_starts_again_all_the_same(cluster: tuple[Path, dict[str, str]]) -> None:
     folder, variables = cluster
     torchrun, sleep = folder / "bin" / "torchrun", folder / "bin" / "sleep"

@@ -48,13 +48,14 @@ def elements(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return request.param
 
 
-@pytest.mark.wide(
-    "whole-dropout",
-    "blocks-all",
-    "blocks-rank-stabilised",
-    "blocks-ranks by module",
-    "blocks-dropout",
-    "blocks-dropout of the output's input",
+@pytest.mark.daily(
+    "whole-queries and values",
+    "whole-output",
+    "whole-one layer",
+    "whole-dropout of the output's input",
+    "blocks-queries and values",
+    "blocks-output",
+    "blocks-one layer",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_in_pieces_get_the_gradients_of_plain_peft(name: str, elements: int) -> None:
@@ -62,7 +63,7 @@ def test_adapters_in_pieces_get_the_gradients_of_plain_peft(name: str, elements:
     assert any(parameter.grad is not None for name, parameter in model.named_parameters() if "lora_A" in name)
 
 
-@pytest.mark.wide("8-qwen2")
+@pytest.mark.daily("0-qwen2")
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_other_families_run_adapters_in_pieces(family: str, tile_tokens: int) -> None:
@@ -146,7 +147,7 @@ def test_slices_run_adapters_in_pieces() -> None:
     check_equal(lambda: build_model(case(ALL, DROPS)), same_policy(plan, *PIECES, tile_tokens=8), [29, 5])
 
 
-@pytest.mark.daily("ulysses")
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_groups_run_adapters_in_pieces(ranks, method: str) -> None:
     lengths = [41, 3, 19, 7]
@@ -154,7 +155,7 @@ def test_groups_run_adapters_in_pieces(ranks, method: str) -> None:
     check_step(ranks(2), case(ALL, DROPS), same_policy(plan, *PIECES, tile_tokens=8), lengths)
 
 
-@pytest.mark.daily("gathered_per_round")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_round"])
 def test_sharded_adapters_are_gathered_when_pieces_run(ranks, parameters: Any) -> None:
     lengths = [33, 9, 12]

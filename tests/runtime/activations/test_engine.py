@@ -259,6 +259,7 @@ def test_a_second_backward_recomputes_and_stays_right() -> None:
     assert all(relative_error(p.grad, once) <= TOLERANCE for p, once in zip(model.parameters(), first, strict=True))
 
 
+@pytest.mark.daily("2-ring")
 @pytest.mark.parametrize("num_ranks,method", [(2, "ulysses"), (2, "ring")])
 def test_sequence_groups_match(ranks, num_ranks: int, method: str) -> None:
     share = 0.5 if method == "ulysses" else 1.0
@@ -332,6 +333,7 @@ INPUTS_HALVED = (
 )
 
 
+@pytest.mark.wide("0-gemma2")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("tile_tokens", [0, 8])
 def test_a_layer_input_that_the_layer_before_makes_again_gives_the_same_gradients(family: str, tile_tokens: int) -> None:

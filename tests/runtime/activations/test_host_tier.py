@@ -59,7 +59,7 @@ def tiers() -> list[HostTier]:
     return [HostTier(2**20, copies) for copies in (PlainCopies(), LateCopies(False), LateCopies(True))]
 
 
-@pytest.mark.wide("llama-0")
+@pytest.mark.daily("llama-2")
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_are_those_of_plain_hf_however_late_copies_are(kind: int, family: str) -> None:

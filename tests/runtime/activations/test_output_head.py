@@ -335,7 +335,7 @@ def in_order(words: str, lengths: list[int], tile_tokens: int, num_ranks: int, p
     return validate_plan(replace(plan, micro_batches=(MicroBatch((replace(group, chunks=chunks, stages=(stage,)),)),)))
 
 
-@pytest.mark.wide("0F0 0F1 0B1 0B0-replicated-False", "0F0 0F1 0B1 0B0-sharded-False")
+@pytest.mark.daily("0F0 0F1 0B1 0B0-replicated-True", "0F0 0B0 0F1 0B1-replicated-False")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("parameters", ["replicated", "sharded", "gathered_per_round"])
 @pytest.mark.parametrize("words", ["0F0 0F1 0B1 0B0", "0F0 0B0 0F1 0B1"])

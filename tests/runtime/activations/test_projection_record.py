@@ -186,6 +186,7 @@ def half_precision(weights: torch.dtype, has_autocast: bool) -> Any:
     return lambda: build_model(ModelCase("qwen2", dtype=weights, autocast=has_autocast))
 
 
+@pytest.mark.daily("weights1-False")
 @pytest.mark.parametrize("weights,has_autocast", [(torch.float32, True), (torch.bfloat16, False)])
 def test_half_precision_gives_the_very_gradients_of_recomputation(weights: torch.dtype, has_autocast: bool) -> None:
     def gradients(layer: LayerPolicy) -> dict[str, Tensor]:

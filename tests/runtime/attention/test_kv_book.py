@@ -65,11 +65,7 @@ def test_slices_without_labels_pass_on_no_gradient(masked: tuple[int, ...]) -> N
     check_lone_step(ModelCase(), sliced_plan(lengths, chunks, words), random_rows(lengths, masked=masked))
 
 
-@pytest.mark.wide(
-    "slices, hybrids and packs-False",
-    "a sequence continues after chunks of others-False",
-    "sequences one after the other-False",
-)
+@pytest.mark.daily("a hybrid: the tail and whole sequences-True", "a whole sequence in front-False")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", PACKINGS)
 def test_checkpointed_layers_match_and_run_attention_twice(name: str, use_reentrant: bool) -> None:
@@ -137,7 +133,7 @@ def test_bf16_is_as_near_to_fp64_in_slices_as_without(autocast: bool) -> None:
 
 
 # 3 ranks share 4 query heads and 2 KV heads unevenly; a slice of one token leaves ranks with dummy tokens
-@pytest.mark.wide("3-4-2")
+@pytest.mark.daily("2-4-2")
 @pytest.mark.parametrize("num_ranks,num_heads,num_kv", [(2, 4, 2), (2, 6, 3), (3, 4, 2)])
 def test_ulysses_groups_run_slices_of_their_heads(ranks, num_ranks: int, num_heads: int, num_kv: int) -> None:
     lengths, case = [30, 7, 5], ModelCase(num_heads=num_heads, num_kv_heads=num_kv)
@@ -314,7 +310,7 @@ def test_slices_keep_no_more_for_backward_than_one_chunk() -> None:
     assert all(kept_bytes(num_slices) <= 1.01 * whole for num_slices in (2, 4, 16))
 
 
-@pytest.mark.daily("4")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_kv", [1, 2, 4])
 def test_gradients_of_half_precision_add_up_in_fp32(num_kv: int) -> None:
     generator = torch.Generator().manual_seed(0)

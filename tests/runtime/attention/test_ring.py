@@ -195,6 +195,7 @@ def positions(pieces: Any) -> list[int]:
     return [position for piece in pieces for position in range(piece.start, piece.stop)]
 
 
+@pytest.mark.wide
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=5), st.integers(2, 4), st.integers(0, 30), st.booleans())
 def test_every_visible_pair_of_slices_is_computed_once(sizes: list[int], degree: int, window: int, needs_positions: bool) -> None:

@@ -170,7 +170,12 @@ SHARDS = {
 }
 
 
-@pytest.mark.wide("(6, 6, 6, 5)-one document")
+@pytest.mark.wide(
+    "(6, 6, 6, 5)-one document",
+    "(20, 1, 1, 1)-one document",
+    "(1, 1, 1, 20)-one document",
+    "(3, 9, 4, 7)-one document",
+)
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("shards", [shards for several in SHARDS.values() for shards in several], ids=str)
 def test_all_ranks_together_are_the_reference(ranks, name: str, shards: tuple[int, ...]) -> None:

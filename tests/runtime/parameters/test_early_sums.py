@@ -175,6 +175,7 @@ def test_tied_weights_and_experts(ranks, case: ModelCase) -> None:
     check(ranks, case, PLANS["groups of one rank"])
 
 
+@pytest.mark.wide
 def test_frozen_and_shared_weights(ranks) -> None:
     plan = PLANS["groups of one rank"]
     for counts in check(ranks, CASE, plan, "frozen"):
@@ -194,7 +195,7 @@ def test_no_rank_waits_in_a_long_backward(ranks) -> None:
         assert counts[0][0] >= 4 and counts == [(counts[0][0], 0)] * 3
 
 
-@pytest.mark.daily("False")
+@pytest.mark.wide
 @pytest.mark.parametrize("fp32_gradients", [True, False])
 def test_two_ranks_get_the_same_bits_as_from_sums_at_the_end(ranks, fp32_gradients: bool) -> None:
     plan = PLANS["groups of one rank"]
@@ -247,6 +248,7 @@ def broken_on_rank(plan_json: str, rows: list[dict[str, list[int]]]) -> tuple[bo
     return is_dropped, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.wide
 def test_a_broken_step_ends_early_sums(ranks) -> None:
     plan = PLANS["groups of one rank"]
     rows = random_rows(list(plan.lengths))

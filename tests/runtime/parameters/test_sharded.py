@@ -29,14 +29,7 @@ MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_r
 NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
 
 
-@pytest.mark.daily(
-    "<1,1>-sharded",
-    "<1,1>-gathered_per_step",
-    "<1,1>-gathered_per_round",
-    "<2>-sharded",
-    "<2>,<1,1> with an idle rank-sharded",
-    "fewer tokens than ranks-sharded",
-)
+@pytest.mark.daily("<1,1>-gathered_per_round")
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_layout_matches_one_plain_process(ranks, name: str, parameters: Parameters) -> None:
@@ -45,7 +38,7 @@ def test_layout_matches_one_plain_process(ranks, name: str, parameters: Paramete
     check_step(ranks(num_ranks), ModelCase(promoted=True), plan, lengths)
 
 
-@pytest.mark.daily("hybrid groups and rings-sharded")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("ulysses,rings", [(1, "none"), (2, "second")], ids=["rings", "hybrid groups and rings"])
 def test_rings_match(ranks, ulysses: int, rings: str, parameters: Parameters) -> None:
@@ -90,7 +83,7 @@ def test_several_chunks_of_a_round_match(ranks, orders: tuple[str, str], paramet
     check_step(ranks(2), ModelCase(promoted=True), chunks_plan(orders, parameters), CHUNK_LENGTHS)
 
 
-@pytest.mark.daily("0-gathered_per_round")
+@pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
 @pytest.mark.parametrize("shard_ranks", [0, 2])
 def test_bf16_weights_stay_in_the_band_of_plain_bf16(ranks, parameters: Parameters, shard_ranks: int) -> None:
@@ -396,6 +389,7 @@ def prefetched(wrapper: Any, range_layers: tuple[int, ...]) -> list[int | None]:
     return [places.get(id(each)) for (each,) in found]
 
 
+@pytest.mark.daily("Sequential")
 @pytest.mark.parametrize("wrapper", [None, Wrapper, torch.nn.Sequential])
 def test_a_backward_gathers_the_layer_before_also_if_modules_are_wrapped_around_layers(ranks, wrapper: Any) -> None:
     assert ranks(2).run(prefetched, wrapper, (4,)) == [[None, 0, 1, 2]] * 2

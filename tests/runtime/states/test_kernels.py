@@ -247,6 +247,7 @@ def test_a_right_kernel_passes(kernel: ScanKernel, dtype: torch.dtype, caplog: A
     assert not caplog.records
 
 
+@pytest.mark.wide("not a number-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_left_out_and_named(name: str, dtype: torch.dtype, caplog: Any) -> None:
@@ -270,6 +271,7 @@ def test_products_of_less_than_fp32_are_refused_in_fp32() -> None:
         assert "differs" in kernel.problem(CPU, torch.float32, SMALL, NORMALIZED)
 
 
+@pytest.mark.wide
 def test_a_kernel_is_checked_once_for_all_that_it_depends_on() -> None:
     calls: list[int] = []
 
@@ -402,7 +404,7 @@ def is_close(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict
     return abs(found[0] - expected[0]) <= 1e-4 * abs(expected[0]) and all(errors[name] <= limits[name] for name in limits)
 
 
-@pytest.mark.daily("qwen3_5")
+@pytest.mark.wide
 @MODELS
 def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase, kernel: ScanKernel) -> None:
     documents: list[int] = []
@@ -422,7 +424,7 @@ def test_a_model_runs_rows_by_the_kernel_with_the_same_gradients(case: ModelCase
     assert sorted(documents) == sorted([7] * 4 + rows_of_layer * num_layers)
 
 
-@pytest.mark.daily("qwen3_5")
+@pytest.mark.wide
 @MODELS
 def test_rows_in_blocks_give_the_same_gradients(case: ModelCase, kernel: ScanKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[list[int]] = []

@@ -140,6 +140,7 @@ def installed(run: Any = stand_in) -> Iterator[None]:
         yield
 
 
+@pytest.mark.daily("dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_right_kernel_passes(dtype: torch.dtype, caplog: Any) -> None:
     with installed():

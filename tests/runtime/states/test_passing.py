@@ -172,14 +172,14 @@ def check(
 
 
 # rings of zigzag pieces, a ring of blocks, blocks of more ranks than heads
-@pytest.mark.daily("delta rule-4-2", "delta rule-3-3", "decay-2-1")
+@pytest.mark.daily("decay-2-1")
 @pytest.mark.parametrize("num_ranks,ulysses", [(2, 1), (3, 1), (4, 1), (4, 2), (3, 3), (4, 4)])
 @pytest.mark.parametrize("name", KINDS)
 def test_documents_that_ranks_share_match(ranks, name: str, num_ranks: int, ulysses: int) -> None:
     check(ranks, num_ranks, name, ulysses, WHOLE)
 
 
-@pytest.mark.daily("decay-3-3")
+@pytest.mark.daily("delta rule-3-1")
 @pytest.mark.parametrize("num_ranks,ulysses", [(3, 3), (3, 1)])
 @pytest.mark.parametrize("name", KINDS)
 def test_slices_that_ranks_share_match(ranks, name: str, num_ranks: int, ulysses: int) -> None:

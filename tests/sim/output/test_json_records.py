@@ -84,6 +84,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Any, str]] = {
 }
 
 
+@pytest.mark.daily("no object", "another method", "no plan")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_was_broken_is_refused_by_name(name: str) -> None:
     path, value, message = BROKEN[name]

@@ -57,6 +57,11 @@ class Medium:
     # numbers of the pixels of each part; 0 in rows of earlier versions
     elements: int = 0
 
+    @property
+    def num_planned(self) -> int:
+        """Number of images that plans know it as: steps in time of a video."""
+        return self.num_parts if self.kind == "video" else 1
+
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> Medium:
         """Reads an item of the column `media`."""
@@ -71,7 +76,7 @@ class Medium:
 
 
 def tower_work(medium: Medium, tower: TowerSpec) -> list[TowerWork]:
-    """Returns what a tower reads for an image, or for each step in time of a video, as if its steps had equally many tokens."""
+    """Returns the `num_planned` works of a tower: an image, or each step of a video as if all had equally many tokens."""
     each, start, stop = medium.num_parts, medium.start, medium.stop
     merged = -(-medium.num_features * tower.merged_patches // each)
     patches = max(1, medium.elements // tower.patch_elements if medium.elements else merged)
@@ -140,12 +145,10 @@ def sequence_media(
 ) -> SequenceMedia:
     """Reads the media of a document with these ids [n], of which a rank needs the token ranges `needed`.
 
-    dealt: numbers of media, as the plan counts them, that the rank runs for others. has_tokens: whether it has tokens of the
-    document, and so needs their positions.
-
     media: each with its item of `media_files`, perhaps as a value of Arrow, whose content is then copied only if it is opened.
-    Opens only media with a feature in these ranges. where: name of the row in messages. Raises ValueError if a medium cannot be
-    opened, or if its tokens are not those of the row.
+    where: name of the row in messages. dealt: numbers of media, as the plan counts them, that the rank runs for others.
+    has_tokens: whether it has tokens of the document, and so needs their positions. Opens only media that are dealt to the rank,
+    or have a feature in its ranges. Raises ValueError if a medium cannot be opened, or if its tokens are not those of the row.
     """
     rows = torch.full_like(ids, -1)
     inputs: list[TowerInputs | None] = []
@@ -166,7 +169,7 @@ def sequence_media(
         first, num_rows = num_rows, num_rows + len(places)
         is_needed = any(bool(((places >= begin) & (places < end)).any()) for begin, end in needed)
         # a plan counts the steps of a video, unless the row is of an earlier version
-        before, num_steps = num_planned, medium.num_parts if medium.kind == "video" else 1
+        before, num_steps = num_planned, medium.num_planned
         num_planned += num_steps
         counts.append((num_steps, len(places)))
         if not is_needed and not any(before <= number < num_planned for number in dealt):

@@ -35,7 +35,7 @@ from hf_longctx.hf.data.streams.sources import reader_stream
 from hf_longctx.hf.planning.source import Lengths, PlanSource
 from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import MicroBatch, StepPlan, StepSequences
+from hf_longctx.plan.core.types import StepPlan, StepSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +120,6 @@ def exchange_tokens(
     packed = {key: each.numpy().tobytes() for key, each in files.items()}
     packed |= {(each, number): read[each].files[number] for each, number in wanted_files.get(rank, ()) if readers[each] == rank}
     return tokens, {key: PackedFile.unpack(each) for key, each in packed.items()}
-
-
-def _undealt(plan: StepPlan) -> StepPlan:
-    """Returns the plan with every rank running the images of its own tokens, since readers send files to these ranks alone.
-
-    Graphs of towers are then kept as far as the running step has room.
-    """
-    batches = (
-        MicroBatch(tuple(replace(group, towers=()) if any(map(group.dealt, group.chunks)) else group for group in each.groups))
-        for each in plan.micro_batches
-    )
-    return replace(plan, micro_batches=tuple(batches)) if plan.media else plan
 
 
 def _files_of_ranks(
@@ -423,7 +411,7 @@ class PlannedStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         readers.begin_epoch()
         of_media = self.source.rules.media
         try:
-            for plan in map(_undealt, self.plans.plans(readers.steps(self._next), explore=True)):
+            for plan in self.plans.plans(readers.steps(self._next), explore=True):
                 batch, read = readers.taken()
                 assert plan.lengths == batch.lengths
                 owners = [readers.rank_of(reader) for reader, _ in batch.members]
@@ -549,7 +537,10 @@ class StreamReaders:
         tower = self.source.rules.media.tower
         media = () if tower.is_empty else batch.media
         works = tuple(tuple(work for medium, _ in own for work in tower_work(medium, tower)) for own in media)
-        return StepSequences(batch.lengths, batch.blocks if any(batch.blocks) else (), works if any(works) else ())
+        # readers send files to the ranks of an image's tokens alone
+        return StepSequences(
+            batch.lengths, batch.blocks if any(batch.blocks) else (), works if any(works) else (), deals_images=False
+        )
 
     def is_at_end(self) -> bool:
         """Whether all batches of the epoch are taken; waits for the next item. Collective."""

@@ -35,6 +35,7 @@ def truth(processor: Any, messages: list[dict[str, Any]], images: list[Image.Ima
     return list(found["input_ids"][0])
 
 
+@pytest.mark.wide("qwen3_vl", "llava_next")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_tokens_are_those_of_the_processor_and_only_the_assistants_are_learnt(folder: str, tmp_path: Any) -> None:
     processor, rng = tiny_processor(folder), random.Random(4)

@@ -89,7 +89,7 @@ def test_documents_are_the_sequences_that_they_are_as_rows(columns: tuple[str, .
     assert sequences(PlainList(packed(rows, columns)), limit, long_sequences) == expected
 
 
-@pytest.mark.daily("PlainList")
+@pytest.mark.wide
 @pytest.mark.parametrize("make", [datasets.Dataset.from_list, PlainList])
 def test_a_packed_set_trains_what_plain_transformers_train_on_its_documents_alone(make: Any) -> None:
     arguments = {**PLAIN_DESCENT, "max_steps": 2, "per_device_train_batch_size": len(LENGTHS)}

@@ -373,6 +373,7 @@ def test_the_digest_tells_every_token_and_label(make) -> None:
 ITEMS = st.lists(st.sampled_from([0, 1, 63, 64, -1, -100, -101]), max_size=4)
 
 
+@pytest.mark.wide
 @given(st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=6), st.sampled_from(sorted(KINDS)))
 def test_a_set_is_clean_exactly_when_a_plain_loop_says_so(pairs: list[tuple[list[int], list[int]]], kind: str) -> None:
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in pairs]

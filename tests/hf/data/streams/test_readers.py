@@ -117,7 +117,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.daily("sequences-Part", "pieces-Part")
+@pytest.mark.daily("pieces-Part")
 @pytest.mark.parametrize("kind", [Part, StatefulPart])
 @pytest.mark.parametrize("name", RESUMED)
 def test_every_place_goes_on_with_exactly_the_next_sequence(monkeypatch, name: str, kind: type[Part]) -> None:

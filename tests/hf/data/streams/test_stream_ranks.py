@@ -214,7 +214,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.daily("failing")
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", FAILURES)
 def test_an_error_of_one_reader_is_raised_on_all_ranks_with_its_name(ranks, tmp_path: Path, kind: str) -> None:
     expected_steps, expected = FAILURES[kind]

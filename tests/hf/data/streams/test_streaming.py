@@ -127,7 +127,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.daily("tokens", "pieces")
+@pytest.mark.daily("pieces")
 @pytest.mark.parametrize("name", RESUMED)
 def test_every_cursor_goes_on_with_exactly_the_next_sequence(name: str) -> None:
     rows, changes = random_rows([9, 3, 5, 2, 7, 4, 6, 8]), RESUMED[name]

@@ -181,7 +181,7 @@ def test_a_hook_added_in_training_stops_all_ranks_before_it_acts(ranks, rows: Ro
         assert message.startswith(which) and "got a hook in training" in message
 
 
-@pytest.mark.daily("1")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_bf16_weights_stay_where_they_are(ranks, rows: Rows, num_ranks: int) -> None:
     for before in ranks(num_ranks).run(weights_before_steps, rows):

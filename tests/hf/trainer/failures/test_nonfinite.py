@@ -183,6 +183,7 @@ def test_infinite_weights_never_replace_a_good_checkpoint(ranks, rows: Rows, tmp
         assert checkpoints == ["checkpoint-2"]
 
 
+@pytest.mark.wide
 def test_steps_are_not_left_out_for_ever(ranks, rows: Rows, tmp_path: Path) -> None:
     for message, _, _, num_steps, _ in ranks(2).run(train, rows, {"on_nonfinite": "skip"}, "weight", str(tmp_path)):
         assert num_steps == BAD_STEP and BAD_WEIGHT in message
@@ -235,6 +236,7 @@ def train_and_resume(rows: Rows, folder: str) -> list[Any]:
     return trainer.state.log_history
 
 
+@pytest.mark.wide
 @resuming
 def test_a_resumed_training_goes_on_counting_skipped_steps(ranks, rows: Rows, tmp_path: Path) -> None:
     for log in ranks(1).run(train_and_resume, rows, str(tmp_path)):
@@ -339,6 +341,7 @@ def test_a_replay_finds_adapters_and_the_text_model_of_a_multimodal_one(
     assert sum(losses) / sum(label >= 0 for label in labels) == pytest.approx(float(saved["loss"]), rel=1e-5)
 
 
+@pytest.mark.wide
 def test_a_step_that_is_finite_alone_says_so(ranks, rows: Rows, tmp_path: Path, capsys) -> None:
     ranks(2).run(train, rows, {}, "output", str(tmp_path))
     assert main(["replay", str(tmp_path / f"nonfinite-step-{BAD_STEP + 1}")]) == 0

@@ -59,7 +59,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.daily("two copies")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RUNS)
 def test_a_drifting_rank_is_named_before_a_save(ranks, rows: Rows, tmp_path: Path, name: str) -> None:
     num_ranks, config, rank, said = RUNS[name]

@@ -148,7 +148,7 @@ def refused(rows: Rows, folder: str, case: ModelCase, config: dict[str, Any]) ->
     return str(error.value)
 
 
-@pytest.mark.daily("all weights", "experts")
+@pytest.mark.daily("all weights")
 @pytest.mark.parametrize(
     ("case", "config", "message"),
     [

@@ -198,7 +198,7 @@ def touches_folder(folder: str, hardware: str, name: str) -> bool:
     return bool(shared.called)
 
 
-@pytest.mark.daily("no checkpoint")
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["one stage", "asked for", "no checkpoint", "chosen"])
 def test_a_folder_is_touched_only_if_stages_are_open(ranks, tmp_path: Path, name: str) -> None:
     found = ranks(4).run(touches_folder, str(tmp_path / "run"), profile(tmp_path), name)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parents[4] / "recipes" / "bench" / "cpu" / "data" / "stream_readers.py"
 
 
+@pytest.mark.wide
 def test_every_source_has_a_rate_for_one_reader_and_for_several(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     sizes = ["--ranks", "2", "--readers", "2", "--steps", "2", "--rounds", "1", "--rows-per-step", "4", "--wait-ms", "1"]

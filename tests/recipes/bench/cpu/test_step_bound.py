@@ -43,6 +43,7 @@ def test_no_layout_is_faster_than_the_bound(kind: str) -> None:
         assert problem.lower_bound_s() * (1 - 1e-9) <= step_bound_s(problem, 1.5 * best_s) <= best_s * (1 + 1e-9)
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(problems_and_layouts(), st.data())
 def test_any_prices_give_a_bound_on_every_layout_of_a_node(found: tuple[GroupingProblem, Layout], data: st.DataObject) -> None:
@@ -71,6 +72,7 @@ def test_any_prices_give_a_bound_on_every_layout_of_a_node(found: tuple[Grouping
     assert shares.priced_s(prices) <= problem.step_seconds(layout) * (1 + 1e-9) + rounding_s
 
 
+@pytest.mark.wide
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(problems_and_layouts())
 def test_no_group_takes_more_ranks_by_a_rule_than_it_has(found: tuple[GroupingProblem, Layout]) -> None:

@@ -59,6 +59,7 @@ def test_every_step_is_a_command_that_its_script_understands(capsys: pytest.Capt
                 assert trainings.main(words) == 0
 
 
+@pytest.mark.wide
 def test_adapters_on_experts_apart_and_merged_have_the_same_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.json"
     assert adapted_experts.main(["--tiny", "--layers", "2", "--tokens", "48", "--json", str(rows)]) == 0

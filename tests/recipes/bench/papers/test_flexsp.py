@@ -26,7 +26,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, di
     return {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
-@pytest.mark.daily("384000-64")
+@pytest.mark.wide
 @pytest.mark.parametrize("limit,degree", [(192_000, 32), (384_000, 64)])
 def test_static_methods_take_the_published_seconds_on_commoncrawl(
     limit: int, degree: int, capsys: pytest.CaptureFixture[str]

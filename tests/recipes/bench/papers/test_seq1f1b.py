@@ -60,6 +60,7 @@ def test_published_throughput_of_7b_comes_out(tokens: int, count: int, result_of
         assert sliced["tokens_per_s"] / rows["1F1B"]["tokens_per_s"] == pytest.approx(published, rel=0.03)
 
 
+@pytest.mark.wide
 def test_the_constants_are_those_of_a_fit_and_have_its_residual(result_of: Callable[..., dict[str, Any]]) -> None:
     refitted = bench.fit()
     assert astuple(refitted) == pytest.approx(astuple(bench.FITTED), rel=1e-3)

@@ -102,6 +102,7 @@ def test_a_slow_link_makes_full_offload_slower_than_its_shares() -> None:
     assert 0 < alpha_s - none_s < 2 * case.pass_s(bench.Action("F", 7, 15)) * (1 + 1e-9)
 
 
+@pytest.mark.wide
 def test_the_tables_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "65536", "--slices", "8", "--degree", "4", "--stages", "4"]
     assert main([*sizes, "--json", str(tmp_path / "found.json")]) == 0
