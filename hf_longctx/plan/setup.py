@@ -654,15 +654,16 @@ class _Choices:
                 if bound_s >= limit_s:
                     raise NotFaster(bound_s)
                 plan = plan_step(0, step, setup.costs, setup.planner, limit_s)
-                if longest > max(step):
+                counted_s = counted_step_s(plan, setup.costs)
+                is_better = best is None or counted_s < best[0]
+                if is_better and longest > max(step):
                     plan_step(0, [longest], setup.costs, setup.planner)
             except NotFaster as bound:
                 slower = bound if slower is None or bound.least_s < slower.least_s else slower
                 continue
             except ValueError:
                 continue
-            counted_s = counted_step_s(plan, setup.costs)
-            if best is None or counted_s < best[0]:
+            if is_better:
                 best = counted_s, setup, plan
         if best is None and slower is not None:
             raise slower
