@@ -51,7 +51,6 @@ def _defined(node: ast.stmt) -> set[str]:
     return set()
 
 
-@pytest.mark.wide("docs/architecture.md")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     assert broken_links(document.read_text(), document.parent) == []

@@ -80,7 +80,6 @@ def pattern(text: str) -> str:
     return re.escape(text).replace(re.escape(HOLE), ".+?")
 
 
-@pytest.mark.wide
 def test_real_errors_are_found_on_their_pages_with_their_remedies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pages = {subject: entries_of(error_pages.error_page(subject)) for subject in error_pages.SUBJECTS}
     num_errors = 0
@@ -103,7 +102,6 @@ def test_a_message_of_a_module_without_a_heading_is_refused() -> None:
         error_pages.place_of(message, {"hf/data": ("data", "Rows")})
 
 
-@pytest.mark.wide
 def test_every_text_that_an_error_is_raised_with_is_on_a_page_unless_its_module_is_left_out() -> None:
     pages = "".join(error_pages.error_page(subject) for subject in error_pages.SUBJECTS)
     pages = pages.replace("\\", "").replace("&lt;", "<")

@@ -243,12 +243,6 @@ def test_every_file_has_a_room() -> None:
     assert lost == []
 
 
-@pytest.mark.wide(
-    "hf_longctx/hf/models/spec.py",
-    "hf_longctx/hf/models/states.py",
-    "hf_longctx/hf/rules/models.py",
-    "hf_longctx/plan/cost/fitting.py",
-)
 @pytest.mark.parametrize("path", source_files())
 def test_a_file_imports_only_what_its_room_may(path: str) -> None:
     assert violations((ROOT / path).read_text(), path) == []
@@ -375,7 +369,6 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-@pytest.mark.daily("package", "timeline", "cli")
 @pytest.mark.parametrize(
     "code",
     [

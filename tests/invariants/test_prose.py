@@ -78,7 +78,6 @@ def source_files() -> list[str]:
     return sorted(files)
 
 
-@pytest.mark.daily("kernels")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_and_comments_begin_with_their_subject(folder: str) -> None:
     files = [file for file in source_files() if file.startswith(f"{folder}/")]
@@ -87,7 +86,6 @@ def test_docstrings_and_comments_begin_with_their_subject(folder: str) -> None:
     assert found == [], "\n".join(["rewrite these so that they begin with a verb or a noun:", *found])
 
 
-@pytest.mark.wide
 def test_rewritten_folders_stay_plain() -> None:
     files = [file for file in source_files() if file.startswith(tuple(f"{folder}/" for folder in PLAIN))]
     assert len(files) > 100

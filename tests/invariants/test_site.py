@@ -32,7 +32,6 @@ sys.path.append(str(DOCS / "scripts"))
 PAGES = loaded("generated_pages")
 
 
-@pytest.mark.wide("llms.txt")
 @pytest.mark.parametrize("file", PAGES.PAGES, ids=lambda file: file.name)
 def test_generated_pages_are_up_to_date(file: Path) -> None:
     assert file.read_text() == PAGES.PAGES[file](), f"run python docs/scripts/generated_pages.py, which writes {file.name}"
@@ -84,6 +83,7 @@ def test_first_sentences_and_defaults_are_read_from_where_they_stand() -> None:
     assert [PAGES._as_typed(value) for value in (True, 0, 60.0, "", "auto")] == ["true", "0", "60", '""', "auto"]
 
 
+# CI has a step for it
 @pytest.mark.wide
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason='needs mkdocs-material (pip install -e ".[docs]")')

@@ -107,7 +107,6 @@ def versions() -> dict[str, str]:
     return {name: ".".join(version(name).split(".")[:2]) for name in ("torch", "transformers", "accelerate")}
 
 
-@pytest.mark.daily("two stages")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_makes_the_collectives_that_it_made(name: str) -> None:
     known = pinned()

@@ -158,7 +158,6 @@ def in_full(runs: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.daily("experts")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_training_saves_the_keys_that_it_saved(ranks, name: str) -> None:
     known = json.loads(PINNED.read_text())

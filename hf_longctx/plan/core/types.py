@@ -244,7 +244,7 @@ Media = tuple[TowerWork, ...]
 
 
 class TowerRun(NamedTuple):
-    """How a group runs the towers for an image, or for a step in time of a video, in a chunk with a token of it."""
+    """Run of a group's towers for an image, or for a step in time of a video, in a chunk with a token of it."""
 
     chunk: int
     sequence: int
@@ -252,7 +252,7 @@ class TowerRun(NamedTuple):
     number: int
     # 1: its graph waits for the chunk's backward; 0: a trained tower runs once more there
     keeps: int = 1
-    # of the group, which runs it for all ranks; -1: every rank with tokens of it runs it
+    # rank of the group that runs it for all; -1: every rank with tokens of it runs it
     rank: int = -1
 
 
@@ -297,17 +297,17 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """Ranks that share the tokens of their chunks. positions: within a stage (the "sp" axis), not over the job.
+    """Ranks that share the tokens of their chunks."""
 
-    ulysses_degree: only for method "hybrid", the number of neighbours that split heads within each block of the ring. towers: all
-    images of all chunks; (): there are none, or the plan does not know them, and towers keep what the running step has room for.
-    """
-
+    # within a stage (the "sp" axis), not over the job
     positions: tuple[int, ...]
     method: Method
     chunks: tuple[Chunk, ...]
     stages: tuple[StagePlan, ...]
+    # number of neighbours that split heads within each block of the ring, only for method "hybrid"
     ulysses_degree: int = 0
+    # all images of all chunks; (): there are none, or the plan does not know them, and towers keep what the running step has room
+    # for
     towers: tuple[TowerRun, ...] = ()
 
     @classmethod

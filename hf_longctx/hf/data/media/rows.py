@@ -119,7 +119,7 @@ class SequenceMedia:
     numbers: tuple[int, ...] = ()
     # rows of all tokens of the sequence, as `rows`; None for a stage without towers
     all_rows: Tensor | None = None
-    # of each image and video, how many numbers it has in the plan, and how many rows of the table
+    # numbers in the plan and rows of the table that each image and video has
     counts: tuple[tuple[int, int], ...] = ()
 
     def kept(self, keeps: Mapping[int, bool]) -> SequenceMedia:
