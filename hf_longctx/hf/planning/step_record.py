@@ -182,8 +182,8 @@ def _memory_of(
             messages = max(messages, message_bytes(model, stage, plan.num_stages, most_tokens))
         found = (joined_moments(moments, np.array(turns)) if turns else moments[0]).most
         book, device_peak = found.book, byte_model.stage_states(rounds[0][1], plan) + found.peak + messages
-        towers = TowerBytes(plan, byte_model)
         if not rounds[0][1].stage:
+            towers = TowerBytes(plan, byte_model)
             device_peak += max(towers.above(group, place) for (group, _), place in zip(rounds, places, strict=True))
     policies = [{(policy.layer_range, policy.chunk): policy for policy in stage.activations} for _, stage in rounds]
     held: dict[tuple[int, int, int], tuple[int, int]] = {}

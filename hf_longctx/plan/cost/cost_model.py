@@ -430,13 +430,16 @@ class CostModel:
         def rank_s(own: Iterable[tuple[int, int]]) -> float:
             return sum(self.tower_s([self.media[key[0]][key[1]]], is_backward, key in again) for key in own)
 
-        exchange_s = self._features_s(chunk, group.shape, group.dealt(chunk), is_backward)
-        return max(map(rank_s, run_images(chunk, group, self.media))) + exchange_s
+        towers_s = max(map(rank_s, run_images(chunk, group, self.media)))
+        if not (dealt := group.dealt(chunk)):
+            return towers_s
+        images, held = images_of(chunk, self.media), rank_media(chunk, group.shape, self.media)
+        return towers_s + self._features_s(self._moved_features(images, held, dealt), group.degree, is_backward)
 
     def dealt_images(self, chunk: Chunk, shape: GroupShape) -> dict[tuple[int, int], int]:
         """Deals the images of a chunk to the ranks of a group, the longest first, each to the rank with the fewest seconds.
 
-        Returns the rank of each, by sequence and number; empty if to exchange features takes longer than is saved.
+        Returns the rank of each, by sequence and number; empty if exchanging features takes longer than is saved.
         """
         images = images_of(chunk, self.media) if shape.degree > 1 and self.deals_images else {}
         if not images:
@@ -449,24 +452,33 @@ class CostModel:
             loads[dealt[key]] += seconds[key]
         own_s = max(sum(seconds[key] for key in own) for own in held)
         saved_s = (own_s - max(loads)) * (1 + self.model.tower.backward_passes)
-        return dealt if saved_s > sum(self._features_s(chunk, shape, dealt, each) for each in (False, True)) else {}
+        moved = self._moved_features(images, held, dealt)
+        return dealt if saved_s > sum(self._features_s(moved, shape.degree, each) for each in (False, True)) else {}
 
-    def _features_s(self, chunk: Chunk, shape: GroupShape, dealt: Mapping[tuple[int, int], int], is_backward: bool) -> float:
-        """Returns seconds in which ranks exchange features of dealt images, or their gradients."""
-        tower = self.model.tower
-        if not dealt or (is_backward and not tower.trained_parameters):
-            return 0.0
-        held, images = rank_media(chunk, shape, self.media), images_of(chunk, self.media)
+    @staticmethod
+    def _moved_features(
+        images: Mapping[tuple[int, int], TowerWork],
+        held: Sequence[Mapping[tuple[int, int], int]],
+        dealt: Mapping[tuple[int, int], int],
+    ) -> float:
+        """Returns the most features of dealt images that a rank sends or receives; see `images_of` and `rank_media`."""
         # rows that each rank sends, and that it receives
-        rows = np.zeros((2, shape.degree))
+        rows = np.zeros((2, len(held)))
         for key, rank in dealt.items():
             total = images[key].stop - images[key].start
             for place, own in enumerate(held):
                 if place != rank and key in own:
                     rows[[0, 1], [rank, place]] += images[key].num_features * own[key] / total
-        num_bytes = float(rows.max()) * (1 + tower.num_levels) * self.model.hidden_bytes
+        return float(rows.max())
+
+    def _features_s(self, num_features: float, degree: int, is_backward: bool) -> float:
+        """Returns seconds in which a group exchanges features, or their gradients, of which a rank moves at most so many."""
+        tower = self.model.tower
+        if is_backward and not tower.trained_parameters:
+            return 0.0
+        num_bytes = num_features * (1 + tower.num_levels) * self.model.hidden_bytes
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        return costs.exchange_s(feature_traffic(num_bytes, shape.degree, self.cluster))
+        return costs.exchange_s(feature_traffic(num_bytes, degree, self.cluster))
 
     def sequence_towers_s(self, num_sequences: int) -> FloatArray:
         """Returns seconds of towers for each sequence of the step on one rank, forward plus backward, if none runs again."""

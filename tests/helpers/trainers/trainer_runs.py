@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -70,6 +71,16 @@ class StepRecorder:
             original(plan, result)
 
         trainer.longctx_run.report.step_done = step_done
+
+
+def check_equal_steps(found: list[Any], expected: list[Any]) -> None:
+    """Compares two or more steps, each a loss and gradients by name, to 1e-12."""
+    assert len(found) == len(expected) >= 2
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-12)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in gradients.items():
+            assert float((gradient - expected_gradients[name]).abs().max()) <= 1e-12, name
 
 
 def plain_steps(

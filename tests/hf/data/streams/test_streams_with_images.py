@@ -20,7 +20,7 @@ from helpers.models.tiny_processors import chat, file_of, picture, tiny_processo
 from helpers.plans.layouts import plan_of
 from helpers.plans.pipeline_plans import pipeline_plan
 from helpers.ranks.rank_steps import whole
-from helpers.trainers.trainer_runs import StepRecorder, training_arguments
+from helpers.trainers.trainer_runs import StepRecorder, check_equal_steps, training_arguments
 from hf.trainer.test_media_training import IMAGE, MAKERS, STEPS, deep_model, qwen3_vl, rows_and_processor
 
 from hf_longctx import LongContextConfig, LongContextTrainer, ShardedStream, tokenise_chat
@@ -84,21 +84,12 @@ def joined(by_rank: Sequence[list[Any]]) -> list[Any]:
     return [(steps[0][0], {name: each for _, own in steps for name, each in own.items()}) for steps in zip(*by_rank, strict=True)]
 
 
-def are_equal(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected) >= 2
-    for (loss, gradients), (expected_loss, expected_gradients) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=1e-12)
-        assert gradients.keys() == expected_gradients.keys()
-        for name, gradient in gradients.items():
-            assert float((gradient - expected_gradients[name]).abs().max()) <= 1e-12, name
-
-
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_a_stream_of_rows_with_images_trains_as_a_list_of_them(kind: str, tmp_path: Path) -> None:
     # several slices, and two batches in a step
     arguments = {"gradient_accumulation_steps": 2} if kind == "gemma3" else {}
     found, expected = stream_and_list(str(tmp_path), kind, arguments, {"tokens_per_rank": 68})
-    are_equal(found, expected)
+    check_equal_steps(found, expected)
     assert any("vision" in name or "visual" in name for name in found[0][1])
 
 
@@ -107,7 +98,7 @@ def test_a_stream_of_rows_with_images_trains_as_a_list_of_them(kind: str, tmp_pa
 def test_readers_on_two_ranks_train_as_a_list_of_rows_with_images(config: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     by_rank = ranks(2).run(stream_and_list, str(tmp_path), "qwen3_vl", {}, config)
     # the lengths of a list are known, and may divide layers otherwise
-    are_equal(*(joined(steps) for steps in zip(*by_rank, strict=True)))
+    check_equal_steps(*(joined(steps) for steps in zip(*by_rank, strict=True)))
 
 
 @dataclass(frozen=True)
