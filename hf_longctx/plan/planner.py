@@ -67,6 +67,8 @@ _WORTH_KEEPING = 1 / 3
 _SMALLER_SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 # steps of at most this many micro-batches are planned for one fewer, too
 _FEW_MICRO_BATCHES = 4
+# a further number of micro-batches that is tried, as a multiple of the most promising one
+_MORE = 1.1
 
 
 @contextmanager
@@ -228,8 +230,8 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
 def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, tries_all: bool) -> list[tuple[StepPlan, str]]:
     """Returns the plans of `group_plans`; tries_all: for every token limit.
 
-    Making room only adds seconds, so candidates are tried in the order of their seconds without it, and those that could not
-    become faster than the best so far are left out.
+    Making room only adds seconds, so candidates are tried in the order of their seconds with those that policies add if ranks are
+    equally full, and those that would not become faster than the best so far are left out.
     """
     costs, config = planning.costs, planning.config
     # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
@@ -246,7 +248,8 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
     ]
     if len(plans) == 1 or config.activations is None:
         return [(make_room(plan, planning), solver) for plan, solver in plans]
-    bounds_s = [planning.counted_s(plan) for plan, _ in plans]
+    limited = MemoryLimitedStep(problem, costs, config.activations)
+    bounds_s = [planning.counted_s(plan) + limited.policies_s(len(plan.micro_batches)) for plan, _ in plans]
     found: dict[int, tuple[StepPlan, str]] = {}
     errors: dict[int, ValueError] = {}
     best_s = math.inf
@@ -302,9 +305,9 @@ def candidates_with_room(
     longest, kept = max(problem.lengths), budget.kept_tokens
     needed = -(-longest // problem.degrees[-1])
     least = max(kept, needed)
-    number = MemoryLimitedStep(problem, costs, budget).fullness().number
-    # few micro-batches are less even than the estimate, so that one fewer is tried, too
-    numbers = [number, number - 1] if 1 < number <= _FEW_MICRO_BATCHES else [number]
+    number = MemoryLimitedStep(problem, costs, budget).fullness()
+    # few micro-batches are less even than the estimate, so that one fewer is tried, too; layouts of more vary
+    numbers = [number, number - 1] if 1 < number <= _FEW_MICRO_BATCHES else [number, math.ceil(_MORE * number)]
     full = [math.ceil(_SLACK * sum(problem.lengths) / problem.num_ranks / each) for each in numbers]
     limits = [min(problem.capacity, max(least, each)) for each in full]
     tries_all = tries_all or len(problem.lengths) <= _FEW_SEQUENCES

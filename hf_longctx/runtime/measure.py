@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import rank_pieces
+from hf_longctx.plan.core.sharding import rank_pieces, sum_bytes
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, RankPlan, SequenceGroup, Span, StagePlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.parameters.sums import exchanging_ranks, sum_blocks
 from hf_longctx.runtime.process_groups import GroupPool
 
 Value = TypeVar("Value")
@@ -266,11 +267,12 @@ def exchange_rates(pool: GroupPool, degrees: Sequence[int], device: torch.device
 
 
 def ring_rates(
-    pool: GroupPool, counts: Sequence[int], device: torch.device
+    pool: GroupPool, counts: Sequence[int], device: torch.device, node_ranks: int = 0
 ) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]:
-    """Measures all-gathers and reduce-scatters of so many consecutive ranks each, on all such groups at once.
+    """Measures gathers of weights and sums of gradients of so many consecutive ranks each, on all such groups at once.
 
-    Returns (number of ranks, bytes that each rank sends in a second) of both, as a ring sends them. Collective over the pool.
+    node_ranks: ranks of a node (0: all). Returns (number of ranks, bytes that each rank sends in a second) of both. Gathers count
+    as rings. Collective over the pool.
     """
     rates: tuple[list[tuple[int, float]], list[tuple[int, float]]] = [], []
     for count in counts:
@@ -278,21 +280,22 @@ def ring_rates(
         group = pool.group(tuple(range(first, first + count))) if first + count <= pool.num_ranks else None
 
         def seconds_of(num_bytes: int, gathers: bool, group: dist.ProcessGroup | None = group, count: int = count) -> float:
-            shard = torch.zeros(max(1, num_bytes // 4 // count), device=device)
-            whole = torch.zeros(count * len(shard), device=device)
+            shard = torch.zeros(max(1, num_bytes // 2 // count), dtype=torch.bfloat16, device=device)
+            whole = torch.zeros(count * len(shard), dtype=torch.bfloat16, device=device)
 
             def collective() -> None:
                 if group is not None and gathers:
                     dist.all_gather_into_tensor(whole, shard, group=group)
                 elif group is not None:
-                    dist.reduce_scatter_tensor(shard, whole, group=group)
+                    sum_blocks(whole.view(count, -1), group, exchanging_ranks(group, node_ranks))
 
             return _typical_s(pool, collective, device)
 
         for found, gathers in zip(rates, (True, False), strict=True):
             message_s = seconds_of(4 * count, gathers)
             num_bytes, seconds = _longest_timed(partial(seconds_of, gathers=gathers))
-            found.append((count, num_bytes // count * (count - 1) / max(seconds - message_s, 1e-9)))
+            sent = num_bytes * (count - 1) / count if gathers else sum(sum_bytes(num_bytes, 2, count, node_ranks))
+            found.append((count, sent / max(seconds - message_s, 1e-9)))
     return tuple(rates[0]), tuple(rates[1])
 
 

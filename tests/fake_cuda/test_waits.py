@@ -31,6 +31,7 @@ _HOST = partial(Removal, "runtime.activations.host_tier")
 _UPDATES = partial(Removal, "runtime.parameters.host_steps")
 _SHARDS = partial(Removal, "runtime.parameters.host_layers")
 _GATHERS = partial(Removal, "runtime.parameters.gathers")
+_SUMS = partial(Removal, "runtime.parameters.sums")
 _LINKS = partial(Removal, "runtime.process_groups")
 
 # purpose of a line -> the line, and what goes wrong without it
@@ -102,6 +103,14 @@ TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
     "a gather reads shards that have changed": (
         _GATHERS("stream.wait_stream(group.device_handle.current_stream())"),
         (scenarios.gathered_after_a_change, 1),
+    ),
+    "a step reads gradients that have been added up": (
+        _SUMS("group.device_handle.current_stream().wait_event(end)"),
+        (scenarios.read_before_it_is_summed, 1),
+    ),
+    "sums read gradients that are there": (
+        _SUMS("stream.wait_stream(device.current_stream())"),
+        (scenarios.summed_before_it_is_there, 1),
     ),
     "shards have left before their memory is given back": (
         _SHARDS("for ticket in tickets:\n            self._copies.wait(ticket)"),

@@ -93,17 +93,23 @@ def test_gradients_that_wait_whole_are_counted_on_every_stage(ranks, schedule: s
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("element", [2, 4])
 @pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_stages_that_sum_in_every_backward_hold_gradients_of_few_layers(ranks, schedule: str, parameters: str) -> None:
-    lengths = [512] * 8
+def test_stages_that_sum_in_every_backward_hold_gradients_of_few_layers(
+    ranks, schedule: str, parameters: str, element: int
+) -> None:
+    lengths, spec = [512] * 8, replace(HEAVY, bytes_per_element=element)
     groups = [(1, [[(sequence, 0, 512)] for sequence in range(first, first + 4)]) for first in (0, 4)]
     plan = pipeline_plan(lengths, [groups], 2, schedule, 16, parameters=parameters)
-    found = ranks(4).run(stage_peak_on_rank, HEAVY, plan_to_json(plan), rows_of(lengths, HEAVY))
-    costs = replace(tiny_costs(4, HEAVY), parameters=parameters, shard_ranks=2)
+    found = ranks(4).run(stage_peak_on_rank, spec, plan_to_json(plan), rows_of(lengths, spec))
+    costs = replace(tiny_costs(4, spec), parameters=parameters, shard_ranks=2)
     predicted = evaluate_plan(plan, costs).peak_bytes
     for stage in range(2):
-        held = part_state_bytes(HEAVY, 8, not stage, bool(stage), "replicated", 1) // 2
+        held = part_state_bytes(spec, 8, not stage, bool(stage), "replicated", 1) // 2
+        if element == 2:
+            # gradients arise and add up in the step, in fp32, and are rounded at its end
+            held -= 3 * spec.part_parameters(8, not stage, bool(stage))
         # gloo frees buffers late on some ranks, which a device does not
         peak = min(found[2 * stage][0], found[2 * stage + 1][0])
         assert predicted[2 * stage] - held == pytest.approx(peak, rel=0.05)

@@ -36,6 +36,7 @@ from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.experts import spread_experts
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters import sums
 from hf_longctx.runtime.parameters.sharded import shard_model
 
 
@@ -48,9 +49,9 @@ def spec_of(case: ModelCase) -> ModelSpec:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Count the bytes that this rank sends to others for attention while the body runs, in a list of one number."""
+    """Count the bytes that this rank sends to others for tokens while the body runs, in a list of one number."""
     total = [0]
-    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+    all_to_all, batch, sum_blocks = dist.all_to_all_single, dist.batch_isend_irecv, sums.sum_blocks
 
     def exchange(received: Any, sent: torch.Tensor, receive_sizes: Any, send_sizes: list[int], group: Any) -> Any:
         own = send_sizes[dist.get_rank(group)]
@@ -61,7 +62,17 @@ def counted_bytes() -> Iterator[list[int]]:
         total[0] += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
         return batch(operations)
 
-    with patch.object(dist, "all_to_all_single", exchange), patch.object(dist, "batch_isend_irecv", pass_on):
+    def without_gradients(*args: Any) -> torch.Tensor:
+        before = total[0]
+        found = sum_blocks(*args)
+        total[0] = before
+        return found
+
+    with (
+        patch.object(sums, "sum_blocks", without_gradients),
+        patch.object(dist, "all_to_all_single", exchange),
+        patch.object(dist, "batch_isend_irecv", pass_on),
+    ):
         yield total
 
 

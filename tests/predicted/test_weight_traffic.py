@@ -1,4 +1,4 @@
-"""Ranks send exactly the bytes of weights and gradients that the formula counts, gathered and summed by FSDP2 over gloo."""
+"""Ranks send exactly the bytes of weights and gradients that the formula counts, gathered and summed over gloo."""
 
 from __future__ import annotations
 
@@ -39,27 +39,20 @@ from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.experts import spread_experts, spread_group
 from hf_longctx.runtime.execution.stage_model import whole_model
-from hf_longctx.runtime.parameters import gathers
+from hf_longctx.runtime.parameters import gathers, sums
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
-
-# functions by which FSDP2 reduce-scatters, in this torch and in older ones, and the argument that is one shard
-_REDUCTIONS = {"reduce_scatter_single": "output", "reduce_scatter_tensor": "output"}
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts what this rank sends in rings while the body runs: bytes of gathers, reduce-scatters and sums over copies."""
+    """Counts what this rank sends while the body runs: bytes of gathers, of gradients to sum, and of sums over copies."""
     total: Counter[str] = Counter()
+    real_sum, real_gather, real_exchange = dist.all_reduce, gathers.gather_tensors, sums._exchange
 
-    def scattering(real: Any, shard: str) -> Any:
-        def call(output: Any = None, input: Any = None, **others: Any) -> Any:
-            named = {"output": others.pop("output_tensor", output), "input": others.pop("input_tensor", input)}
-            total["scatter"] += named[shard].nbytes * (dist.get_world_size(others["group"]) - 1)
-            return real(named["output"], named["input"], **others)
-
-        return call
-
-    real_sum, real_gather = dist.all_reduce, gathers.gather_tensors
+    def exchanged(rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        # a rank does not send its own row
+        total["scatter"] += rows.nbytes // len(rows) * (len(rows) - 1)
+        return real_exchange(rows, *args)
 
     def gathered(whole: list[torch.Tensor], shards: list[torch.Tensor], group: Any) -> None:
         total["gather"] += sum(shard.nbytes for shard in shards) * (group.size() - 1)
@@ -74,9 +67,7 @@ def counted() -> Iterator[Counter[str]]:
         return real_sum(tensor, *args, **others)
 
     with ExitStack() as patches:
-        for name, shard in _REDUCTIONS.items():
-            if hasattr(dist, name):
-                patches.enter_context(patch.object(dist, name, scattering(getattr(dist, name), shard)))
+        patches.enter_context(patch.object(sums, "_exchange", exchanged))
         patches.enter_context(patch.object(gathers, "gather_tensors", gathered))
         patches.enter_context(patch.object(dist, "all_reduce", summed))
         yield total
@@ -120,12 +111,13 @@ def stage_weights(case: ModelCase, num_ranks: int) -> StageWeights:
 
 
 def step_bytes(
-    weights: StageWeights, parameters: Any, num_ranks: int, chunks: Sequence[int] = (1,), turns: int = 1, per_block: int = 2
+    case: ModelCase, parameters: Any, num_ranks: int, chunks: Sequence[int] = (1,), turns: int = 1, per_block: int = 2
 ) -> int:
     """Bytes of the formula in micro-batches of so many chunks each, but for layers that stay gathered at `turns`."""
+    weights, element = stage_weights(case, per_block), case.dtype.itemsize
     cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
     rounds = [
-        round_traffic(weights, cluster, parameters, per_block, count, is_first=not place).num_bytes
+        round_traffic(weights, cluster, parameters, per_block, count, is_first=not place, element=element).num_bytes
         for place, count in enumerate(chunks)
     ]
     kept = turns * weights.layers / weights.num_layers * (per_block - 1) / per_block if parameters == "sharded" else 0.0
@@ -153,7 +145,7 @@ def test_bytes_of_weights_are_those_of_the_formula(ranks, name: str, parameters:
     if case.spread and parameters != "sharded":
         pytest.skip("spread experts need sharded parameters")
     plan = plan_of([[(1, (0,)), (1, (1,))], [(2, (2, 3))]], lengths, 2, parameters=parameters)
-    expected = step_bytes(stage_weights(case, 2), parameters, 2, (1, 1), turns=3)
+    expected = step_bytes(case, parameters, 2, (1, 1), turns=3)
     for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
 
@@ -177,7 +169,7 @@ def test_every_chunk_gathers_again_unless_weights_stay(ranks, words: str, parame
     lengths, chunks = [12, 9, 7], [cut(sequence, [length])[:1] for sequence, length in enumerate([12, 9, 7])]
     plan, case = sliced_plan(lengths, chunks, words, num_ranks=2, parameters=parameters), CASES["bf16"]
     turns = 1 if words.startswith("0F0 0F1") else 5
-    expected = step_bytes(stage_weights(case, 2), parameters, 2, (3,), turns)
+    expected = step_bytes(case, parameters, 2, (3,), turns)
     for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
 
@@ -188,7 +180,7 @@ def test_a_replay_gathers_nothing_more(ranks, name: str) -> None:
     plan = same_policy(
         plan_of([[(2, (0, 1))]], lengths, 2, parameters="sharded"), replayed(recompute=1.0), replayed(recompute=1.0)
     )
-    expected = step_bytes(stage_weights(case, 2), "sharded", 2)
+    expected = step_bytes(case, "sharded", 2)
     for found in ranks(2).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
 
@@ -200,7 +192,7 @@ def test_copies_sum_their_gradients_once(ranks, name: str) -> None:
     layout = [[(1, (0,)), (1, (1,)), (2, (2,))], [(2, (3,)), (2, (4,))]]
     plan = replace(plan_of(layout, lengths, 4, parameters="sharded"), shard_ranks=2)
     weights, cluster = stage_weights(case, 2), ClusterSpec(4, 4, GENERIC_CPU)
-    expected = step_bytes(weights, "sharded", 4, (1, 1), turns=3)
+    expected = step_bytes(case, "sharded", 4, (1, 1), turns=3)
     for found in ranks(4).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
         assert found["sum"] == int(copies_traffic(weights, cluster, 2, 2).num_bytes)
@@ -217,11 +209,11 @@ def test_seconds_are_those_of_the_bytes_and_a_step_with_them_lies_between_two_en
     plan = plan_of([[(1, (0,)), (1, (1,))], [(2, (2, 3))]], lengths, 2, parameters="sharded")
     model, hardware = costs.model, costs.cluster.hardware
     layers, outside = 2 * model.layer_weights, 2 * model.vocab_size * model.hidden_size
-    # in each of two micro-batches bf16 weights of a layer twice and gradients in fp32, and once embedding and head; a rank sends
-    # half of each
-    sent = 2 * (2 * layers * 2 / 2 + (layers + outside) * 4 / 2) + outside * 2 / 2
-    # two layers are gathered twice, and three units reduce-scattered
-    seconds = sent / hardware.link_bytes_per_s + (2 * (2 + 2 + 3) + 1) * hardware.message_s
+    # in each of two micro-batches bf16 weights of a layer twice and gradients, and once embedding and head; a rank sends half of
+    # each
+    sent = 2 * (2 * layers * 2 / 2 + (layers + outside) * 2 / 2) + outside * 2 / 2
+    # two layers are gathered twice; gradients of layers are sent in six messages, those of embedding and head in three
+    seconds = sent / hardware.link_bytes_per_s + (2 * (2 + 2 + 2 * 6 + 3) + 1) * hardware.message_s
     found, run = weight_seconds(plan, costs), evaluate_plan(plan, costs)
     assert found.gathers_s == pytest.approx((seconds, seconds)) and found.sum_s == 0.0
     least, most = found.step_bounds_s(run.step_s, run.once_s, run.ranks)
@@ -283,9 +275,10 @@ def test_shards_on_the_host_are_copied_before_gathers_and_leave_once() -> None:
 def test_only_hops_between_nodes_use_the_network() -> None:
     weights = StageWeights(1, 800, 0, 1600, 800)
     one_node, two = (round_traffic(weights, ClusterSpec(8, near, GENERIC_CPU), "gathered_per_round", 8, 1) for near in (8, 4))
-    # two of the eight hops of the ring leave a node
     assert (one_node.link_bytes, one_node.network_bytes) == (2400 * 7 / 8, 0)
-    assert (two.link_bytes, two.network_bytes) == pytest.approx((2400 * 7 / 8 * 3 / 4, 2400 * 7 / 8 / 4))
+    # two of the eight hops of a ring leave a node; gradients are added up inside a node, and half of a quarter leaves it
+    expected = 800 * 7 / 8 * 3 / 4 + 1600 * 3 / 4, 800 * 7 / 8 / 4 + 1600 / 4 / 2
+    assert (two.link_bytes, two.network_bytes) == pytest.approx(expected)
     # copies of shards that fill a node lie on different nodes
     copies = copies_traffic(weights, ClusterSpec(8, 4, GENERIC_CPU), 4, 2)
     assert (copies.link_bytes, copies.network_bytes) == pytest.approx((0, 2 * 2400 / 4 / 2))

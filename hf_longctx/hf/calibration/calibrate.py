@@ -306,7 +306,8 @@ def measure_rates(pool: GroupPool, degrees: Sequence[int], cluster: ClusterSpec,
     neighbour = neighbour_rate(pool, device)
     # the ranks of a node, and all ranks of several nodes
     counts = dict.fromkeys(min(count, pool.num_ranks) for count in (cluster.ranks_per_node, pool.num_ranks))
-    gathers, scatters = ring_rates(pool, [count for count in counts if count > 1 and count in degrees], device)
+    of_groups = [count for count in counts if count > 1 and count in degrees]
+    gathers, scatters = ring_rates(pool, of_groups, device, cluster.ranks_per_node)
     # with several nodes, the ring over all ranks is as slow as its hop between nodes
     inside = [rate for rate in exchanges if rate.num_ranks <= cluster.ranks_per_node]
     one_node = cluster.ranks_per_node >= cluster.num_ranks
@@ -471,6 +472,6 @@ def _rates_text(spec: HardwareSpec, model: ModelCalibration) -> str:
         f"{model.model}: seconds per pair, token, chunk, message, link byte, network byte, tile\n{coefficients}\n"
         f"rates: matrices {spec.matmul_flops_per_s / 1e9:.4g} GFLOP/s, attention {spec.attention_flops_per_s / 1e9:.4g} GFLOP/s, "
         f"links {spec.link_bytes_per_s / 1e9:.3g} GB/s, all-to-all ({exchanges}) GB/s, "
-        f"all-gather ({gathers}) GB/s, reduce-scatter ({scatters}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} GB/s, "
+        f"all-gather ({gathers}) GB/s, sums of gradients ({scatters}) GB/s, copies {spec.copy_bytes_per_s / 1e9:.3g} GB/s, "
         f"reduction {model.coefficients.step_s * 1e3:.3g} ms"
     )

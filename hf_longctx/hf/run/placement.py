@@ -147,6 +147,8 @@ class Shards:
     layers_on_host: bool = False
     # see `unit_classes`
     gathers_towers: bool = False
+    # consecutive ranks on one node; 0 for all
+    node_ranks: int = 0
 
     def divide(self, model: Any) -> None:
         """Shards a whole `model` layer by layer, and reads weights that are still to be read.
@@ -159,7 +161,7 @@ class Shards:
                 spread_experts(spread_experts_of(model), block_mesh(self.mesh), self.device)
             without_placeholders(model)
             units = unit_classes(model, self.gathers_towers)
-            shard_model(model, units, self.mesh, self.fp32_gradients, self.layers_on_host)
+            shard_model(model, units, self.mesh, self.fp32_gradients, self.layers_on_host, self.node_ranks)
             refuse_saving(model, "every rank holds a shard of them", takes_weights=True)
         free_gathered(model)
         read_deferred(model, self.device)

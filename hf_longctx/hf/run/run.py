@@ -705,8 +705,9 @@ def _placement(
     *,
     gathers_towers: bool,
 ) -> Placement:
-    ways = config.fp32_gradients, config.expert_ranks is not None, setup.costs.model.layers_on_host, gathers_towers
-    shards = None if mesh is None else Shards(mesh, args.device, *ways)
+    costs = setup.costs
+    ways = config.fp32_gradients, config.expert_ranks is not None, costs.model.layers_on_host, gathers_towers
+    shards = None if mesh is None else Shards(mesh, args.device, *ways, costs.cluster.ranks_per_node)
     if stage.num_stages > 1:
         return StagedPlacement(stage, shards, pool, setup.ranges)
     return ReplicatedPlacement(pool.control) if shards is None else ShardedPlacement(shards, pool.control)

@@ -303,9 +303,9 @@ class Specimen:
             move_scales(owned, device)
             if setup.costs.model.experts.num_ranks > 1:
                 spread_experts(spread_experts_of(owned), block_mesh(mesh), device)
-            on_host = setup.costs.model.layers_on_host
+            on_host, node_ranks = setup.costs.model.layers_on_host, setup.costs.cluster.ranks_per_node
             units = unit_classes(self.model, images is not None)
-            shard_model(owned, units, mesh, place.fp32_gradients, on_host)
+            shard_model(owned, units, mesh, place.fp32_gradients, on_host, node_ranks)
         for model in {id(each): each for each in (self.model, owned)}.values():
             if mesh is None or model is not owned:
                 model.to(device)

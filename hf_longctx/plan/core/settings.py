@@ -182,8 +182,8 @@ class HardwareSpec:
     tile_keys: int = 0
     # rate of products in fp8 divided by matmul_flops_per_s (0: unknown, see `ASSUMED_FP8_RATIO`)
     fp8_ratio: float = 0.0
-    # measured rates of all-gathers, and of reduce-scatters, as (number of ranks, rate): of the ranks of a node, and of all ranks
-    # on several nodes; others are counted as exchanges
+    # measured rates of gathers of weights, and of sums of gradients, as (number of ranks, rate): of the ranks of a node, and of
+    # all ranks on several nodes; others are counted as exchanges
     gather_bytes_per_s: tuple[tuple[int, float], ...] = ()
     scatter_bytes_per_s: tuple[tuple[int, float], ...] = ()
 

@@ -45,6 +45,25 @@ class Piece:
         return slice(self.first, self.first + self.num_tokens)
 
 
+def summing_ranks(num_ranks: int, node_ranks: int) -> int:
+    """Returns how many consecutive ranks of a group of `num_ranks` that share weights exchange gradients first.
+
+    Those of a node, whose sums then cross nodes in fp32; or all of them at once if there are no nodes of several ranks (0: one
+    node) that fill the group.
+    """
+    return node_ranks if 1 < node_ranks < num_ranks and not num_ranks % node_ranks else num_ranks
+
+
+def sum_bytes(num_bytes: float, element_bytes: int, num_ranks: int, node_ranks: int) -> tuple[float, float]:
+    """Returns bytes that a rank sends to sum gradients of `num_bytes` over a group: to the ranks of `summing_ranks`, to others.
+
+    element_bytes: of one number of a gradient. Sums that leave for other ranks have at least four.
+    """
+    near = summing_ranks(num_ranks, node_ranks)
+    wide = num_bytes * max(4, element_bytes) / element_bytes
+    return num_bytes * (near - 1) / near, wide * (1 / near - 1 / num_ranks)
+
+
 def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:
     """Returns the pieces of the padded chunk on every rank of a group, in the order of its tokens; at least one token each."""
     if shape.ulysses == 1:

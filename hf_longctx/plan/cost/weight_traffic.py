@@ -4,20 +4,20 @@ Each layer is gathered for every forward and again for every backward of a chunk
 (`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
 that layer is not gathered again; these few gathers count all the same. Embedding and head are one unit with the final norm, and
 stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch,
-or every backward (`sums_every_backward`), reduce-scatters gradients; those of half-precision and rounded weights are sent in
-fp32. Ranks with equal shards, or with whole weights, sum their gradients once per step.
+or every backward (`sums_every_backward`), sums gradients: in their own dtype inside a node, in fp32 across (`sum_bytes`). Those
+of rounded weights, and those that have added up over several backwards, are in fp32. Ranks with equal shards, or with whole
+weights, sum their gradients once per step.
 
-Every collective counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops
-between nodes use the network. A calibrated profile has the rates of these rings, inside a node and over all ranks; otherwise they
+Every gather counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops between
+nodes use the network. A calibrated profile has the rates of gathers and sums, inside a node and over all ranks; otherwise they
 are those of exchanges. Norms and biases, which have few elements, are not counted, as in `ModelSpec`.
 
 While a layer computes, the next one is gathered, and the gradients of the one before are summed. If every pass gathers, the last
 layer of a pass hides the first gather of the next pass; otherwise nothing hides the first gather of a micro-batch. The last sum
 of a backward, with that of embedding and head, runs beside the first layer of the next pass, before the gather of that pass's
 second layer, and lengthens the step by what this layer cannot hide (`NEXT_SHARE`). Only the first gather and the last sums of a
-step hide nowhere (`ends_s`). Two more terms count: copies of gradients into
-buffers of sums, which run on the stream that computes (weights are gathered straight into place, and need none); and a share of
-the hidden seconds, in which kernels have fewer processors.
+step hide nowhere (`ends_s`). Two more terms count: reads of gradients that are added up, as if nothing ran beside them (what is
+received needs no copies); and a share of the hidden seconds, in which kernels have fewer processors.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.settings import ClusterSpec
+from hf_longctx.plan.core.sharding import sum_bytes
 from hf_longctx.plan.core.types import FloatArray, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import Traffic
@@ -46,7 +47,11 @@ NEXT_SHARE = 1 / 3
 # numbers of ranks, and bytes that each of them sends in a second
 Rates = tuple[tuple[int, float], ...]
 
-# least bytes of one element of a gradient that ranks sum (fp32)
+# exchanges that sum the gradients of a layer's matrices, as in Llama, where the two small ones share one with all others
+_EXCHANGES = 6
+# those of embedding, head, and final norm
+_EXCHANGES_OUTSIDE = 3
+# least bytes of one element of a sum of gradients (fp32)
 _LEAST_GRADIENT_BYTES = 4
 
 
@@ -108,7 +113,7 @@ class Collectives:
     sum_s: float = 0.0
     # seconds on links of embedding and head
     outside_s: float = 0.0
-    # seconds of copies of gradients into the buffers of sums
+    # seconds in which gradients are read to add them up
     copies_s: float = 0.0
     # whether the pass before gathers the first layer, and this one the first layer of the next
     is_ahead: bool = False
@@ -147,7 +152,7 @@ class Collectives:
 class StageGathers:
     """Collectives in every pass of a stage, or of one layer range of it."""
 
-    # those of a forward, the first forward of a micro-batch, a backward, and its last backward; empty if there are none
+    # those of a forward, the first forward of a micro-batch, a backward, its last backward, and its only one; empty without any
     passes: tuple[Collectives, ...] = ()
     # gathers once per step: of embedding and head, or of all weights
     once: Collectives = Collectives()
@@ -172,24 +177,35 @@ class StageGathers:
             return cls()
         num_layers = part[0]
         both, layers = StageWeights.of(model, *part), StageWeights.of(model, num_layers, False, False)
+        wide = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
 
-        def link_s(num_bytes: float, rates: Rates = hardware.gather_bytes_per_s) -> float:
-            return _ring_s(num_bytes, shard_ranks, costs, dict(rates)) if num_bytes else 0.0
+        def gather_s(num_bytes: float) -> float:
+            sent = ring_traffic(num_bytes, shard_ranks, 1, 1, costs.cluster)
+            return _seconds_of(sent, costs, hardware.gather_bytes_per_s) if num_bytes else 0.0
 
         # shards come from the host before a gather reads them
-        gather_s = link_s(both.layers / max(1, num_layers)) + host_bytes / hardware.copy_bytes_per_s / max(1, num_layers)
-        sum_s = link_s(layers.gradients / max(1, num_layers), hardware.scatter_bytes_per_s)
-        # gradients are read, and written in fp32 or wider
-        element = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
-        copied = (1 + model.bytes_per_element / element) * both.gradients
-        copies_s = copied / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
-        of_outside, of_layers = Collectives(outside_s=link_s(both.outside)), Collectives(num_layers, gather_s)
+        layer_s = gather_s(both.layers / max(1, num_layers)) + host_bytes / hardware.copy_bytes_per_s / max(1, num_layers)
+        of_outside, of_layers = Collectives(outside_s=gather_s(both.outside)), Collectives(num_layers, layer_s)
         nothing = Collectives(num_layers)
         each = replace(of_layers, is_ahead=True) if gathers_every_pass(parameters) else nothing
         first = of_layers if frees_every_round(parameters) else each
-        outside_s = link_s(both.gradients - layers.gradients, hardware.scatter_bytes_per_s)
-        summed = replace(each, sum_s=sum_s, outside_s=outside_s, copies_s=copies_s)
-        passes = each, first, summed if sums_every_backward(parameters, num_stages) else each, summed
+
+        def summing(element: int) -> Collectives:
+            """Returns those of a backward that sums gradients whose numbers have so many bytes."""
+
+            def sum_s(num_bytes: float, num_exchanges: int) -> float:
+                sent = sum_traffic(num_bytes * element / wide, element, shard_ranks, num_exchanges, costs.cluster)
+                return _seconds_of(sent, costs, hardware.scatter_bytes_per_s) if num_bytes else 0.0
+
+            layer_s = sum_s(layers.gradients / max(1, num_layers), _EXCHANGES if model.trains_layers else 1)
+            outside_s = sum_s(both.gradients - layers.gradients, _EXCHANGES_OUTSIDE)
+            read = both.gradients * element / wide
+            copies_s = read / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
+            return replace(each, sum_s=layer_s, outside_s=outside_s, copies_s=copies_s)
+
+        only = summing(model.bytes_per_element)
+        backwards = (only, only) if sums_every_backward(parameters, num_stages) else (each, summing(wide))
+        passes = each, first, *backwards, only
         if parameters == "gathered_per_step":
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
         return cls(passes, of_outside)
@@ -200,29 +216,33 @@ class StageGathers:
 
     def counted_s(self, passes: Sequence[tuple[bool, float]]) -> float:
         """Returns seconds that a micro-batch counts beside its passes. passes: is it a backward, and seconds that it computes."""
+        if not self.passes:
+            return 0.0
         last = len(passes) - 1
-        ends = ((place == (last if each[0] else 0), each) for place, each in enumerate(passes))
-        return sum(float(self.of_pass(is_back, is_end).counted_s(compute_s)) for is_end, (is_back, compute_s) in ends)
+        ends = [self.of_pass(is_back, place == (last if is_back else 0)) for place, (is_back, _) in enumerate(passes)]
+        # gradients of weights that stay gathered may have added up over backwards that are not given
+        if len(ends) == 2 and ends[0].is_ahead:
+            ends[-1] = self.passes[-1]
+        return sum(float(each.counted_s(compute_s)) for each, (_, compute_s) in zip(ends, passes, strict=True))
 
     def in_round(self, num_chunks: int) -> Sequence[Collectives]:
         """Returns the collectives of all passes of a micro-batch of `num_chunks` chunks."""
-        forward, first, backward, last = self.passes or 4 * (Collectives(),)
-        return [first, *(num_chunks - 1) * (forward, backward), last]
+        forward, first, backward, last, only = self.passes or 5 * (Collectives(),)
+        return [first, *(num_chunks - 1) * (forward, backward), last if num_chunks > 1 else only]
 
     def least_s(self, num_chunks: int = 1) -> float:
         """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing."""
         return sum(float(each.counted_s()) for each in self.in_round(num_chunks)) if self.passes else 0.0
 
 
-def _ring_s(num_bytes: float, shard_ranks: int, costs: CostModel, measured: dict[int, float]) -> float:
-    """Seconds of a gather or reduce-scatter of `num_bytes`. measured: rates by number of ranks, on one node or on several."""
-    sent = ring_traffic(num_bytes, shard_ranks, 1, 1, costs.cluster)
+def _seconds_of(sent: Traffic, costs: CostModel, measured: Rates) -> float:
+    """Returns seconds of a gather or sum. measured: rates by number of ranks, on one node or on several."""
     per_node, crosses_nodes = costs.cluster.ranks_per_node, sent.network_bytes > 0
-    rates = [rate for num_ranks, rate in sorted(measured.items()) if (num_ranks > per_node) == crosses_nodes]
+    rates = [rate for num_ranks, rate in sorted(measured) if (num_ranks > per_node) == crosses_nodes]
     if not rates:
         return costs.coefficients.forward.exchange_s(sent)
     # that of most ranks
-    return costs.cluster.hardware.message_s + sent.num_bytes / rates[-1]
+    return costs.cluster.hardware.message_s * sent.messages + sent.num_bytes / rates[-1]
 
 
 def counted_passes_s(gathers: Sequence[Sequence[StageGathers]], compute_s: FloatArray, last_chunks: Sequence[int]) -> FloatArray:
@@ -249,7 +269,8 @@ def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float
     """
     if not own or not own[0].passes:
         return 0.0, 0.0
-    _, first, _, last = own[0].passes
+    _, first, _, last, only = own[0].passes
+    last = only if first.is_ahead else last
     layer_s = [np.asarray(seconds / max(1, first.num_layers)) for seconds in (first_s, last_s)]
     hidden_s = sum(float(each.once.inner_hidden_s(layer_s[0])) for each in own) - float(first.first_hidden_s(layer_s[0]))
     before_s = sum(each.once.links_s for each in own) - (1 - SLOWED_SHARE) * hidden_s
@@ -264,9 +285,28 @@ def whole_gathers(costs: CostModel) -> StageGathers:
 def ring_traffic(num_bytes: float, num_ranks: int, stride: int, messages: int, cluster: ClusterSpec) -> Traffic:
     """Returns mean traffic of a rank in collectives of `num_bytes` over a ring of ranks that are `stride` apart."""
     sent = num_bytes * (num_ranks - 1) / num_ranks
-    per_node = max(1, cluster.ranks_per_node // stride)
-    # blocks that do not tile nodes may start in the middle of one; the worst of them counts
-    starts = range(0, per_node * num_ranks, num_ranks)
-    num_nodes = 1 + max((first + num_ranks - 1) // per_node - first // per_node for first in starts)
+    num_nodes = _num_nodes(num_ranks, max(1, cluster.ranks_per_node // stride))
     far_share = 0.0 if num_nodes == 1 else num_nodes / num_ranks
     return Traffic(sent * (1 - far_share), sent * far_share, messages)
+
+
+def sum_traffic(num_bytes: float, element_bytes: int, num_ranks: int, num_exchanges: int, cluster: ClusterSpec) -> Traffic:
+    """Returns mean traffic of a rank that sums gradients of `num_bytes` over consecutive ranks.
+
+    element_bytes: of one number of a gradient. num_exchanges: exchanges in which ranks of one node send all gradients.
+    """
+    per_node = cluster.ranks_per_node
+    near, far = sum_bytes(num_bytes, element_bytes, num_ranks, per_node)
+    if far:
+        num_nodes = num_ranks // per_node
+        return Traffic(near, far, num_exchanges * (num_nodes + 1))
+    num_nodes = _num_nodes(num_ranks, per_node)
+    # share of the other ranks that are on other nodes
+    far_share = 0.0 if num_nodes == 1 else (num_ranks - num_ranks / num_nodes) / (num_ranks - 1)
+    return Traffic(near * (1 - far_share), near * far_share, num_exchanges)
+
+
+def _num_nodes(num_ranks: int, per_node: int) -> int:
+    """Returns the most nodes of one of the blocks of `num_ranks` ranks, which may start in the middle of a node."""
+    starts = range(0, per_node * num_ranks, num_ranks)
+    return 1 + max((first + num_ranks - 1) // per_node - first // per_node for first in starts)

@@ -42,11 +42,11 @@ def part_state_bytes(
     `host_state_bytes`.
 
     is_first, is_last: include the embedding and the head. Sharded states also need gathered tensors besides the shards: weights
-    and gradients of embedding, head and two layers, or all weights and those gradients if layers stay gathered. If every backward
-    sums gradients, `summed_bytes` counts those. Weights that autocast rounds are gathered in two bytes. If shards of layers are
-    on the host during steps, the device has those of two layers, and needs `resting_bytes` otherwise. Spread experts are not
-    gathered. Frozen weights have neither gradients nor moments. Every rank holds all scales of packed
-    weights, one unpacked matrix, and copies of one matrix's adapters on experts.
+    of embedding, head and two layers, or all weights if layers stay gathered, and gradients in flight (`summed_bytes`). When
+    these are gone, the sums of half-precision gradients are rounded, and the optimizer reads them in fp32. Weights that autocast
+    rounds are gathered in two bytes. If shards of layers are on the host during steps, the device has those of two layers, and
+    needs `resting_bytes` otherwise. Spread experts are not gathered. Frozen weights have neither gradients nor moments. Every
+    rank holds all scales of packed weights, one unpacked matrix, and copies of one matrix's adapters on experts.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -55,19 +55,19 @@ def part_state_bytes(
     beside += model.packed.unpacked_bytes + model.adapters.copied_bytes if num_layers else 0
     if parameters == "replicated":
         return weights + gradients + updates + beside
-    unit_weights, unit_gradients, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
+    unit_weights, _, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
     gathers_layers = gathers_every_pass(parameters)
     if gathers_layers:
         # spread experts are not gathered
         unit_weights -= min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
-        unit_gradients -= min(num_layers, 2) * model.spread_gradients * model.bytes_per_element
-    if _sums_every_backward(parameters, is_first, is_last):
-        unit_gradients = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
+    in_flight = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
+    rounded = 0 if model.updates_on_host else 2 * _num_half(model, num_layers, is_first, is_last)
+    in_flight = max(in_flight, -(-rounded // shard_ranks))
     # gathered in addition to the shards, which keep their width
     gathered = unit_weights if gathers_layers else weights
     gathered -= model.rounded_bytes(min(num_layers, 2) if gathers_layers else num_layers, is_last)
     away = _layer_bytes(model, num_layers) - _layer_bytes(model, min(num_layers, 2)) if _leave(model, parameters) else 0
-    return -(-(weights - away + gradients + updates) // shard_ranks) + gathered + unit_gradients + beside
+    return -(-(weights - away + gradients - rounded + updates) // shard_ranks) + gathered + in_flight + beside
 
 
 def resting_bytes(
@@ -128,23 +128,24 @@ def accumulated_bytes(
         return 0
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     spread = num_layers * model.spread_gradients
-    _, counted, _ = _part_bytes(model, min(num_layers, 2), is_first, is_last)
+    counted = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
     return max(0, max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element) - counted)
 
 
 def summed_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, shard_ranks: int) -> int:
-    """Returns bytes of gradients in flight on a rank whose every backward reduce-scatters them, besides its shards.
+    """Returns bytes of gradients in flight on a rank that sums them, besides its shards, while one layer's backward runs.
 
-    num_layers: at most one. A layer's gradients arise while FSDP2 keeps both buffers of the last layer's reduce-scatter, with
-    gradients of half-precision weights in fp32; on the last stage, those of the head wait meanwhile. The buffers of embedding and
-    head come at the end of a backward, in place of what its chunk held.
+    num_layers: at most one. A layer's gradients arise while those of the layer before are sent, and the largest of them is
+    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`).
     """
     spread = num_layers * model.spread_gradients
     trained, trained_bytes = trained_sizes(model, num_layers, False, False)
     trained, trained_bytes = trained - spread, trained_bytes - spread * model.bytes_per_element
-    wide = max(4 * trained, trained_bytes)
-    head, outside = (trained_sizes(model, 0, first, is_last)[1] for first in (False, is_first))
-    return max(head + trained_bytes + wide + -(-wide // shard_ranks), outside)
+    received = min(trained_bytes, model.largest_matrix * model.bytes_per_element)
+    (_, head), (_, embedding) = trained_sizes(model, 0, False, is_last), trained_sizes(model, 0, is_first, False)
+    outside = trained_sizes(model, 0, is_first, is_last)[1]
+    sums = -(-4 * trained // shard_ranks)
+    return max(head + 2 * trained_bytes + received + sums, outside + max(trained_bytes + received, head, embedding))
 
 
 def host_state_bytes(
@@ -179,9 +180,9 @@ def update_part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last
 def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int, int]:
     """Returns bytes of weights, of gradients, and of everything else for updates."""
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    num_half = _num_half(model, num_layers, is_first, is_last)
     held = model.part_weight_bytes(num_layers, is_first, is_last) + (0 if model.adapters.is_empty else trained_bytes)
     held += model.tower_parameters * model.bytes_per_element * is_first
-    num_half = max(0, 4 * trained - trained_bytes) // 2
     if model.updates_on_host:
         # gradients add up in fp32, and are rounded when the sum is known
         return held, trained_bytes, 2 * num_half
@@ -190,6 +191,12 @@ def _part_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool
     moments = math.ceil(model.moment_bytes * trained) or wide
     # fp32 sums of gradients, and master weights
     return held, trained_bytes, moments + 4 * num_half + 4 * num_half * model.has_master_weights
+
+
+def _num_half(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> int:
+    """Returns the number of trained parameters in half precision."""
+    trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    return max(0, 4 * trained - trained_bytes) // 2
 
 
 def trained_sizes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> tuple[int, int]:

@@ -154,8 +154,8 @@ class PackedSpec:
     @classmethod
     def nf4(cls, model: ModelSpec) -> PackedSpec:
         """Sizes of NF4 layers, as in QLoRA: an 8-bit scale per 64 elements, and an fp32 scale per 256 of these scales."""
-        count, largest = model.layer_weights, model.hidden_size * max(model.intermediate_size, model.query_size)
-        return cls(count // 2, -(-count // 64) + 4 * -(-count // (64 * 256)), largest * model.bytes_per_element)
+        count, largest = model.layer_weights, model.largest_dense_matrix * model.bytes_per_element
+        return cls(count // 2, -(-count // 64) + 4 * -(-count // (64 * 256)), largest)
 
     @classmethod
     def fp8(cls, model: ModelSpec) -> PackedSpec:
@@ -741,6 +741,18 @@ class ModelSpec:
         experts = self.experts.parameters - self.experts.spread_parameters if self.experts.are_rounded else 0
         head = self.head_outputs * self.hidden_size if self.rounds_head and is_last else 0
         return max(0, self.bytes_per_element - 2) * (num_layers * (self.rounded_parameters + experts) + head)
+
+    @property
+    def largest_dense_matrix(self) -> int:
+        """Elements of the largest matrix of a layer, without experts."""
+        return self.hidden_size * max(self.intermediate_size, self.query_size)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest weight of a layer, which all experts may share."""
+        ways = 3 if self.gated_mlp else 2
+        experts = self.experts.parameters * (ways - 1) // ways
+        return experts or self.largest_dense_matrix
 
     @property
     def spread_gradients(self) -> int:

@@ -117,17 +117,10 @@ _NUM_PRICES, _NUM_SIZES = 16, 12
 _LEAST_SHARE = 1e-6
 # share of a step's seconds by which fewer micro-batches may be slower
 _NO_GAIN = 2e-3
+# share of their room that ranks use on average, since groups are not equally full
+_USED_ROOM = 0.95
 # tokens of the shortest slice: slices take equal time, so that the last has at least half of the mean; a sixteenth for rounding
 _SHORTEST_SLICE = LEAST_SLICE_TOKENS * 15 // 32
-
-
-@dataclass(frozen=True, slots=True)
-class Fullness:
-    """Number of micro-batches, which decides how full they are."""
-
-    number: int
-    # seconds of their gathers and of policies
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -189,35 +182,65 @@ class MemoryLimitedStep:
         room = self.budget.device_bytes + max(self._other_room(degree, by_link) for degree in problem.degrees)
         return min(whole_s, further_s + whole_s * self._lacking_bytes / max(1, room))
 
-    def fullness(self) -> Fullness:
-        """The number of micro-batches that probably takes the fewest seconds, if all ranks hold the same bytes."""
-        problem, budget, prices = self.problem, self.budget, self.prices
-        num_ranks, rate = problem.num_ranks, self.costs.cluster.hardware.copy_bytes_per_s
-        degrees = np.array(problem.degrees)[:, None]
-        fits = np.array(problem.lengths) <= degrees * problem.capacity
-        cheapest = np.where(fits, problem.seconds * degrees, np.inf).argmin(axis=0)
-        forward_s = float((self.forward_s * degrees)[cheapest, np.arange(len(problem.lengths))].sum()) / num_ranks
-        tokens = sum(problem.lengths) / num_ranks
-        room = max(1.0, budget.device_bytes - self._beside(max(1, small_tile(budget.tile_tokens))))
-        total = tokens * float(prices.num_bytes.sum() + prices.pair_bytes.sum())
-        order = np.argsort(prices.seconds / prices.num_bytes, kind="stable")
-        sizes, seconds = tokens * prices.num_bytes[order], tokens * prices.seconds[order]
-        replay_s = self.costs.model.num_layers * self.costs.replay_parts_s(tokens)[2]
-        found: list[Fullness] = []
-        for number in range(max(1, math.ceil(tokens / problem.capacity)), len(problem.lengths) + 1):
-            left = total - number * room - min(rate * forward_s, number * budget.host_bytes)
-            # fuller ranks run layers under policies
-            added_s = replay_s if tokens > number * budget.kept_tokens else 0.0
-            for num_bytes, again_s in zip(sizes, seconds, strict=True):
-                added_s += again_s * min(1.0, max(0.0, left / num_bytes)) if num_bytes else 0.0
-                left -= num_bytes
-            found.append(Fullness(number, number * (min(problem.group_s) + problem.micro_batch_s) + added_s))
+    def fullness(self) -> int:
+        """Returns the number of micro-batches that probably takes the fewest seconds, of gathers, fixed ones, and policies."""
+        problem = self.problem
+        most = len(problem.lengths)
+        found: list[float] = []
+        least = max(1, math.ceil(self._rank_tokens / problem.capacity))
+        for number in range(least, most + 1):
+            added_s = self.policies_s(number, _USED_ROOM)
+            found.append(number * (min(problem.group_s) + problem.micro_batch_s) + added_s)
             if not added_s:
                 break
         # every micro-batch takes time to plan, too
-        work_s = float((problem.seconds * degrees)[cheapest, np.arange(len(problem.lengths))].sum()) / num_ranks
-        least_s = min((each.seconds for each in found), default=math.inf)
-        return next((each for each in found if each.seconds <= least_s + _NO_GAIN * work_s), Fullness(1, math.inf))
+        most_s = min(found, default=math.inf) + _NO_GAIN * self._work[1]
+        return next((least + place for place, seconds in enumerate(found) if seconds <= most_s), 1)
+
+    def policies_s(self, number: int, used_room: float = 1.0) -> float:
+        """Returns the seconds that policies add to a step of so many micro-batches, if all ranks are equally full.
+
+        used_room: share of their room that ranks use.
+        """
+        (num_bytes, seconds), tokens = self._classes, self._rank_tokens
+        forward_s, _ = self._work
+        copied = min(self.costs.cluster.hardware.copy_bytes_per_s * forward_s, number * self.budget.host_bytes)
+        saved = tokens * float(self.prices.num_bytes.sum() + self.prices.pair_bytes.sum())
+        left = saved - used_room * (number * self._room + copied)
+        # fuller ranks run layers under policies
+        added_s = 0.0
+        if tokens > number * self.budget.kept_tokens:
+            added_s = self.costs.model.num_layers * self.costs.replay_parts_s(tokens)[2]
+        for size, again_s in zip(num_bytes, seconds, strict=True):
+            added_s += again_s * min(1.0, max(0.0, left / size)) if size else 0.0
+            left -= size
+        return float(added_s)
+
+    @property
+    def _rank_tokens(self) -> float:
+        return sum(self.problem.lengths) / self.problem.num_ranks
+
+    @cached_property
+    def _room(self) -> float:
+        """Bytes of the device for what layers save."""
+        return max(1.0, self.budget.device_bytes - self._beside(max(1, small_tile(self.budget.tile_tokens))))
+
+    @cached_property
+    def _classes(self) -> tuple[FloatArray, FloatArray]:
+        """Bytes that a rank saves in the step, and seconds to recompute them, the cheapest class of tensors first."""
+        prices, tokens = self.prices, self._rank_tokens
+        order = np.argsort(prices.seconds / prices.num_bytes, kind="stable")
+        return tokens * prices.num_bytes[order], tokens * prices.seconds[order]
+
+    @cached_property
+    def _work(self) -> tuple[float, float]:
+        """Seconds of all forwards on a rank, and of all passes, if every sequence runs at the degree of least rank-seconds."""
+        problem = self.problem
+        degrees = np.array(problem.degrees)[:, None]
+        fits = np.array(problem.lengths) <= degrees * problem.capacity
+        cheapest = np.where(fits, problem.seconds * degrees, np.inf).argmin(axis=0), np.arange(len(problem.lengths))
+        forward_s, all_s = (float((each * degrees)[cheapest].sum()) for each in (self.forward_s, problem.seconds))
+        return forward_s / problem.num_ranks, all_s / problem.num_ranks
 
     @property
     def _tops(self) -> list[float]:

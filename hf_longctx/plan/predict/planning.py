@@ -29,8 +29,8 @@ class WeightSeconds:
     Empty and 0 if the cost model was measured, except for the seconds of a teacher, which are never part of it.
     """
 
-    # for every rank, gathers of sharded weights and reduce-scatters of their gradients in all micro-batches, with copies of
-    # shards from the host before gathers
+    # for every rank, gathers of sharded weights and sums of their gradients in all micro-batches, with copies of shards from the
+    # host before gathers
     gathers_s: tuple[float, ...] = ()
     # the sum of gradients over copies, once per step
     sum_s: float = 0.0
@@ -40,8 +40,7 @@ class WeightSeconds:
     hidden_s: float = 0.0
     # copies of shards that leave for the host and come back, once per step
     away_s: float = 0.0
-
-    # most seconds of a rank for copies of gradients into the buffers of reduce-scatters
+    # most seconds in which a rank reads gradients to add them up
     copies_s: float = 0.0
     # seconds of the forwards of a teacher
     teacher_s: float = 0.0
@@ -50,7 +49,7 @@ class WeightSeconds:
 
     @property
     def gather_s(self) -> float:
-        """Seconds of the gathers and reduce-scatters of the rank that has most of them."""
+        """Seconds of the gathers and sums of the rank that has most of them."""
         return max(self.gathers_s, default=0.0)
 
     @property
@@ -68,7 +67,7 @@ class WeightSeconds:
         Least: gathers run beside all computing, but share links with the exchanges of sequence groups and experts; sums of
         replicated weights, or their copies to the host, run beside the last backward. Most: they run alone, for example if the
         step clips gradients or the user's code may change them. The update itself counts in full in both, and so do shards that
-        leave and come back, and copies of gradients into buffers.
+        leave and come back, and reads of gradients.
         """
         alone_s = self.sum_s + self.update_s + self.away_s + self.teacher_s
         if not self.gathers_s:

@@ -62,6 +62,35 @@ def drop_whole_gradients(weight: Any) -> None:
         weight.unsharded_accumulated_grad = None
 
 
+def take_whole_gradients(group: Any) -> list[tuple[Any, Tensor]]:
+    """Takes from the gathered weights of FSDP2's record `group` the gradients to sum: each weight's record, and its gradient.
+
+    They are those of one backward in the dtype in which it made them, or sums of several. Call it in place of FSDP2's
+    `post_backward`, before the weights are freed.
+
+    Until torch 2.15 is the lowest: older versions keep sums of earlier backwards in a field of their own, and 2.15 widens
+    gradients that wait for a sum.
+    """
+    group._training_state = type(group._training_state).POST_BACKWARD
+    taken = []
+    for weight in group.fsdp_params:
+        if not hasattr(weight, "_unsharded_param"):
+            continue
+        adds_apart = hasattr(weight, "accumulate_unsharded_grad_if_needed")
+        if adds_apart:
+            weight.accumulate_unsharded_grad_if_needed()
+        if adds_apart and weight.unsharded_accumulated_grad is not None:
+            taken.append((weight, weight.unsharded_accumulated_grad_data))
+            weight.unsharded_accumulated_grad = None
+        elif weight._unsharded_param.grad is not None:
+            taken.append((weight, weight.unsharded_grad_data))
+            weight._unsharded_param.grad = None
+    if hasattr(group, "_set_unsharded_grad_dtypes"):
+        group._post_backward_pending = False
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+    return taken
+
+
 def wait_for_passes(root: Any, groups: Iterable[Any]) -> None:
     """Makes the current stream wait for all reductions that FSDP2 has started, and drops its record of passes.
 

@@ -343,11 +343,18 @@ class GradientSum:
             return
         if parameter in self._asked:
             self._late.add(parameter)
-        if parameter in self._wide:
-            self._wide[parameter].add_(gradient)
-        else:
-            self._wide[parameter] = gradient.float()
         parameter.grad = None
+        self.add(parameter, gradient)
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds a gradient of `parameter`, in its dtype or a wider one, to those of this step."""
+        dtype = self.dtype_of(parameter)
+        held = parameter.grad if dtype == parameter.dtype else self._wide.get(parameter)
+        if held is None:
+            self._keep(parameter, gradient.to(dtype))
+        else:
+            local_shard(held).add_(local_shard(gradient))
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None, early: EarlySums | None = None) -> None:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.

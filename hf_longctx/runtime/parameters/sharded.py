@@ -32,6 +32,7 @@ from hf_longctx.runtime.parameters.gathers import DirectGather, gather_of
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
 from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
+from hf_longctx.runtime.parameters.sums import ShardSums, sums_of
 
 # description of the mesh's groups in torch's logs
 MESH_GROUP = "parameter shards"
@@ -83,6 +84,7 @@ def shard_model(
     mesh: DeviceMesh,
     fp32_gradients: bool = True,
     layers_on_host: bool = False,
+    node_ranks: int = 0,
 ) -> None:
     """Shards `model` in place over `mesh`: each module of a class in `layer_classes` as one unit, then the rest as another.
 
@@ -91,8 +93,8 @@ def shard_model(
     as spread experts, stay unchanged. Weights that autocast rounds (`note_rounded`) are gathered in bf16. Every rank's backward
     must reach the same parameters, or FSDP2 silently adds gradients of different ones; plans send at least one chunk per rank
     through the whole model. fp32_gradients: accumulate and sum gradients of half-precision weights in fp32. layers_on_host: keep
-    shards of layers in host memory while forwards and backwards run (`host_layers.py`). Raises ValueError if no module is of one
-    of the classes, or for `layers_on_host` with blocks of one rank, whose shards are whole.
+    shards of layers in host memory while forwards and backwards run (`host_layers.py`). node_ranks: see `ShardSums`. Raises
+    ValueError if no module is of one of the classes, or for `layers_on_host` with blocks of one rank, whose shards are whole.
     """
     if layers_on_host and block_mesh(mesh).size() == 1:
         raise ValueError(
@@ -140,6 +142,7 @@ def shard_model(
     if block_mesh(mesh).size() > 1:
         for group in _groups(model):
             DirectGather(group)
+        ShardSums(model, _groups(model), node_ranks)
     if layers_on_host:
         device = torch.device(mesh.device_type)
         setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
@@ -189,6 +192,7 @@ class ShardedParameters:
         self.layers = [module for module in _units(model) if module is not model]
         self.copies = copies_group(model)
         self.on_host = layer_shards(model)
+        self.sums = sums_of(model)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
         self._parameters: Parameters = "sharded"
@@ -251,6 +255,8 @@ class ShardedParameters:
         """
         self._settle()
         self._sums = is_last or sums_every_backward(self._parameters, self.num_stages)
+        if self.sums is not None:
+            self.sums.add = self.gradients.add
         # `_settle` ends the backward in place of FSDP2, which would wait at its end
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(self._sums)
@@ -267,8 +273,15 @@ class ShardedParameters:
         """Lets the current stream wait for reduce-scatters, and collects reduced half-precision gradients in fp32."""
         if self._sums:
             self._sums = False
-            wait_for_passes(self.model._get_fsdp_state(), _groups(self.model))
+            self._wait()
             self.gradients.absorb()
+
+    def _wait(self) -> None:
+        """Lets the current stream wait for all sums, and leaves those of later passes to FSDP2."""
+        wait_for_passes(self.model._get_fsdp_state(), _groups(self.model))
+        if self.sums is not None:
+            self.sums.add = None
+            self.sums.settle()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's gradient sum of each shard in its `.grad`; backwards have already summed within blocks.
@@ -319,7 +332,7 @@ class ShardedParameters:
             state._training_state = type(state._training_state).IDLE
         for group in _groups(self.model):
             group._training_state = root._training_state
-        wait_for_passes(root, _groups(self.model))
+        self._wait()
         self.free()
 
 

@@ -489,7 +489,7 @@ def _weights_lines(weights: WeightSeconds, step_bounds_s: tuple[float, float]) -
     """Makes a line about gathers of weights, sums and the optimizer, which other seconds do not include."""
     from_host = ", with copies of shards from the host," if weights.away_s else ""
     parts = [f"gathers of sharded weights{from_host} take {duration(weights.gather_s)}"] if weights.gather_s else []
-    parts += [f"copies into and out of their buffers take {duration(weights.copies_s)}"] if weights.copies_s else []
+    parts += [f"reads of gradients to add them up take {duration(weights.copies_s)}"] if weights.copies_s else []
     parts += [f"sums of gradients over copies take {duration(weights.sum_s)}"] if weights.sum_s else []
     parts += [f"the optimizer takes {duration(weights.update_s)}"] if weights.update_s else []
     parts += [f"shards leave and come back in {duration(weights.away_s)}"] if weights.away_s else []

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,8 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.runtime import measure
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.parameters.sharded import free_gathered, shard_mesh, shard_model
+from hf_longctx.runtime.parameters import sums
+from hf_longctx.runtime.parameters.sharded import ShardedParameters, free_gathered, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups import GroupPool, Links, StageMessages
 from hf_longctx.runtime.states.passing import exchange
 
@@ -178,6 +181,64 @@ def gathered_after_a_change(pool: GroupPool) -> int:
     gather.wait()
     expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None]
     wrong = int((layer.weight.cpu() != expected).sum())
+    free_gathered(model)
+    return wrong
+
+
+class _Copied(torch.autograd.Function):
+    """Makes the gradient of a weight by a copy, of which the stream that computes has not come to the end."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, value: float) -> Tensor:
+        ctx.shape, ctx.value = weight.shape, value
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        copied = torch.full(ctx.shape, ctx.value).pin_memory()
+        return torch.empty(ctx.shape, device=CUDA).copy_(copied, non_blocking=True), None
+
+
+class _Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * _Copied.apply(self.weight, float(x.mean()))
+
+
+def _after_a_backward(pool: GroupPool, add: Any = None) -> tuple[Any, ShardedParameters]:
+    """A sharded model after a backward, whose gradients are 1 on the first rank and 2 on the second. add: gets their sums."""
+    model: Any = nn.Sequential(_Layer(64, 64, bias=False, device=CUDA))
+    shard_model(model, ("_Layer",), shard_mesh("cuda", pool.num_ranks, 60.0))
+    parameters = ShardedParameters(model, True)
+    parameters.enter_round("sharded")
+    output = model(full(1.0 + pool.rank, 64))
+    parameters.before_backward(True)
+    if add is not None:
+        parameters.sums.add = add
+    # nothing but messages reads the gradient
+    with patch.object(sums, "_APART_BYTES", 0):
+        output.sum().backward()
+    return model, parameters
+
+
+def summed_before_it_is_there(pool: GroupPool) -> int:
+    """Gradients are added up over ranks as early as the order of their sums allows."""
+    model, parameters = _after_a_backward(pool)
+    model._get_fsdp_state()._comm_ctx.reduce_scatter_stream.synchronize()
+    parameters.reduce(None)
+    wrong = int((model[0].weight.grad.to_local().cpu() != 3.0).sum())
+    free_gathered(model)
+    return wrong
+
+
+def read_before_it_is_summed(pool: GroupPool) -> int:
+    """The stream of sums still copies what it has added up when the current stream comes to read it."""
+    on_host, found = torch.zeros(32, 64).pin_memory(), torch.empty(32, 64, device=CUDA)
+    model, parameters = _after_a_backward(pool, lambda _, total: on_host.copy_(total.to_local(), non_blocking=True))
+    parameters.sums.settle()
+    found.copy_(on_host, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    wrong = int((found.cpu() != 3.0).sum())
+    torch.cuda.synchronize()
     free_gathered(model)
     return wrong
 

@@ -7,6 +7,9 @@ from hf_longctx.plan.core.types import Parameters, sums_every_backward
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.cost.weight_traffic import StageWeights, ring_traffic
 
+# exchanges of the gradients of a layer, and of those of embedding and head
+EXCHANGES, EXCHANGES_OUTSIDE = 6, 3
+
 
 def round_traffic(
     weights: StageWeights,
@@ -16,19 +19,45 @@ def round_traffic(
     num_chunks: int,
     num_stages: int = 1,
     is_first: bool = True,
+    element: int = 4,
 ) -> Traffic:
-    """Returns traffic of a rank in a micro-batch of `num_chunks` chunks: gathers of weights, reduce-scatters of gradients.
+    """Returns traffic of a rank in a micro-batch of `num_chunks` chunks: gathers of weights, sums of gradients.
 
-    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. No traffic if
-    weights are replicated.
+    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. element: bytes of a
+    number of a gradient. No traffic if weights are replicated.
     """
     if parameters == "replicated" or shard_ranks == 1:
         return Traffic()
     once = 0 if sums_every_backward(parameters, num_stages) and not is_first else 1
     of_layers = 2 * num_chunks if parameters == "sharded" else once
     of_outside = int(is_first)
-    sums = num_chunks if sums_every_backward(parameters, num_stages) else 1
-    num_bytes = of_layers * weights.layers + of_outside * weights.outside + sums * weights.gradients
     units, has_outside = weights.num_layers, weights.outside > 0
-    messages = (of_layers * units + of_outside * has_outside) + sums * (units + has_outside) * (weights.gradients > 0)
-    return ring_traffic(num_bytes, shard_ranks, 1, messages, cluster)
+    gathered = of_layers * weights.layers + of_outside * weights.outside
+    gathers = ring_traffic(gathered, shard_ranks, 1, of_layers * units + of_outside * has_outside, cluster)
+    each = sums_every_backward(parameters, num_stages)
+    num_sums = num_chunks if each else 1
+    # gradients of several backwards add up in fp32 before they are sent
+    element = element if each or num_chunks == 1 else max(4, element)
+    link, network, exchanges = _summed(weights.gradients / max(4, element) * num_sums, element, shard_ranks, cluster)
+    messages = exchanges * num_sums * (units * EXCHANGES + has_outside * EXCHANGES_OUTSIDE) * (weights.gradients > 0)
+    return Traffic(gathers.link_bytes + link, gathers.network_bytes + network, gathers.messages + messages)
+
+
+def _summed(count: float, element: int, num_ranks: int, cluster: ClusterSpec) -> tuple[float, float, int]:
+    """Counts bytes rank by rank: (within a node, to others, exchanges of one gradient) of a mean rank of the first group."""
+    per_node = cluster.ranks_per_node
+    link = network = 0.0
+    if per_node == 1 or num_ranks % per_node:
+        pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+        near = sum(a // per_node == b // per_node for a, b in pairs)
+        sent = count * element / num_ranks
+        return near * sent / num_ranks, (len(pairs) - near) * sent / num_ranks, 1
+    for a in range(num_ranks):
+        for b in range(num_ranks):
+            if a != b and a // per_node == b // per_node:
+                # rows that all ranks in the place of b will keep
+                link += count * element / per_node
+            elif a != b and a % per_node == b % per_node:
+                network += count * max(4, element) / num_ranks
+    num_nodes = num_ranks // per_node
+    return link / num_ranks, network / num_ranks, num_nodes + 1 if num_nodes > 1 else 1

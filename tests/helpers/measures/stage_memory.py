@@ -34,8 +34,9 @@ from hf_longctx.runtime.parameters.sharded import shard_model
 
 
 def build_llama(spec: ModelSpec) -> Any:
-    """A patched Llama in fp32 with these shapes, whose gradients are allocated already."""
+    """A patched Llama in fp32 or bf16 with these shapes."""
     model = transformers.AutoModelForCausalLM.from_config(shaped_config(spec), attn_implementation="sdpa").train()
+    model = model.to(torch.bfloat16 if spec.bytes_per_element == 2 else torch.float32)
     patch_model(model)
     return model
 
@@ -51,14 +52,16 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     if plan.parameters != "replicated":
         shard_model(model, tuple(model._no_split_modules), stage_mesh(plan.num_stages, pool.ranks_per_stage))
     for parameter in model.parameters():
-        # gradients are states, not workspace
-        parameter.grad = torch.zeros_like(parameter)
+        # gradients are states, not workspace; those in half precision add up elsewhere
+        parameter.grad = torch.zeros_like(parameter) if spec.bytes_per_element > 2 else None
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     head = OutputHead(output_head(model)) if has_policies and pool.stage == plan.num_stages - 1 else None
     engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_policies else None
     executor = StepExecutor(stage, pool, CPU)
     rank_plan, inputs = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
     executor.run(rank_plan, inputs, 1, engine=engine)
+    if spec.bytes_per_element == 2:
+        model.zero_grad()
     peak, _, result = measure(lambda: executor.run(rank_plan, inputs, 1, engine=engine))
     return peak, result.memory
 

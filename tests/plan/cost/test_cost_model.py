@@ -202,10 +202,11 @@ def test_shards_are_divided_and_what_is_gathered_is_not() -> None:
     # 10 layers of 8 * 2 * (8 + 4) + 3 * 8 * 16 = 576 parameters; embedding and head have 80 each
     model = ModelSpec(10, 8, 16, 4, 2, 2, 10, 100, bytes_per_element=4)
     assert ByteModel(model).states() == ByteModel(model).states("replicated", 4) == 16 * 5920
-    # a quarter of all states, plus gathered weights and gradients of two layers and the embeddings
-    assert ByteModel(model).states("sharded", 4) == 4 * 5920 + 2 * 4 * (2 * 576 + 160)
-    # a quarter of all states, plus all weights, and the gradients of two layers and the embeddings
-    assert ByteModel(model).states("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + 4 * (2 * 576 + 160)
+    # gradients of the head and of two layers, what other ranks send of the largest matrix of 8 * 16, and a quarter of a sum
+    in_flight = 4 * (80 + 2 * 576 + 128 + 576 // 4)
+    # a quarter of all states, plus gathered weights of two layers and the embeddings, or all weights
+    assert ByteModel(model).states("sharded", 4) == 4 * 5920 + 4 * (2 * 576 + 160) + in_flight
+    assert ByteModel(model).states("gathered_per_round", 4) == 4 * 5920 + 4 * 5920 + in_flight
     costs = replace(COSTS, model=model, parameters="sharded", shard_ranks=4)
     assert ByteModel(costs.model).states(costs.parameters, costs.shard_ranks) == ByteModel(model).states("sharded", 4)
 
@@ -217,10 +218,12 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     trained, states = 10 * 100 + 80, 10 * 400 + 160
     whole = 2 * 5920 + 2 * states + 8 * trained
     assert ByteModel(model).states() == whole
-    # a quarter of it, plus weights of two layers, embedding and head, and the gradients of the trained parameters among them
-    unit = 2 * (2 * 576 + 160) + 2 * 400 + 160
-    assert ByteModel(model).states("sharded", 4) == whole // 4 + unit + 2 * 400 + 160
-    assert ByteModel(model).states("gathered_per_round", 4) == whole // 4 + (2 * 5920 + states) + 2 * 400 + 160
+    # a quarter of it without gradients in half precision, weights of two layers, embedding and head, and gradients in flight: of
+    # the head and two layers, what others send of them, and a quarter of a sum
+    unit, share = 2 * (2 * 576 + 160) + 2 * 400 + 160, (whole - 160) // 4
+    in_flight = 160 + 2 * 400 + 2 * 128 + 400 // 4
+    assert ByteModel(model).states("sharded", 4) == share + unit + in_flight
+    assert ByteModel(model).states("gathered_per_round", 4) == share + (2 * 5920 + states) + in_flight
     # the first of two stages has no head
     assert part_state_bytes(model, 5, True, False, "replicated", 1) == 2 * (5 * 576 + 80) + 5 * (800 + 800)
     assert part_state_bytes(model, 5, False, True, "replicated", 1) == whole - 2 * (5 * 576 + 80) - 5 * (800 + 800)

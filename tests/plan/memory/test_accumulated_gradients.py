@@ -8,7 +8,7 @@ import pytest
 from helpers.plans.cost_models import MODEL, cost_model
 
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
-from hf_longctx.plan.memory.stage import accumulated_bytes
+from hf_longctx.plan.memory.stage import accumulated_bytes, summed_bytes
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 pytestmark = pytest.mark.quick
@@ -36,9 +36,9 @@ def test_a_group_of_several_chunks_holds_all_gradients() -> None:
 
 
 def test_half_precision_gradients_accumulate_in_fp32() -> None:
-    """All of the model's gradients, less those of two layers, embedding and head, which the states count in their own width."""
+    """All of the model's gradients, less those in flight, which the states count in their own width."""
     half = replace(MODEL, bytes_per_element=2)
-    counted = half.part_parameters(2, True, True) * 2
+    counted = summed_bytes(half, 1, True, True, 2)
     assert accumulated_bytes(half, MODEL.num_layers, True, True, "sharded", 2) == 4 * PARAMETERS - counted
     assert accumulated_bytes(half, MODEL.num_layers, True, True, "gathered_per_round", 2) == 4 * PARAMETERS - counted
     assert accumulated_bytes(half, MODEL.num_layers, True, True, "replicated", 2) == 0

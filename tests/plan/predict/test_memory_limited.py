@@ -144,7 +144,7 @@ def test_fewer_micro_batches_follow_from_more_host_memory() -> None:
         config = config_of(2, 800, host_bytes)
         assert config.activations is not None
         memory = MemoryLimitedStep(GroupingProblem.build(lengths, costs, config), costs, config.activations)
-        numbers.append(memory.fullness().number)
+        numbers.append(memory.fullness())
     assert numbers[1] <= numbers[0]
     assert min(numbers) >= 1
 
@@ -170,5 +170,5 @@ def test_micro_batches_are_no_fuller_than_what_needs_no_replay() -> None:
         costs = CostModel(model, cluster, default_coefficients(model, cluster))
         assert config.activations is not None
         step = MemoryLimitedStep(GroupingProblem.build(lengths, costs, config), costs, config.activations)
-        numbers.append(step.fullness().number)
+        numbers.append(step.fullness())
     assert numbers == [4, 2]

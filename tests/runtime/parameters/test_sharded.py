@@ -15,7 +15,6 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import CHUNK_LENGTHS, FBFBFB, FFBFBB, FFFBBB, LAYOUTS, chunks_plan, plan_of, random_steps
 from helpers.ranks.rank_steps import check_step, group_pool, mesh, rank_inputs, run_step, step_on_rank, whole
 from hypothesis import HealthCheck, Phase, given, settings
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.patch import patch_model
@@ -23,7 +22,9 @@ from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import Parameters, StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
+from hf_longctx.runtime.parameters import sums
 from hf_longctx.runtime.parameters.sharded import ShardedParameters, shard_mesh, shard_model
+from hf_longctx.runtime.parameters.sums import sum_blocks
 
 MODES: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round")
 NAMES = [name for name, (num_ranks, _, _) in LAYOUTS.items() if num_ranks > 1]
@@ -130,7 +131,7 @@ def test_a_transposed_weight_is_sharded_like_any_other(ranks) -> None:
 @pytest.mark.daily("1-65")
 @pytest.mark.parametrize("num_rounds,num_chunks", [(65, 1), (1, 65), (13, 5)])
 def test_small_chunks_and_rounds_are_not_rounded_away(ranks, num_rounds: int, num_chunks: int) -> None:
-    # two ranks of 1 + 64 / 512 each; the sum of a micro-batch is rounded to bf16 once
+    # two ranks of 1 + 64 / 512 each
     assert ranks(2).run(accumulated, num_rounds, num_chunks, True) == [2.25] * 2
     assert max(ranks(2).run(accumulated, num_rounds, num_chunks, False)) < 2.25
 
@@ -151,7 +152,7 @@ def test_random_plans_match(ranks, parameters: Parameters) -> None:
 def planted(bug: str) -> Iterator[None]:
     """Replaces one step of the gradient reduction by a wrong one."""
     if bug == "mean over ranks":
-        with patch.object(FSDPModule, "set_gradient_divide_factor", lambda unit, factor: None):
+        with patch.object(sums, "sum_blocks", lambda blocks_RK, *ranks: sum_blocks(blocks_RK, *ranks) / len(blocks_RK)):
             yield
     elif bug == "only the last chunk counts":
         with patch.object(ShardedParameters, "before_backward", forget_earlier_chunks):
@@ -205,7 +206,7 @@ def collectives_of_a_step(plan_json: str, rows: list[dict[str, list[int]]], shar
         with torch.profiler.profile() as evaluation:
             executor.evaluate(plan.for_rank(pool.rank), chunks)
     calls["gathers"] = num_events(step, "FSDP::all_gather")
-    calls["reductions"] = num_events(step, "FSDP::post_backward_reduce")
+    calls["reductions"] = num_events(step, "FSDP::sum_gradients")
     calls["evaluation"] = num_events(evaluation, "FSDP::all_gather")
     return calls, all(isinstance(parameter, DTensor) for parameter in model.parameters())
 

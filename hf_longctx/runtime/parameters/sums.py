@@ -1,0 +1,166 @@
+"""Sums the gradients of gathered weights over the ranks that share them, in place of FSDP2's reduce-scatters.
+
+FSDP2 copies all gradients of a unit into one buffer in fp32, on the stream that computes, reduce-scatters it, and rounds the sums
+to the dtype of the weights. Here each gradient is sent as it is, in its own dtype: an all-to-all gives every rank its rows of all
+ranks' gradients, which it adds in fp32 or wider and hands on unrounded. So half-precision gradients take half the bytes on the
+links, no buffer in fp32 exists beside them, and no bit of a sum is lost. Ranks are added in order, so that sums are reproducible.
+
+Over several nodes the ranks of each node exchange first, and add up: rank i of every node gets what the i-th ranks of all nodes
+will keep. Then these send one another their sums in fp32. So each node sends every sum once, as in a ring, in place of one
+gradient for each rank.
+
+Large gradients are sent from where they are, and their memory is given up when their sum has ended, before the sums of the next
+unit start. Small ones are copied into one tensor first.
+
+FSDP2 has no public way to do this. So one method of its record of weights is replaced, as in `gathers.py`. Outside of plans,
+whose handler sets `add`, it sums by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_longctx.plan.core.sharding import summing_ranks
+from hf_longctx.runtime.core.torch_versions import take_whole_gradients
+
+# attribute of a sharded model
+_SUMS = "longctx_sums"
+# least bytes of one exchange of a gradient that is not joined with others: a fraction of a millisecond on the links of a node
+_APART_BYTES = 4 * 2**20
+
+
+class ShardSums:
+    """Sums of the gradients of all weights that a sharded model gathers; replaces those of FSDP2 while `add` is set.
+
+    groups: FSDP2's records of weights (`weight_groups`). node_ranks: consecutive ranks on one node; 0 for all. add: takes a
+    weight and the sum over ranks of a gradient of its shard, in fp32 or wider, on the stream of sums.
+    """
+
+    def __init__(self, model: nn.Module, groups: Iterable[Any], node_ranks: int = 0) -> None:
+        self.add: Callable[[nn.Parameter, Tensor], None] | None = None
+        self._node_ranks = node_ranks
+        # records of running sums, their ends, and the gradients that they read
+        self._running: list[tuple[Any, Any, Any]] = []
+        for group in groups:
+            group.post_backward = _PostBackward(self, group, group.post_backward)
+        setattr(model, _SUMS, self)
+
+    def start(self, group: Any) -> None:
+        """Starts the sums of one record of weights, after the backward of their module."""
+        taken = take_whole_gradients(group)
+        if group.reshard_after_backward:
+            group.reshard()
+        # so that the gradients of at most one other unit wait for their sums
+        self.settle(group.modules)
+        if not taken:
+            return
+        ranks, device, stream = group._all_gather_process_group, group.device_handle, group.comm_ctx.reduce_scatter_stream
+        node_ranks = exchanging_ranks(ranks, self._node_ranks)
+        weights, blocks = [weight for weight, _ in taken], joined_blocks([each for _, each in taken], ranks.size(), node_ranks)
+        del taken
+        stream.wait_stream(device.current_stream())
+        with torch.profiler.record_function(group._with_fqn("FSDP::sum_gradients")), device.stream(stream):
+            for blocks_RK, places in blocks:
+                sum_K = sum_blocks(blocks_RK, ranks, node_ranks)
+                own = [weights[place] for place in places]
+                sizes = [weight.padded_sharded_param_size.numel() for weight in own]
+                for weight, total in zip(own, sum_K.split(sizes), strict=True):
+                    self._add(weight, total)
+            self._running.append((group, stream.record_event(), blocks))
+
+    def _add(self, weight: Any, total: Tensor) -> None:
+        """Hands on the sum of a gradient of a shard; total: flat, with the rows by which the shard is filled up."""
+        assert self.add is not None
+        shape = weight.sharded_size
+        self.add(weight.sharded_param, weight.to_sharded_dtensor(total[: shape.numel()].view(shape)))
+
+    def settle(self, besides: Any = None) -> None:
+        """Lets the current stream wait for the sums that run, and gives up their gradients. besides: modules whose sums stay."""
+        staying = [each for each in self._running if each[0].modules is besides]
+        for group, end, _ in self._running:
+            if group.modules is not besides:
+                group.device_handle.current_stream().wait_event(end)
+        self._running = staying
+
+
+class _PostBackward:
+    """Replaces `post_backward` of one of FSDP2's records; `own` is the original."""
+
+    def __init__(self, sums: ShardSums, group: Any, own: Callable[..., None]) -> None:
+        self._sums, self._group, self._own = sums, group, own
+
+    def __call__(self, *unused: Any) -> None:
+        if self._sums.add is None or not self._group.reduce_grads:
+            self._own(*unused)
+        else:
+            self._sums.start(self._group)
+
+
+def sums_of(model: object) -> ShardSums | None:
+    """Returns the sums of a model that was sharded over two ranks or more; None for others."""
+    found: ShardSums | None = getattr(model, _SUMS, None)
+    return found
+
+
+@torch.no_grad()
+def joined_blocks(gradients: Sequence[Tensor], num_ranks: int, node_ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Arranges gradients for `sum_blocks`: (their rows for every rank, [ranks, K], and which gradients these are), by dtype.
+
+    Every rank gets ceil(R / ranks) rows of a gradient [R, ...]; missing ones are zeros. A large gradient that needs none is a
+    view, so that nothing is copied; the others are copied into one tensor, so that few messages are sent.
+    """
+    apart: list[tuple[Tensor, tuple[int, ...]]] = []
+    together: dict[torch.dtype, list[int]] = {}
+    blocks = []
+    for place, gradient in enumerate(gradients):
+        size = -(-len(gradient) // num_ranks) * gradient[:1].numel()
+        flat = gradient.reshape(-1)
+        padded = F.pad(flat, (0, num_ranks * size - len(flat))) if num_ranks * size > len(flat) else flat
+        blocks.append(padded.view(num_ranks, size))
+        if padded is flat and flat.nbytes * node_ranks >= _APART_BYTES * num_ranks:
+            apart.append((blocks[-1], (place,)))
+        else:
+            together.setdefault(gradient.dtype, []).append(place)
+    return apart + [(torch.cat([blocks[place] for place in places], 1), tuple(places)) for places in together.values()]
+
+
+@torch.no_grad()
+def sum_blocks(blocks_RK: Tensor, ranks: dist.ProcessGroup, node_ranks: int) -> Tensor:
+    """Returns the sum over all ranks of their row `rank` of `blocks_RK`, [K], in fp32 or wider. Collective.
+
+    node_ranks: from `exchanging_ranks`.
+    """
+    num_ranks, num_columns = blocks_RK.shape
+    node, place = divmod(ranks.rank(), node_ranks)
+    wide = torch.promote_types(blocks_RK.dtype, torch.float32)
+    # sums that this rank and those in its place on other nodes will keep
+    sums_NK = torch.empty(num_ranks // node_ranks, num_columns, dtype=wide, device=blocks_RK.device)
+    neighbours = range(node * node_ranks, (node + 1) * node_ranks)
+    for target, sum_K in enumerate(sums_NK):
+        own = blocks_RK[target * node_ranks : (target + 1) * node_ranks]
+        torch.sum(_exchange(own, neighbours, ranks), 0, dtype=wide, out=sum_K)
+    if len(sums_NK) == 1:
+        return sums_NK[0]
+    return _exchange(sums_NK, range(place, num_ranks, node_ranks), ranks).sum(0)
+
+
+def _exchange(rows: Tensor, peers: range, ranks: dist.ProcessGroup) -> Tensor:
+    """Sends one row to each of some ranks, in their order, and receives one from each of them."""
+    received = torch.empty_like(rows)
+    row_bytes = rows[0].nbytes
+    splits = [row_bytes * (rank in peers) for rank in range(ranks.size())]
+    # bytes, since not every backend exchanges every dtype
+    sent, arrived = (x.flatten().view(torch.uint8) for x in (rows, received))
+    dist.all_to_all_single(arrived, sent, splits, splits, group=ranks)
+    return received
+
+
+def exchanging_ranks(ranks: dist.ProcessGroup, node_ranks: int) -> int:
+    """Returns the number of consecutive ranks that exchange gradients first, if a node has `node_ranks` (0: any number)."""
+    return summing_ranks(ranks.size(), node_ranks) if not dist.get_global_rank(ranks, 0) % max(1, node_ranks) else ranks.size()

@@ -1,0 +1,70 @@
+"""Every rank gets its rows of the sum of all ranks' gradients, exactly, and nodes send each sum once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_longctx.runtime.parameters import sums
+from hf_longctx.runtime.parameters.sums import exchanging_ranks, joined_blocks, sum_blocks
+
+# sizes of gradients: divisible by the ranks, with a short last shard, with ranks without rows, without rows at all
+SHAPES = (8, 3), (7, 2), (5,), (3, 2, 2), (1,), (0, 4)
+
+
+def gradient_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of very different sizes, whose sum in half precision would lose the small ones."""
+    generator = torch.Generator().manual_seed(rank)
+    scales = 2.0 ** torch.randint(-8, 8, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * scales).to(dtype)
+
+
+def sums_on_rank(dtype: torch.dtype, node_ranks: int, apart_bytes: int) -> tuple[list[torch.Tensor], Counter[str]]:
+    """This rank's rows of the sum of each shape, flat and filled up, and the bytes that it sends in its node and to others."""
+    sent: Counter[str] = Counter()
+    rank, exchange, group = dist.get_rank(), dist.all_to_all_single, dist.group.WORLD
+
+    def counting(received: torch.Tensor, flat: torch.Tensor, receives: list[int], sends: list[int], **others: Any) -> None:
+        for peer, size in enumerate(sends):
+            is_near = not node_ranks or peer // node_ranks == rank // node_ranks
+            sent["near" if is_near else "far"] += size * (peer != rank)
+        exchange(received, flat, receives, sends, **others)
+
+    found: dict[int, torch.Tensor] = {}
+    with patch.object(dist, "all_to_all_single", counting), patch.object(sums, "_APART_BYTES", apart_bytes):
+        per_node = exchanging_ranks(group, node_ranks)
+        gradients = [gradient_of(rank, shape, dtype) for shape in SHAPES]
+        for blocks_RK, places in joined_blocks(gradients, group.size(), per_node):
+            sizes = [-(-len(gradients[place]) // 4) * gradients[place][:1].numel() for place in places]
+            found |= dict(zip(places, sum_blocks(blocks_RK, group, per_node).split(sizes), strict=True))
+    return [found[place] for place in range(len(SHAPES))], sent
+
+
+@pytest.mark.parametrize("apart_bytes", [0, 2**20], ids=["apart", "joined"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("node_ranks", [0, 1, 2, 3])
+def test_ranks_get_their_rows_of_the_sum(ranks, dtype: torch.dtype, node_ranks: int, apart_bytes: int) -> None:
+    found = ranks(4).run(sums_on_rank, dtype, node_ranks, apart_bytes)
+    wide = torch.promote_types(dtype, torch.float32)
+    for place, shape in enumerate(SHAPES):
+        whole = torch.cat([sums[place] for sums, _ in found])
+        expected = torch.stack([gradient_of(rank, shape, dtype).double() for rank in range(4)]).sum(0).flatten()
+        assert whole.dtype == wide and len({len(sums[place]) for sums, _ in found}) == 1
+        tolerance = 1e-5 if wide == torch.float32 else 1e-13
+        torch.testing.assert_close(whole[: len(expected)].double(), expected, rtol=0, atol=tolerance)
+        assert not whole[len(expected) :].any()
+
+
+def test_nodes_send_every_sum_once(ranks) -> None:
+    """Two nodes of two ranks: each rank's gradient travels inside a node in two bytes, and a node's sum crosses in four."""
+    near, far = 0, 0
+    for _, sent in ranks(4).run(sums_on_rank, torch.bfloat16, 2, 0):
+        near, far = near + sent["near"], far + sent["far"]
+    elements = sum(4 * -(-shape[0] // 4) * torch.Size(shape[1:]).numel() for shape in SHAPES)
+    # every rank gives half of its gradient to its neighbour, and half of its half of the node's sum to the other node
+    assert near == 4 * 2 * elements / 2 and far == 4 * 4 * elements / 4
