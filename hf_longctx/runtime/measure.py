@@ -294,7 +294,7 @@ def ring_rates(
         for found, gathers in zip(rates, (True, False), strict=True):
             message_s = seconds_of(4 * count, gathers)
             num_bytes, seconds = _longest_timed(partial(seconds_of, gathers=gathers))
-            sent = num_bytes * (count - 1) / count if gathers else sum(sum_bytes(num_bytes, 2, count, node_ranks))
+            sent = num_bytes * (count - 1) / count if gathers else sum(sum_bytes(num_bytes, 2 * num_bytes, count, node_ranks))
             found.append((count, sent / max(seconds - message_s, 1e-9)))
     return tuple(rates[0]), tuple(rates[1])
 

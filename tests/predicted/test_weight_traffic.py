@@ -107,6 +107,7 @@ def stage_weights(case: ModelCase, num_ranks: int) -> StageWeights:
         layers=found.layers + norms[True] * element,
         outside=found.outside + norms[False] * element,
         gradients=found.gradients + sum(norms.values()) * gradient,
+        own_gradients=found.own_gradients + sum(norms.values()) * element,
     )
 
 
@@ -114,10 +115,10 @@ def step_bytes(
     case: ModelCase, parameters: Any, num_ranks: int, chunks: Sequence[int] = (1,), turns: int = 1, per_block: int = 2
 ) -> int:
     """Bytes of the formula in micro-batches of so many chunks each, but for layers that stay gathered at `turns`."""
-    weights, element = stage_weights(case, per_block), case.dtype.itemsize
+    weights = stage_weights(case, per_block)
     cluster = ClusterSpec(num_ranks, num_ranks, GENERIC_CPU)
     rounds = [
-        round_traffic(weights, cluster, parameters, per_block, count, is_first=not place, element=element).num_bytes
+        round_traffic(weights, cluster, parameters, per_block, count, is_first=not place).num_bytes
         for place, count in enumerate(chunks)
     ]
     kept = turns * weights.layers / weights.num_layers * (per_block - 1) / per_block if parameters == "sharded" else 0.0
@@ -159,7 +160,9 @@ def test_autocast_halves_gathers_of_all_but_norms_and_embedding() -> None:
     assert rounded.layers == whole.layers / 2 == 2 * 2 * spec.layer_weights
     # the head in two bytes, the embedding in four
     assert rounded.outside == 6 * spec.vocab_size * spec.hidden_size
-    assert rounded.gradients == whole.gradients
+    # so are gradients, until they add up
+    assert rounded.gradients == whole.gradients == whole.own_gradients
+    assert rounded.own_gradients == rounded.layers + rounded.outside
 
 
 @pytest.mark.daily("0F0 0F1 0F2 0B2 0B1 0B0-gathered_per_round")
@@ -273,7 +276,7 @@ def test_shards_on_the_host_are_copied_before_gathers_and_leave_once() -> None:
 
 
 def test_only_hops_between_nodes_use_the_network() -> None:
-    weights = StageWeights(1, 800, 0, 1600, 800)
+    weights = StageWeights(1, 800, 0, 1600, 1600, 800)
     one_node, two = (round_traffic(weights, ClusterSpec(8, near, GENERIC_CPU), "gathered_per_round", 8, 1) for near in (8, 4))
     assert (one_node.link_bytes, one_node.network_bytes) == (2400 * 7 / 8, 0)
     # two of the eight hops of a ring leave a node; gradients are added up inside a node, and half of a quarter leaves it

@@ -54,14 +54,13 @@ def summing_ranks(num_ranks: int, node_ranks: int) -> int:
     return node_ranks if 1 < node_ranks < num_ranks and not num_ranks % node_ranks else num_ranks
 
 
-def sum_bytes(num_bytes: float, element_bytes: int, num_ranks: int, node_ranks: int) -> tuple[float, float]:
+def sum_bytes(num_bytes: float, wide_bytes: float, num_ranks: int, node_ranks: int) -> tuple[float, float]:
     """Returns bytes that a rank sends to sum gradients of `num_bytes` over a group: to the ranks of `summing_ranks`, to others.
 
-    element_bytes: of one number of a gradient. Sums that leave for other ranks have at least four.
+    wide_bytes: of the gradients in fp32 or wider, in which their sums leave for other ranks.
     """
     near = summing_ranks(num_ranks, node_ranks)
-    wide = num_bytes * max(4, element_bytes) / element_bytes
-    return num_bytes * (near - 1) / near, wide * (1 / near - 1 / num_ranks)
+    return num_bytes * (near - 1) / near, wide_bytes * (1 / near - 1 / num_ranks)
 
 
 def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:

@@ -4,9 +4,9 @@ Each layer is gathered for every forward and again for every backward of a chunk
 (`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
 that layer is not gathered again; these few gathers count all the same. Embedding and head are one unit with the final norm, and
 stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch,
-or every backward (`sums_every_backward`), sums gradients: in their own dtype inside a node, in fp32 across (`sum_bytes`). Those
-of rounded weights, and those that have added up over several backwards, are in fp32. Ranks with equal shards, or with whole
-weights, sum their gradients once per step.
+or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them, also those of
+rounded weights, or in fp32 if several backwards have added up; across nodes in fp32 (`sum_bytes`). Ranks with equal shards, or
+with whole weights, sum their gradients once per step.
 
 Every gather counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops between
 nodes use the network. A calibrated profile has the rates of gathers and sums, inside a node and over all ranks; otherwise they
@@ -64,8 +64,9 @@ class StageWeights:
     # weights to gather: those of the layers, and those of embedding and head if the stage has them
     layers: int
     outside: int
-    # gradients of gathered trained weights, in fp32 or wider
+    # gradients of gathered trained weights, in fp32 or wider, and as one backward makes them
     gradients: int
+    own_gradients: int
     # gradients of experts that are spread over ranks; summed over copies only
     spread_gradients: int = 0
 
@@ -82,13 +83,15 @@ class StageWeights:
         outside = model.part_weight_bytes(0, is_first, is_last) + outside_adapters + towers
         layers -= model.rounded_bytes(num_layers, False)
         outside -= model.rounded_bytes(0, is_last)
-        trained, _ = model.adapters.sizes(num_layers, is_first, is_last)
+        trained, own = model.adapters.sizes(num_layers, is_first, is_last)
         spread = spread if model.trains_layers else 0
         if model.adapters.is_empty:
             trained = model.part_parameters(num_layers, is_first, is_last) - spread
+            own = trained * model.bytes_per_element - model.rounded_bytes(num_layers, is_last)
         trained += model.tower.trained_parameters * is_first
+        own += model.tower.trained_parameters * model.bytes_per_element * is_first
         element = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
-        return cls(num_layers, layers, outside, trained * element, spread * element)
+        return cls(num_layers, layers, outside, trained * element, own, spread * element)
 
 
 def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int, num_copies: int) -> Traffic:
@@ -177,7 +180,6 @@ class StageGathers:
             return cls()
         num_layers = part[0]
         both, layers = StageWeights.of(model, *part), StageWeights.of(model, num_layers, False, False)
-        wide = max(_LEAST_GRADIENT_BYTES, model.bytes_per_element)
 
         def gather_s(num_bytes: float) -> float:
             sent = ring_traffic(num_bytes, shard_ranks, 1, 1, costs.cluster)
@@ -190,21 +192,23 @@ class StageGathers:
         each = replace(of_layers, is_ahead=True) if gathers_every_pass(parameters) else nothing
         first = of_layers if frees_every_round(parameters) else each
 
-        def summing(element: int) -> Collectives:
-            """Returns those of a backward that sums gradients whose numbers have so many bytes."""
+        def summing(all_bytes: int, layer_bytes: int) -> Collectives:
+            """Returns those of a backward that sums gradients of so many bytes, and of so many in layers."""
 
-            def sum_s(num_bytes: float, num_exchanges: int) -> float:
-                sent = sum_traffic(num_bytes * element / wide, element, shard_ranks, num_exchanges, costs.cluster)
+            def sum_s(num_bytes: float, wide_bytes: float, num_exchanges: int) -> float:
+                sent = sum_traffic(num_bytes, wide_bytes, shard_ranks, num_exchanges, costs.cluster)
                 return _seconds_of(sent, costs, hardware.scatter_bytes_per_s) if num_bytes else 0.0
 
-            layer_s = sum_s(layers.gradients / max(1, num_layers), _EXCHANGES if model.trains_layers else 1)
-            outside_s = sum_s(both.gradients - layers.gradients, _EXCHANGES_OUTSIDE)
-            read = both.gradients * element / wide
-            copies_s = read / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
+            units = max(1, num_layers)
+            layer_s = sum_s(layer_bytes / units, layers.gradients / units, _EXCHANGES if model.trains_layers else 1)
+            outside_s = sum_s(all_bytes - layer_bytes, both.gradients - layers.gradients, _EXCHANGES_OUTSIDE)
+            copies_s = all_bytes / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
             return replace(each, sum_s=layer_s, outside_s=outside_s, copies_s=copies_s)
 
-        only = summing(model.bytes_per_element)
-        backwards = (only, only) if sums_every_backward(parameters, num_stages) else (each, summing(wide))
+        only, wide = (
+            summing(*sizes) for sizes in ((both.own_gradients, layers.own_gradients), (both.gradients, layers.gradients))
+        )
+        backwards = (only, only) if sums_every_backward(parameters, num_stages) else (each, wide)
         passes = each, first, *backwards, only
         if parameters == "gathered_per_step":
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
@@ -290,13 +294,13 @@ def ring_traffic(num_bytes: float, num_ranks: int, stride: int, messages: int, c
     return Traffic(sent * (1 - far_share), sent * far_share, messages)
 
 
-def sum_traffic(num_bytes: float, element_bytes: int, num_ranks: int, num_exchanges: int, cluster: ClusterSpec) -> Traffic:
+def sum_traffic(num_bytes: float, wide_bytes: float, num_ranks: int, num_exchanges: int, cluster: ClusterSpec) -> Traffic:
     """Returns mean traffic of a rank that sums gradients of `num_bytes` over consecutive ranks.
 
-    element_bytes: of one number of a gradient. num_exchanges: exchanges in which ranks of one node send all gradients.
+    wide_bytes: of the gradients in fp32 or wider. num_exchanges: exchanges in which ranks of one node send all gradients.
     """
     per_node = cluster.ranks_per_node
-    near, far = sum_bytes(num_bytes, element_bytes, num_ranks, per_node)
+    near, far = sum_bytes(num_bytes, wide_bytes, num_ranks, per_node)
     if far:
         num_nodes = num_ranks // per_node
         return Traffic(near, far, num_exchanges * (num_nodes + 1))

@@ -136,14 +136,18 @@ def summed_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: boo
     """Returns bytes of gradients in flight on a rank that sums them, besides its shards, while one layer's backward runs.
 
     num_layers: at most one. A layer's gradients arise while those of the layer before are sent, and the largest of them is
-    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`).
+    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`). Gradients of weights
+    that autocast rounds take two bytes.
     """
     spread = num_layers * model.spread_gradients
     trained, trained_bytes = trained_sizes(model, num_layers, False, False)
     trained, trained_bytes = trained - spread, trained_bytes - spread * model.bytes_per_element
+    rounded, rounded_head = (model.trains_layers * model.rounded_bytes(*part) for part in ((num_layers, False), (0, is_last)))
+    trained_bytes -= min(trained_bytes // 2, rounded)
     received = min(trained_bytes, model.largest_matrix * model.bytes_per_element)
     (_, head), (_, embedding) = trained_sizes(model, 0, False, is_last), trained_sizes(model, 0, is_first, False)
-    outside = trained_sizes(model, 0, is_first, is_last)[1]
+    outside = trained_sizes(model, 0, is_first, is_last)[1] - rounded_head
+    head -= rounded_head
     sums = -(-4 * trained // shard_ranks)
     return max(head + 2 * trained_bytes + received + sums, outside + max(trained_bytes + received, head, embedding))
 

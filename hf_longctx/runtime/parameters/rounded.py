@@ -2,7 +2,8 @@
 
 FSDP2 gathers all weights of a unit in one dtype, by its mixed-precision policy. But autocast leaves the weights of norms and
 embeddings in fp32, and a layer has both kinds. So each weight gets its own dtype here; FSDP2 still sends those of a unit in one
-message. Shards and the gradients of gathered weights stay in fp32.
+message. Shards stay in fp32, and so do gradients that add up over several backwards. Gradients that are summed over ranks at once
+(`sums.py`) stay in bf16, in which the backward makes them.
 
 `hf.self_test.rounded` finds these weights and stores their names on the model, which copies and cut stages keep.
 """
@@ -10,18 +11,21 @@ message. Shards and the gradients of gathered weights stay in fp32.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_longctx.runtime.core.torch_versions import weight_groups
+from hf_longctx.runtime.parameters.sums import sums_next
 
 # dtype to which autocast rounds weights
 ROUNDED_DTYPE = torch.bfloat16
 # attribute of a model: the names of its rounded weights
 _ROUNDED = "longctx_rounded"
+# attribute of FSDP2's record of a weight that is gathered in bf16
+_IS_ROUNDED = "longctx_is_rounded"
 
 
 def without_numbers(name: str) -> str:
@@ -62,11 +66,11 @@ def gather_rounded(units: Collection[nn.Module], places: Collection[tuple[nn.Mod
         for group in weight_groups(unit):
             for weight in group.fsdp_params:
                 if (id(weight._module_info.module), weight._module_info.param_name) in wanted:
-                    _round(weight)
+                    _round(weight, group)
 
 
-def _round(weight: Any) -> None:
-    """Replaces two methods of FSDP2's record of one weight: those that set its dtypes and make the gathered weight."""
+def _round(weight: Any, group: Any) -> None:
+    """Replaces two methods of FSDP2's record of one weight of a group: those that set its dtypes and make the gathered weight."""
     set_dtypes, make_gathered = weight.init_dtype_attrs, weight.init_unsharded_param
 
     def init_dtype_attrs(policy: Any) -> None:
@@ -76,8 +80,29 @@ def _round(weight: Any) -> None:
 
     def init_unsharded_param() -> None:
         make_gathered()
-        # reduce-scatters take gradients of one dtype, and gradients of many chunks must add up in fp32
-        if weight.param_dtype == ROUNDED_DTYPE and weight._unsharded_param.grad_dtype != weight.orig_dtype:
-            weight._unsharded_param.grad_dtype = weight.orig_dtype
+        is_backward = group._training_state == type(group._training_state).PRE_BACKWARD
+        _choose_dtype(weight, is_backward and sums_next(group))
 
     weight.init_dtype_attrs, weight.init_unsharded_param = init_dtype_attrs, init_unsharded_param
+    setattr(weight, _IS_ROUNDED, True)
+
+
+def choose_gradient_dtypes(groups: Iterable[Any]) -> None:
+    """Chooses the dtypes of gradients of rounded weights that are gathered now, for the backward that comes next.
+
+    groups: FSDP2's records of weights. Weights that are gathered later get theirs then.
+    """
+    for group in groups:
+        for weight in group.fsdp_params:
+            if hasattr(weight, _IS_ROUNDED) and hasattr(weight, "_unsharded_param"):
+                _choose_dtype(weight, sums_next(group))
+
+
+def _choose_dtype(weight: Any, is_summed: bool) -> None:
+    """Leaves a gradient that is summed over ranks at once as it is; FSDP2's own sums, and sums over backwards, are in fp32."""
+    whole = weight._unsharded_param
+    if weight.param_dtype != ROUNDED_DTYPE or not whole.requires_grad:
+        return
+    dtype = ROUNDED_DTYPE if is_summed and whole.grad is None else weight.orig_dtype
+    if whole.grad_dtype != dtype:
+        whole.grad_dtype = dtype

@@ -31,7 +31,7 @@ from hf_longctx.runtime.core.torch_versions import add_weight_group, drop_whole_
 from hf_longctx.runtime.parameters.gathers import DirectGather, gather_of
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
-from hf_longctx.runtime.parameters.rounded import gather_rounded, rounded_weights
+from hf_longctx.runtime.parameters.rounded import choose_gradient_dtypes, gather_rounded, rounded_weights
 from hf_longctx.runtime.parameters.sums import ShardSums, sums_of
 
 # description of the mesh's groups in torch's logs
@@ -260,6 +260,7 @@ class ShardedParameters:
         # `_settle` ends the backward in place of FSDP2, which would wait at its end
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(self._sums)
+        choose_gradient_dtypes(_groups(self.model))
         gathers = gathers_every_pass(self._parameters)
         self.model.set_reshard_after_backward(gathers or (frees_every_round(self._parameters) and is_last))
         self.model.set_reshard_after_backward(False, recurse=False)
@@ -282,6 +283,7 @@ class ShardedParameters:
         if self.sums is not None:
             self.sums.add = None
             self.sums.settle()
+            choose_gradient_dtypes(_groups(self.model))
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's gradient sum of each shard in its `.grad`; backwards have already summed within blocks.

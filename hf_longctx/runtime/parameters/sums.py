@@ -95,17 +95,27 @@ class _PostBackward:
     def __init__(self, sums: ShardSums, group: Any, own: Callable[..., None]) -> None:
         self._sums, self._group, self._own = sums, group, own
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the next sums are those of `ShardSums`."""
+        return self._sums.add is not None and bool(self._group.reduce_grads)
+
     def __call__(self, *unused: Any) -> None:
-        if self._sums.add is None or not self._group.reduce_grads:
-            self._own(*unused)
-        else:
+        if self.is_replaced:
             self._sums.start(self._group)
+        else:
+            self._own(*unused)
 
 
 def sums_of(model: object) -> ShardSums | None:
     """Returns the sums of a model that was sharded over two ranks or more; None for others."""
     found: ShardSums | None = getattr(model, _SUMS, None)
     return found
+
+
+def sums_next(group: Any) -> bool:
+    """Whether `ShardSums` will sum the gradients of the next backward on FSDP2's record `group`."""
+    return isinstance(group.post_backward, _PostBackward) and group.post_backward.is_replaced
 
 
 @torch.no_grad()

@@ -19,12 +19,11 @@ def round_traffic(
     num_chunks: int,
     num_stages: int = 1,
     is_first: bool = True,
-    element: int = 4,
 ) -> Traffic:
     """Returns traffic of a rank in a micro-batch of `num_chunks` chunks: gathers of weights, sums of gradients.
 
-    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. element: bytes of a
-    number of a gradient. No traffic if weights are replicated.
+    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. No traffic if
+    weights are replicated.
     """
     if parameters == "replicated" or shard_ranks == 1:
         return Traffic()
@@ -37,27 +36,29 @@ def round_traffic(
     each = sums_every_backward(parameters, num_stages)
     num_sums = num_chunks if each else 1
     # gradients of several backwards add up in fp32 before they are sent
-    element = element if each or num_chunks == 1 else max(4, element)
-    link, network, exchanges = _summed(weights.gradients / max(4, element) * num_sums, element, shard_ranks, cluster)
+    own = weights.own_gradients if each or num_chunks == 1 else weights.gradients
+    link, network, exchanges = _summed(num_sums * own, num_sums * weights.gradients, shard_ranks, cluster)
     messages = exchanges * num_sums * (units * EXCHANGES + has_outside * EXCHANGES_OUTSIDE) * (weights.gradients > 0)
     return Traffic(gathers.link_bytes + link, gathers.network_bytes + network, gathers.messages + messages)
 
 
-def _summed(count: float, element: int, num_ranks: int, cluster: ClusterSpec) -> tuple[float, float, int]:
-    """Counts bytes rank by rank: (within a node, to others, exchanges of one gradient) of a mean rank of the first group."""
+def _summed(own: float, wide: float, num_ranks: int, cluster: ClusterSpec) -> tuple[float, float, int]:
+    """Counts bytes rank by rank: (within a node, to others, exchanges of one gradient) of a mean rank of the first group.
+
+    own, wide: bytes of a gradient as it is, and in fp32.
+    """
     per_node = cluster.ranks_per_node
     link = network = 0.0
+    pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     if per_node == 1 or num_ranks % per_node:
-        pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
         near = sum(a // per_node == b // per_node for a, b in pairs)
-        sent = count * element / num_ranks
+        sent = own / num_ranks
         return near * sent / num_ranks, (len(pairs) - near) * sent / num_ranks, 1
-    for a in range(num_ranks):
-        for b in range(num_ranks):
-            if a != b and a // per_node == b // per_node:
-                # rows that all ranks in the place of b will keep
-                link += count * element / per_node
-            elif a != b and a % per_node == b % per_node:
-                network += count * max(4, element) / num_ranks
+    for a, b in pairs:
+        if a // per_node == b // per_node:
+            # rows that all ranks in the place of b will keep
+            link += own / per_node
+        elif a % per_node == b % per_node:
+            network += wide / num_ranks
     num_nodes = num_ranks // per_node
     return link / num_ranks, network / num_ranks, num_nodes + 1 if num_nodes > 1 else 1

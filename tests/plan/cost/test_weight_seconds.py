@@ -76,7 +76,7 @@ def test_passes_have_the_traffic_of_a_micro_batch(parameters: Parameters, num_st
     costs, num_chunks = costs_of(parameters), 3
     gathers = StageGathers.of(costs, 8, PART, num_stages)
     found = sum(each.links_s for each in (*gathers.in_round(num_chunks), gathers.once))
-    traffic = round_traffic(StageWeights.of(MODEL, *PART), costs.cluster, parameters, 8, num_chunks, num_stages, element=2)
+    traffic = round_traffic(StageWeights.of(MODEL, *PART), costs.cluster, parameters, 8, num_chunks, num_stages)
     assert found == pytest.approx(costs.coefficients.forward.exchange_s(traffic))
 
 
@@ -126,7 +126,7 @@ def test_ends_of_a_group_have_the_collectives_of_a_micro_batch() -> None:
 
 
 def test_blocks_that_do_not_tile_nodes_leave_as_many_as_the_worst_of_them() -> None:
-    weights = StageWeights(1, 800, 0, 0)
+    weights = StageWeights(1, 800, 0, 0, 0)
     # ranks 3 to 5 leave a node once and come back; ranks 0 to 2 do not
     found = round_traffic(weights, ClusterSpec(12, 4, GENERIC_GPU), "gathered_per_round", 3, 1)
     assert found.network_bytes == pytest.approx(found.num_bytes * 2 / 3)
