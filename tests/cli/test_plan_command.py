@@ -99,7 +99,7 @@ def test_the_answer_fits_a_screen_and_says_what_steps_and_epochs_take_and_cost(l
             [
                 r"longer .*--lora-rank 16 \(.*; --optimizer-states host \(3\d\d,",
                 r"links .*PCIe.*50 GB/s",
-                r"price    \$0\.00\d+ for",
+                r"price    \$0\.0\d+ for",
             ],
         ),
         (
@@ -624,7 +624,7 @@ def test_the_next_step_names_an_optimizer_of_few_bits(options: str, words: str, 
         ("--parameters sharded --optimizer-states auto", "parameters sharded host_gib 116"),
         ("--layer-weights host", "parameters sharded layer_weights host host_gib 114"),
         (
-            "--hardware a100-40g --parameters sharded --optimizer-states auto --host-gib 64",
+            "--hardware rtx-4090 --parameters sharded --optimizer-states auto --host-gib 64",
             "parameters sharded optimizer_states host host_gib 48",
         ),
         ("--parameters replicated --tokens-per-rank 9000 --lora-rank 8", "lora_rank 8 tokens_per_rank 9000 host_gib 116"),

@@ -17,13 +17,15 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_parts_side_by_side_are_rounded_as_one_row() -> None:
-    parts, factors = [drawn(5, 16), drawn(5, 48, seed=1)], [torch.rand(16, 1), torch.rand(48, 1)]
+    parts, factors = [drawn(5, 16), drawn(5, 48, seed=1)], [drawn(16, 1, seed=2).float(), drawn(48, 1, seed=3).float()]
     values, scale = round_rows(parts, factors)
     whole = torch.cat([(part.float() * factor.T).bfloat16() for part, factor in zip(parts, factors, strict=True)], 1)
     expected, scales = round_rows([whole])
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scale, scales)
     largest = whole.float().abs().amax(1, keepdim=True)
-    assert torch.equal(scale, largest / 448) and (values.float() * scale - whole.float()).abs().le(largest / 28).all()
+    # half of the distance between the largest numbers, which a product of fp32 may exceed by its own rounding
+    off = (values.float() * scale - whole.float()).abs()
+    assert torch.equal(scale, largest / 448) and off.le(largest / 28 * (1 + 1e-6)).all()
 
 
 def test_tensors_without_values_have_the_same_shapes() -> None:

@@ -33,11 +33,11 @@ def engine(**changes: int) -> Scenario:
 
 
 def test_a_static_run_by_hand() -> None:
-    # 200 and 100 tokens. With everything kept four ranks hold 168, too few for 200. Checkpointed they hold 300, 75 each, in one
+    # 200 and 100 tokens. With everything kept four ranks hold 164, too few for 200. Checkpointed they hold 300, 75 each, in one
     # micro-batch: 3 ms a token and rank, 2 * 10 ms, 250 ms once; 3 / 4 of 16 values of 16 bytes are sent in a pass; the replay
     # takes 1 ms a token but for the head's 80 of 1232 products. Attention takes no seconds, so selective, tried first, wins
     kept, selective, _ = settings_of(engine())
-    assert 4 * kept.tokens_per_rank == 168 and selective.tokens_per_rank >= 75
+    assert 4 * kept.tokens_per_rank == 164 and selective.tokens_per_rank >= 75
     (choices,) = Rivals(engine(), [(200, 100)], 200).baselines()
     static = choices[0]
     exchange_s = 2 * 75 * 3 / 4 * 16 * 16 * 1e-6
@@ -83,7 +83,7 @@ def test_no_rival_beats_the_bound_of_our_plan(steps: list[list[int]]) -> None:
 @settings(max_examples=15, deadline=None)
 def test_where_everything_fits_checkpointing_only_costs_time(lengths: list[int]) -> None:
     """One layout, under one limit of tokens, takes ever more seconds the more of it is run again."""
-    config = PlannerConfig(42, (1, 2, 4))
+    config = PlannerConfig(41, (1, 2, 4))
     problems = [GroupingProblem.build(lengths, CheckpointedCosts.of(scenario().costs, each), config) for each in CHECKPOINTINGS]
     for baseline in all_baselines(problems[0], max(lengths)):
         kept_s, selective_s, full_s = (each.step_seconds([list(groups) for groups in baseline.layout]) for each in problems)
@@ -128,18 +128,18 @@ def test_the_context_limit_binds_the_static_degree_alone() -> None:
 
 def test_packs_that_need_more_bytes_than_a_document_get_fewer_tokens() -> None:
     """Every plan of a rival fits its device, also where packs need more bytes than one document of as many tokens."""
-    # with kernels, packs of one of the others would need more than the third that is taken away, and be refused
+    # with kernels, packs of one of the others would need more than what is taken away, and be refused
     own = build_scenario(Request("qwen3-8b", "h100", 8, longest_tokens=60_000, compile_layers=False))
     rivals = Rivals(own, [[60_000, *[9_000] * 12, *[700] * 80]], 60_000)
     for setting in rivals.settings[1:]:
         rivals.settings = (setting,)
         (roomy,) = rivals.baselines()
-        # pretend that packs need a third more than was counted for a document
-        rivals.settings = (replace(setting, left_bytes=int(0.75 * setting.left_bytes)),)
+        # pretend that packs need four tenths more than was counted for a document
+        rivals.settings = (replace(setting, left_bytes=int(0.7 * setting.left_bytes)),)
         (tight,) = rivals.baselines()
         for one, other in zip(roomy, tight, strict=True):
-            assert 0 < one.used_bytes <= setting.left_bytes and 0 < other.used_bytes <= 0.75 * setting.left_bytes
-        assert any(one.used_bytes > 0.75 * setting.left_bytes for one in roomy)
+            assert 0 < one.used_bytes <= setting.left_bytes and 0 < other.used_bytes <= 0.7 * setting.left_bytes
+        assert any(one.used_bytes > 0.7 * setting.left_bytes for one in roomy)
         # not even one sequence fits
         rivals.settings = (replace(setting, left_bytes=setting.left_bytes // 100),)
         (none,) = rivals.baselines()
@@ -148,7 +148,7 @@ def test_packs_that_need_more_bytes_than_a_document_get_fewer_tokens() -> None:
 
 def test_a_run_that_keeps_everything_compares_layouts() -> None:
     (only,) = settings_of(scenario())
-    assert (only.checkpointing, only.label, only.tokens_per_rank) == (KEPT, "", 42)
+    assert (only.checkpointing, only.label, only.tokens_per_rank) == (KEPT, "", 41)
     (choices,) = Rivals(scenario(), [LENGTHS], 120).baselines()
     assert all(choice.label in (f"{choice.name} <{choice.degree}>", choice.name) for choice in choices)
     bound = changed(engine(), placement=replace(engine().placement, max_tokens_per_rank=20))
@@ -159,6 +159,6 @@ def test_micro_batches_of_several_sizes_are_tried() -> None:
     # in one micro-batch 160 tokens wait for the longest pack; the search never loses to packs of nine tenths
     costs = CheckpointedCosts.of(replace(scenario().costs, coefficients=COEFFICIENTS), SELECTIVE)
     assert costs.model == MODEL and FULL.replays_attention and not SELECTIVE.replays_attention
-    problem, _ = GroupingProblem.build(LENGTHS, costs, PlannerConfig(42, (1, 2, 4))).longest_first()
+    problem, _ = GroupingProblem.build(LENGTHS, costs, PlannerConfig(41, (1, 2, 4))).longest_first()
     (static,) = all_baselines(problem, 120, ("static",))
     assert problem.step_seconds(static_of_degree(problem, 4)) == static.step_s

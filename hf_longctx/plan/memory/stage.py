@@ -144,7 +144,7 @@ def summed_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: boo
     trained, trained_bytes = trained - spread, trained_bytes - spread * model.bytes_per_element
     rounded, rounded_head = (model.trains_layers * model.rounded_bytes(*part) for part in ((num_layers, False), (0, is_last)))
     trained_bytes -= min(trained_bytes // 2, rounded)
-    received = min(trained_bytes, model.largest_matrix * model.bytes_per_element)
+    received = min(trained_bytes, model.largest_matrix * (2 if rounded else model.bytes_per_element))
     (_, head), (_, embedding) = trained_sizes(model, 0, False, is_last), trained_sizes(model, 0, is_first, False)
     outside = trained_sizes(model, 0, is_first, is_last)[1] - rounded_head
     head -= rounded_head

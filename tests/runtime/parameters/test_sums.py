@@ -55,7 +55,7 @@ def test_ranks_get_their_rows_of_the_sum(ranks, dtype: torch.dtype, node_ranks: 
         whole = torch.cat([sums[place] for sums, _ in found])
         expected = torch.stack([gradient_of(rank, shape, dtype).double() for rank in range(4)]).sum(0).flatten()
         assert whole.dtype == wide and len({len(sums[place]) for sums, _ in found}) == 1
-        tolerance = 1e-5 if wide == torch.float32 else 1e-13
+        tolerance = 1e-4 if wide == torch.float32 else 1e-13
         torch.testing.assert_close(whole[: len(expected)].double(), expected, rtol=0, atol=tolerance)
         assert not whole[len(expected) :].any()
 

@@ -29,10 +29,10 @@ def test_the_report_holds_step_bound_layout_baselines_memory_and_longest_sequenc
         assert not choice.is_possible or ("equal" if abs(factor - 1) < 0.004 else f"{factor:.2f}x faster") in row
     # only the largest of the degrees that are too small is shown
     assert "all groups of 2 or fewer" in text
-    assert "does not fit: the longest sequence has 120 tokens, and there is room for 84 on 2 ranks" in text
-    assert "room for 42 on 1 rank" not in text
-    assert "LONGEST SEQUENCE  168 tokens (4 ranks of 42), all weights trained: everything kept" in text
-    assert text.startswith("You can train sequences up to 168 tokens; a step with one takes ")
+    assert "does not fit: the longest sequence has 120 tokens, and there is room for 82 on 2 ranks" in text
+    assert "room for 41 on 1 rank" not in text
+    assert "LONGEST SEQUENCE  164 tokens (4 ranks of 41), all weights trained: everything kept" in text
+    assert text.startswith("You can train sequences up to 164 tokens; a step with one takes ")
     assert "2 times the ranks: --gpus 8" not in text
     assert "beyond them its RoPE or position embeddings must be extended" in text
 
@@ -63,7 +63,7 @@ def test_no_line_ends_in_blanks_and_no_table_is_empty() -> None:
 def test_without_lengths_nothing_is_said_of_steps() -> None:
     text = forecast_text(make_forecast(scenario(), None, 1, 1, 0))
     assert "STEP" not in text and "BASELINES" not in text
-    assert "MEMORY" in text and "LONGEST SEQUENCE  168 tokens" in text
+    assert "MEMORY" in text and "LONGEST SEQUENCE  164 tokens" in text
 
 
 def test_communicators_are_a_row_of_the_memory_of_gpus() -> None:
@@ -103,7 +103,7 @@ def test_parts_of_a_step_have_its_unit_and_digits(seconds: float, whole_s: float
 
 
 def test_sequences_that_fit_a_rank_are_not_said_to_need_more() -> None:
-    assert "every planned sequence fits on one rank (42 tokens)" in forecast_text(forecast((30, 20, 10, 9, 8, 7)))
+    assert "every planned sequence fits on one rank (41 tokens)" in forecast_text(forecast((30, 20, 10, 9, 8, 7)))
 
 
 def test_ranks_that_do_the_same_are_one_row() -> None:
