@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,7 @@ Times = tuple[tuple[float, float], ...]
 _KINDS = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5}
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStep:
+class CopyStep(NamedTuple):
     """Consecutive layers of one pass: seconds to compute them, and seconds to copy what they save over the link.
 
     In forward the copy out starts after the last of these layers; in backward the copy back ends before the first of them begins.
@@ -277,12 +277,15 @@ class HostLinks:
         done = []
         clock_s, out_s, waits = start_s, self.out_s, not self.runs_ahead
         # the head, and layers without copies, run after the last copy step
-        rest_s = seconds - sum([step.compute_s for step in steps])
-        for step in steps:
-            clock_s += step.compute_s
-            if waits and out_s > clock_s:
-                clock_s = out_s
-            out_s = max(out_s, clock_s) + step.copy_s
+        rest_s = seconds - sum([compute_s for compute_s, _ in steps])
+        for compute_s, copy_s in steps:
+            clock_s += compute_s
+            if out_s > clock_s:
+                if waits:
+                    clock_s = out_s
+                out_s += copy_s
+            else:
+                out_s = clock_s + copy_s
             done.append(out_s)
         self.out_s = out_s
         self.done[chunk] = done
@@ -291,14 +294,17 @@ class HostLinks:
     def backward(self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
         # the head, and layers without copies, run before the first copy step
-        clock_s = start_s + seconds - sum([step.compute_s for step in steps])
+        clock_s = start_s + seconds - sum([compute_s for compute_s, _ in steps])
         sent_s = self.begun_s if self.runs_ahead else clock_s
         self.begun_s = start_s
-        for step, out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
-            if step.copy_s:
-                self.back_s = max(self.back_s, out_s, sent_s) + step.copy_s
-                clock_s = max(clock_s, self.back_s)
+        back_s = self.back_s
+        for (compute_s, copy_s), out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
+            if copy_s:
+                back_s = max(back_s, out_s, sent_s) + copy_s
+                if back_s > clock_s:
+                    clock_s = back_s
             # the next step's copy is requested when this step begins
             sent_s = clock_s
-            clock_s += step.compute_s
+            clock_s += compute_s
+        self.back_s = back_s
         return clock_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress, pairwise
@@ -247,9 +247,10 @@ class ChunkSeconds:
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._slots: dict[tuple[int, LayerKind], Slot] = {}
-        self._kinds: dict[tuple[int, bool, int, tuple[LayerKind, ...]], dict[LayerKind, float]] = {}
-        # seconds by id of the layer policy; the policy is stored with them, so that its id is not reused
+        self._under: dict[tuple[int, tuple[LayerKind, ...]], PolicySeconds] = {}
+        # these are known by ids of policies, which are stored with them, so that these ids are not reused
         self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
+        self._moves: dict[int, tuple[tuple[LayerPolicy, ...], bool]] = {}
 
     def passes(self, is_backward: bool, near: int, pairs: AttentionPairs) -> FloatArray:
         """Seconds of every chunk, shape (chunks, 3): one layer (with these pairs), the head, communication in one layer.
@@ -312,16 +313,18 @@ class ChunkSeconds:
         exchange_s = fixed_s + token_s * max(tokens, shape.degree) + (head_pieces - 1) * (2 * fixed_s + back_s)
         return projections_s + exchange_s / costs.model.num_layers
 
-    def kind_seconds(self, chunk: int, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]) -> dict[LayerKind, float]:
-        """Seconds of a layer of each kind; those of all `kinds` sum to what a pass takes without its head."""
-        key = chunk, is_backward, near, kinds
-        if key not in self._kinds:
-            whole_s = len(kinds) * float(self.passes(is_backward, near, self.costs.pairs_of(kinds))[chunk, 0])
-            slots = {kind: self.slot(chunk, kind) for kind in dict.fromkeys(kinds)}
-            own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
-            sum_s = sum(own_s[kind] for kind in kinds)
-            self._kinds[key] = {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
-        return self._kinds[key]
+    def moves(self, layers: tuple[LayerPolicy, ...]) -> bool:
+        """Whether a chunk's layer policies have copies to the host."""
+        key = id(layers)
+        if key not in self._moves:
+            self._moves[key] = layers, any(share.host > 0 for layer in layers for share in layer.shares)
+        return self._moves[key][1]
+
+    def under(self, near: int, kinds: tuple[LayerKind, ...]) -> PolicySeconds:
+        """Seconds that policies add on layers of these kinds. near: see `near_ranks`."""
+        if (near, kinds) not in self._under:
+            self._under[near, kinds] = PolicySeconds(self, near, kinds)
+        return self._under[near, kinds]
 
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
@@ -332,6 +335,82 @@ class ChunkSeconds:
         if (chunk, kind) not in self._slots:
             self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind)
         return self._slots[chunk, kind]
+
+
+class PolicySeconds:
+    """Seconds that policies add to the passes of a group's chunks over layers of these kinds; each number is computed once.
+
+    near: see `near_ranks`.
+    """
+
+    def __init__(self, chunks: ChunkSeconds, near: int, kinds: tuple[LayerKind, ...]) -> None:
+        self.chunks, self.near, self.kinds = chunks, near, kinds
+        # results by chunk and id of its policies, which are stored with them, so that these ids are not reused
+        self._known: dict[tuple[int, bool, int], tuple[tuple[LayerPolicy, ...], tuple[float, tuple[CopyStep, ...]]]] = {}
+        self._of_layers: dict[tuple[int, int], list[tuple[float, float] | None]] = {}
+
+    def of(self, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
+        """Seconds of recomputation, and copies, that a policy adds to a pass."""
+        key = policy.chunk, is_backward, id(policy.layers)
+        if key not in self._known:
+            if self.chunks.moves(policy.layers):
+                found = self._with_copies(policy, is_backward)
+            else:
+                again = self._layers(policy) if is_backward else ()
+                found = sum(layer[0] for layer in again if layer is not None), ()
+            self._known[key] = policy.layers, found
+        return self._known[key][1]
+
+    def _with_copies(self, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
+        pass_s = self._kind_seconds(policy.chunk, is_backward)
+        again_s = plain_s = 0.0
+        steps: list[CopyStep] = []
+        moves_below = False
+        for of_layer, kind in zip(self._layers(policy), self.kinds, strict=True):
+            own_s = pass_s[kind]
+            if of_layer is None and moves_below:
+                # while it runs, tensors of the layer below leave or come
+                steps.append(CopyStep(own_s, 0.0))
+            elif of_layer is None:
+                # other layers that keep everything belong to the step above them
+                plain_s += own_s
+            else:
+                layer_s = of_layer[0] if is_backward else 0.0
+                again_s += layer_s
+                steps.append(CopyStep(own_s + layer_s + plain_s, of_layer[1]))
+                plain_s = 0.0
+            moves_below = of_layer is not None
+        if not any(step.copy_s for step in steps):
+            return again_s, ()
+        return again_s, tuple(reversed(steps) if is_backward else steps)
+
+    @cached_property
+    def _pairs(self) -> AttentionPairs:
+        return self.chunks.costs.pairs_of(self.kinds)
+
+    def _kind_seconds(self, chunk: int, is_backward: bool) -> dict[LayerKind, float]:
+        """Seconds of a layer of each kind; those of all layers sum to what a pass takes without its head."""
+        whole_s = len(self.kinds) * float(self.chunks.passes(is_backward, self.near, self._pairs)[chunk, 0])
+        slots = {kind: self.chunks.slot(chunk, kind) for kind in dict.fromkeys(self.kinds)}
+        own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
+        sum_s = sum([own_s[kind] for kind in self.kinds])
+        return {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
+
+    def _layers(self, policy: ActivationPolicy) -> list[tuple[float, float] | None]:
+        """`ChunkSeconds.layer` of all layers, which both passes need."""
+        key = policy.chunk, id(policy.layers)
+        if key not in self._of_layers:
+            # equal layers are mostly one object, so each object is looked up once
+            known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
+            found: list[tuple[float, float] | None] = []
+            # the first layer has the layer before it of its own kind
+            for layer, kind, before in zip(policy.layers, self.kinds, (*self.kinds[:1], *self.kinds), strict=False):
+                own = id(layer), id(kind), id(before)
+                if own not in known:
+                    known[own] = self.chunks.layer(policy.chunk, layer, kind, before)
+                found.append(known[own])
+            self._of_layers[key] = found + [None] * (len(self.kinds) - len(policy.layers))
+        return self._of_layers[key]
 
 
 class StageSeconds:
@@ -350,16 +429,18 @@ class StageSeconds:
             for place, of_stage in enumerate(ranks)
         ]
         self.pairs = [[costs.attention_pairs((layer_range,)) for layer_range in stage.layer_ranges] for stage in group.stages]
-        self.kinds = [[costs.model.layer_kinds(layer_range) for layer_range in stage.layer_ranges] for stage in group.stages]
+        self.under = [
+            [
+                self.chunks.under(near, costs.model.layer_kinds(owned) or (ATTENTION,) * owned.num_layers)
+                for owned in stage.layer_ranges
+            ]
+            for near, stage in zip(self.near, group.stages, strict=True)
+        ]
         self.policies = [
             {(policy.chunk, policy.layer_range): policy for policy in stage.activations if policy.layers}
             for stage in group.stages
         ]
-        # id of a policy's layers -> whether they have copies; the group keeps the policies alive
-        self._moves: dict[int, bool] = {}
-        self._under_seconds: dict[tuple[int, bool, int, int, tuple[LayerKind, ...], int], tuple[float, tuple[CopyStep, ...]]] = {}
-        self._layer_seconds: dict[tuple[int, tuple[LayerKind, ...], int], list[tuple[float, float] | None]] = {}
-        self.has_copies = any(self._has_copies(policy.layers) for policies in self.policies for policy in policies.values())
+        self.has_copies = any(self.chunks.moves(policy.layers) for policies in self.policies for policy in policies.values())
 
     def table(self) -> FloatArray:
         """Seconds of every pass, as `of` returns them, shape (layer ranges, stages, chunks, F/B); input of `Wiring.seconds`."""
@@ -369,8 +450,9 @@ class StageSeconds:
         table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
         for stage, policies in enumerate(self.policies):
             for (chunk, layer_range), policy in policies.items():
+                under = self.under[stage][layer_range]
                 for is_backward in (False, True):
-                    table[layer_range, stage, chunk, int(is_backward)] += self._under_policy(stage, policy, is_backward)[0]
+                    table[layer_range, stage, chunk, int(is_backward)] += under.of(policy, is_backward)[0]
         return table + self.gathers
 
     @cached_property
@@ -475,70 +557,6 @@ class StageSeconds:
     def _policy(self, action: Action) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds recomputed in an action, and its copies."""
         policy = self.policies[action.stage].get((action.chunk, action.layer_range))
-        return (0.0, ()) if policy is None else self._under_policy(action.stage, policy, action.kind == "B")
-
-    def _under_policy(self, stage: int, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
-        """Seconds of recomputation, and copies, that a policy adds to a pass; computed once for equal stages."""
-        num_layers, near = self.group.stages[stage].layer_ranges[policy.layer_range].num_layers, self.near[stage]
-        kinds = self.kinds[stage][policy.layer_range]
-        key = (policy.chunk, is_backward, near, num_layers, kinds, id(policy.layers))
-        if key not in self._under_seconds:
-            if self._has_copies(policy.layers):
-                self._under_seconds[key] = self._under(policy, is_backward, near, kinds or (ATTENTION,) * num_layers)
-            else:
-                own = _with_kinds(policy.layers, kinds or (ATTENTION,) * num_layers) if is_backward else ()
-                again = (self.chunks.layer(policy.chunk, *each) for each in own)
-                self._under_seconds[key] = sum(of_layer[0] for of_layer in again if of_layer is not None), ()
-        return self._under_seconds[key]
-
-    def _has_copies(self, layers: tuple[LayerPolicy, ...]) -> bool:
-        if id(layers) not in self._moves:
-            self._moves[id(layers)] = any(share.host > 0 for layer in layers for share in layer.shares)
-        return self._moves[id(layers)]
-
-    def _under(
-        self, policy: ActivationPolicy, is_backward: bool, near: int, kinds: tuple[LayerKind, ...]
-    ) -> tuple[float, tuple[CopyStep, ...]]:
-        pass_s = self.chunks.kind_seconds(policy.chunk, is_backward, near, kinds)
-        again_s = plain_s = 0.0
-        steps: list[CopyStep] = []
-        moves_below = False
-        for of_layer, kind in zip(self._of_layers(policy, kinds), kinds, strict=True):
-            own_s = pass_s[kind]
-            if of_layer is None and moves_below:
-                # while it runs, tensors of the layer below leave or come
-                steps.append(CopyStep(own_s, 0.0))
-            elif of_layer is None:
-                # other layers that keep everything belong to the step above them
-                plain_s += own_s
-            else:
-                layer_s = of_layer[0] if is_backward else 0.0
-                again_s += layer_s
-                steps.append(CopyStep(own_s + layer_s + plain_s, of_layer[1]))
-                plain_s = 0.0
-            moves_below = of_layer is not None
-        if not any(step.copy_s for step in steps):
-            return again_s, ()
-        return again_s, tuple(reversed(steps) if is_backward else steps)
-
-    def _of_layers(self, policy: ActivationPolicy, kinds: tuple[LayerKind, ...]) -> list[tuple[float, float] | None]:
-        """`ChunkSeconds.layer` of all layers, which both passes need."""
-        key = policy.chunk, kinds, id(policy.layers)
-        if key not in self._layer_seconds:
-            # equal layers are mostly one object, so each object is looked up once
-            known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
-            found: list[tuple[float, float] | None] = []
-            for layer, kind, before in _with_kinds(policy.layers, kinds):
-                own = id(layer), id(kind), id(before)
-                if own not in known:
-                    known[own] = self.chunks.layer(policy.chunk, layer, kind, before)
-                found.append(known[own])
-            self._layer_seconds[key] = found + [None] * (len(kinds) - len(policy.layers))
-        return self._layer_seconds[key]
-
-
-def _with_kinds(
-    layers: Sequence[LayerPolicy], kinds: tuple[LayerKind, ...]
-) -> Iterator[tuple[LayerPolicy, LayerKind, LayerKind]]:
-    """Policy of each layer with its kind and that of the layer before it; of the first layer, its own kind twice."""
-    return zip(layers, kinds, (*kinds[:1], *kinds), strict=False)
+        if policy is None:
+            return 0.0, ()
+        return self.under[action.stage][action.layer_range].of(policy, action.kind == "B")
