@@ -119,6 +119,8 @@ class _Counted:
         self.policies: dict[Hashable, tuple[tuple[ActivationPolicy, ...], list[_Policy], int]] = {}
         # layers with their rows in a table of `LAYER_NUMBERS`; rows of all layers of a chunk, and of one without a policy
         self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
+        # bytes of layers that do not depend on policies, by load and tokens per tile
+        self.of_loads: dict[tuple[int, int, LayerKind], dict[str, Any]] = {}
         self.rows: dict[tuple[int, int, int, tuple[LayerKind, ...]], list[int]] = {}
         self.table: IntArray = np.empty((0, 6), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
@@ -418,17 +420,21 @@ class ByteModel:
         policy = policy if policy.shares else _KEEPS_EVERYTHING
         known, key = self._counted.layers, (load_number, self._counted.numbers.of(policy), tile_tokens, kind)
         if key not in known:
-            found = self._counted_layer(load, policy, tile_tokens, kind)
+            of_load = self._counted.of_loads.setdefault((load_number, tile_tokens, kind), {})
+            found = self._counted_layer(load, policy, tile_tokens, kind, of_load)
             known[key] = found, len(known)
             self._counted.new_rows.append(LAYER_NUMBERS(found))
         return known[key]
 
-    def _counted_layer(self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind) -> LayerBytes:
+    def _counted_layer(
+        self, load: Load, policy: LayerPolicy, tile_tokens: int, kind: LayerKind, of_load: dict[str, Any] | None = None
+    ) -> LayerBytes:
+        """Counts the bytes of a layer. of_load: see `LayerBytes`."""
         model = self.model.of_kind(kind)
         if policy.head_pieces > 1 and kind.attends:
             return PiecedLayerBytes(model, load, policy, tile_tokens)
         if not kind.has_state:
-            return (LayerBytes if kind.attends else UnmixedLayerBytes)(model, load, policy, tile_tokens)
+            return (LayerBytes if kind.attends else UnmixedLayerBytes)(model, load, policy, tile_tokens, of_load)
         mixer = StateLayerBytes(model, load, policy, tile_tokens)
         return HybridLayerBytes(model, load, policy, tile_tokens, mixer) if kind.attends else mixer
 

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from hf_longctx.plan.core.sharding import (
     ADAPTER_ELEMENTS,
@@ -58,8 +59,9 @@ MOST_SCORES = 2**25
 # places of a row of an expert and of its token while it runs
 _ROW_PLACES = 16
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
-# shares of a layer that keeps everything, made once, since most layers do
+# shares of a layer that keeps everything, and the tokens at which its recomputed and its host part end: most layers do so
 _KEPT_SHARES = {name: LayerPolicy().share(name) for name in TENSOR_CLASSES}
+_KEPT_CUTS = dict.fromkeys(TENSOR_CLASSES, (0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,20 @@ class LayerBytes:
 
     kind = ATTENTION
 
-    def __init__(self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> None:
+    # cached properties that do not depend on the policy
+    _OF_LOAD = frozenset(
+        {
+            *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
+            *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
+        }
+    )
+
+    def __init__(
+        self, model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int, known: dict[str, Any] | None = None
+    ) -> None:
+        """Counts all bytes. known: those that do not depend on the policy, shared by layers of one kind, load and tile size."""
+        known = {} if known is None else known
+        self.__dict__.update(known)
         self.model, self.load, self.policy = model, load, policy
         self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
         # norms and MLPs run in tiles if the runtime can run them separately
@@ -120,18 +135,30 @@ class LayerBytes:
         self.is_plain = policy.keeps_everything
         shares = _KEPT_SHARES if self.is_plain else {name: policy.share(name) for name in TENSOR_CLASSES}
         # tokens of each class at which the recomputed and the host part end
-        self._cuts = {name: share.cuts(load.num_tokens) for name, share in shares.items()}
+        self._cuts = _KEPT_CUTS if self.is_plain else {name: share.cuts(load.num_tokens) for name, share in shares.items()}
         self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
-        self.input_host = round(self._input_share.host * self.tokens) * class_bytes(model, "layer_input")
+        self.input_host = round(self._input_share.host * self.tokens) * self._class_bytes["layer_input"]
         self.sent = self._sent() if self.held_host else 0
         adapters = 0 if self.is_plain else self._adapters()
         self.forward = self._forward() + adapters
         moments = self._result_backward(), self._mlp_backward(), self._norm_backward(), self._attention_backward()
         self.backward = max(moments) + adapters + own_input_gradients(model) * load.num_tokens
-        if again := self._recomputed("layer_input") * class_bytes(model, "layer_input"):
+        if again := self._recomputed("layer_input") * self._class_bytes["layer_input"]:
             # the layer input exists in addition; first, the layer before makes it while this layer's gradient waits
             self.backward = again + max(self.backward, self.forward)
+        if len(known) < len(self._OF_LOAD):
+            known.update((name, value) for name, value in self.__dict__.items() if name in self._OF_LOAD)
+
+    @cached_property
+    def _class_bytes(self) -> dict[TensorClass, int]:
+        """Returns `class_bytes` of every class in a layer of this kind."""
+        return {name: class_bytes(self.model, name, self.kind) for name in TENSOR_CLASSES}
+
+    @cached_property
+    def _attention_bytes(self) -> dict[TensorClass, int]:
+        """Returns `class_bytes` of every class in a layer with attention and nothing else."""
+        return {name: class_bytes(self.model, name) for name in TENSOR_CLASSES}
 
     @cached_property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -219,7 +246,7 @@ class LayerBytes:
         values = min(max(MOST_SCORES, num_keys * heads), num_queries * num_keys * heads)
         return values * (3 * max(4, self.model.bytes_per_element) + self.model.drops_weights)
 
-    @property
+    @cached_property
     def _choice(self) -> int:
         """Returns bytes of chosen keys while attention runs (those of other ranks of the block, and their numbers within a tile).
 
@@ -237,7 +264,7 @@ class LayerBytes:
         load = self.load
         return max(load.block_ranks * load.num_blocks, self.model.index.most_ranks if load.is_shared else 1)
 
-    @property
+    @cached_property
     def _wide(self) -> int:
         """Bytes of an element in at least fp32, as a multiple of those in the model's dtype."""
         return max(1, 4 // self.model.bytes_per_element)
@@ -260,7 +287,7 @@ class LayerBytes:
         device = host = 0
         for name in TENSOR_CLASSES:
             host_start, host_stop = self._cuts[name]
-            token_bytes = class_bytes(self.model, name, self.kind)
+            token_bytes = self._class_bytes[name]
             host += (host_stop - host_start) * token_bytes
             device += (self.tokens - host_stop) * token_bytes
         # the next layer's replay gets it too
@@ -272,7 +299,7 @@ class LayerBytes:
         for name in TENSOR_CLASSES:
             host_start, host_stop = self._cuts[name]
             if host_stop > host_start:
-                sent += class_bytes(self.model, name, self.kind) * (host_stop - host_start if name == "mlp" else self.tokens)
+                sent += self._class_bytes[name] * (host_stop - host_start if name == "mlp" else self.tokens)
         return sent
 
     def _recomputed(self, name: TensorClass) -> int:
@@ -286,16 +313,20 @@ class LayerBytes:
         share = self._input_share
         return round(d * self.tokens * share.device) if not self.is_plain and 0 < share.host < 1 else 0
 
-    def _norm(self, saves_output: bool) -> int:
-        """Returns bytes per token of a norm and the scales of a residual in a replay. In fp32 the residual is its input."""
+    @cached_property
+    def _norms(self) -> tuple[int, int]:
+        """Returns bytes per token of a norm and the scales of a residual in a replay, without and with the norm's output.
+
+        In fp32 the residual is its input.
+        """
         d, _, _, _ = self._sizes
-        saved = d + (d if saves_output else 0) if self.tiles_norms else norm_bytes(self.model, saves_output)
-        return saved + scale_bytes(self.model)
+        without, whole = (d, 2 * d) if self.tiles_norms else [norm_bytes(self.model, saves) for saves in (False, True)]
+        return without + scale_bytes(self.model), whole + scale_bytes(self.model)
 
     @property
     def _second_norm(self) -> int:
         """Returns bytes per token that the norm before the MLP saves, with its output, which tiles of an MLP keep whole."""
-        return self._norm(not self.is_plain or saves_second_norm(self.model))
+        return self._norms[not self.is_plain or saves_second_norm(self.model)]
 
     @cached_property
     def _replayed_attention(self) -> int:
@@ -306,20 +337,22 @@ class LayerBytes:
     def _replayed_mixing(self) -> int:
         """Returns bytes of `_replayed_attention` that attention or the mixer saves."""
         _, _, k, _ = self._sizes
-        model = self.model
-        kv = 2 * k * (self.tokens - self.load.sliced_tokens)
-        qkv = class_bytes(model, "qkv") * self._recomputed("qkv") - 2 * k * self.tokens + kv
-        inside = qkv + (head_norm_bytes(model) + gate_bytes(model) + model.latent_saved_bytes) * self.tokens
-        inside += model.choice_bytes * self.tokens
-        output = class_bytes(model, "attention_output") * self._recomputed("attention_output")
-        return inside + output
+        saved = self._attention_bytes
+        qkv = saved["qkv"] * self._recomputed("qkv") - 2 * k * self.load.sliced_tokens
+        return qkv + self._mixed * self.tokens + saved["attention_output"] * self._recomputed("attention_output")
 
-    @property
+    @cached_property
+    def _mixed(self) -> int:
+        """Returns bytes per token that attention saves in a replay besides queries, keys, values and outputs."""
+        model = self.model
+        return head_norm_bytes(model) + gate_bytes(model) + model.latent_saved_bytes + model.choice_bytes
+
+    @cached_property
     def _first_norm(self) -> int:
         """Returns bytes per token that a replay's first norm saves besides the layer input."""
         d, _, _, _ = self._sizes
         shares_input = self.tiles_norms or self.model.fuses_norms or self.model.bytes_per_element == 4
-        return self._norm(self._saves_first_norm) - (d if shares_input else 0)
+        return self._norms[self._saves_first_norm] - (d if shares_input else 0)
 
     @property
     def _saves_first_norm(self) -> bool:
@@ -338,8 +371,9 @@ class LayerBytes:
         mlp += self._expert_work(self._mlp_tile, is_backward=False)
         return max(self._mixing_forward(), norm, mlp)
 
-    @property
+    @cached_property
     def _scores(self) -> int:
+        """Returns bytes of score matrices of the longest document."""
         longest = max(self.load.documents, default=0)
         return self._score_blocks(longest, longest + self.load.front_tokens)
 
@@ -361,7 +395,7 @@ class LayerBytes:
         output = 0 if saves_attention(model) else self._kept_heads[0]
         return max(max(in_mlp, added, output) * self.tokens, self._expert_work(self.tokens, is_backward=False, is_kept=True))
 
-    @property
+    @cached_property
     def _travelling(self) -> int:
         """Returns bytes of rows that travel to experts and back, or of their gradients: two copies besides saved ones."""
         experts, d = self.model.experts, self._sizes[0]
@@ -369,17 +403,22 @@ class LayerBytes:
 
     def _mixing_forward(self) -> int:
         """Returns the most bytes up to attention's output, in the forward of a layer that keeps a part."""
+        rotation, attention, gate = self._mixing_work
+        return max(rotation, attention + self._cut_bytes + self._unrotated) + gate
+
+    @cached_property
+    def _mixing_work(self) -> tuple[int, int, int]:
+        """Returns bytes of rotary embeddings, of attention without what a policy keeps, and of a gate that both need."""
         d, a, k, _ = self._sizes
         documents = self.load.documents
         expanded = 2 * a if a != k and not self.load.groups_heads else 0
         # outputs of several documents are concatenated
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._hops_ahead + self._cut_bytes + self._unrotated
-        attention += self._scores + self._choice + self._latents
+        attention += self._exchange + self._hops_ahead + self._scores + self._choice + self._latents
         # rotary embedding: queries and three more tensors of their size; then keys and as many, besides rotated queries
         rotation = (2 * d + 2 * k + max(4 * a, 2 * a + 3 * k)) * self.tokens
-        return max(rotation, attention) + (a * self.tokens if self.model.gates_output else 0)
+        return rotation, attention, a * self.tokens if self.model.gates_output else 0
 
     @property
     def _cut_bytes(self) -> int:
@@ -387,7 +426,7 @@ class LayerBytes:
         num_bytes = 0
         for name in _CUT_CLASSES:
             stop = self._cuts[name][1]
-            num_bytes += class_bytes(self.model, name) * (self.tokens - stop) if stop else 0
+            num_bytes += self._attention_bytes[name] * (self.tokens - stop) if stop else 0
         return num_bytes
 
     @property
@@ -407,7 +446,7 @@ class LayerBytes:
         parts = model.query_size + model.num_heads * (model.head_dim - model.rope_head_dim)
         return model.bytes_per_element * (latents + parts) * self.tokens
 
-    @property
+    @cached_property
     def _exchange(self) -> int:
         """Returns bytes of one copy of the queries, keys and values sent between ranks."""
         _, a, k, _ = self._sizes
@@ -426,7 +465,7 @@ class LayerBytes:
         copied = (1 + (num_sums > 0) * self._wide) * (self.tokens + load.front_tokens) if load.sliced_tokens else 0
         return math.ceil(2 * k * ((2 + num_sums * self._wide) * travelling + copied))
 
-    @property
+    @cached_property
     def _hops_ahead(self) -> int:
         """Returns bytes of `_hops` in the forward, and of a tile's output before merging, in at least fp32.
 
@@ -438,7 +477,7 @@ class LayerBytes:
         of_slice = (2 * k + 2 * a * self._wide) * self.tokens if load.sliced_tokens else 0
         return self._hops(0) + a * self._wide * self.tokens + of_slice
 
-    @property
+    @cached_property
     def _hops_back(self) -> int:
         """Returns bytes of `_hops` in the backward: computed sums and, with several hops, leaving and arriving ones."""
         return self._hops(3 if self.load.num_blocks > 2 else 2)
@@ -489,7 +528,7 @@ class LayerBytes:
         if self.is_plain:
             return (inner_bytes(self.model) - self.model.routed_bytes) * self.tokens
         _, host_stop = self._cuts["mlp"]
-        return (self.tokens - host_stop) * class_bytes(self.model, "mlp")
+        return (self.tokens - host_stop) * self._class_bytes["mlp"]
 
     def _norm_backward(self) -> int:
         """Returns bytes between MLP and second norm, and in the norm: its fp32 input and four or five tensors of its size."""
@@ -521,7 +560,7 @@ class LayerBytes:
         if self.is_plain:
             outside -= self._second_norm * self.tokens + self._results[1]
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
-        return outside + self._operator_backward()
+        return outside + self._operator_backward
 
     @property
     def _lone_sums(self) -> int:
@@ -529,6 +568,7 @@ class LayerBytes:
         _, a, k, _ = self._sizes
         return 2 * k * self._wide if a != k else 0
 
+    @cached_property
     def _operator_backward(self) -> int:
         """Returns bytes of attention's backward besides its inputs and the gradients that it returns."""
         _, a, k, _ = self._sizes
@@ -560,7 +600,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied if values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return most + self._hops_back + self._choice + self._score_blocks(longest, longest + load.front_tokens)
+        return most + self._hops_back + self._choice + self._scores
 
     def _heads_at_once(self, num_tokens: int) -> float:
         """Returns the share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of keys."""
@@ -709,7 +749,7 @@ class PiecedLayerBytes(LayerBytes):
         # the gradient of the piece's output, of its queries, keys and values
         is_lone = len(self.load.documents) == 1 and not self.load.sliced_tokens
         gradients = (a + (piece._lone_sums if is_lone else a + 2 * k)) * self.tokens
-        work = max(rotation, made + gradients + piece._exchange + piece._operator_backward())
+        work = max(rotation, made + gradients + piece._exchange + piece._operator_backward)
         # first, the replay makes the outputs
         return max(outside + work, self._mixing_forward())
 

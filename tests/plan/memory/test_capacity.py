@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.measures.calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import least_memory_policy, most_tokens
 from hf_longctx.plan.memory.layer import LayerBytes, Load
 from hf_longctx.plan.memory.saved_tensors import class_bytes, held_bytes
+from hf_longctx.plan.memory.stage import LAYER_NUMBERS
 from hf_longctx.plan.model.layers import IndexSpec
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
 from hf_longctx.plan.planner import plan_step
@@ -238,9 +240,9 @@ def test_a_kept_chunk_is_counted_like_any_other_and_its_first_rank_holds_the_mos
 def test_layers_that_are_one_object_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[LayerPolicy] = []
 
-    def counting(model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int) -> LayerBytes:
+    def counting(model: ModelSpec, load: Load, policy: LayerPolicy, tile_tokens: int, known: Any) -> LayerBytes:
         made.append(policy)
-        return LayerBytes(model, load, policy, tile_tokens)
+        return LayerBytes(model, load, policy, tile_tokens, known)
 
     monkeypatch.setattr("hf_longctx.plan.memory.byte_model.LayerBytes", counting)
     model = named_model("llama-3.1-70b")
@@ -249,6 +251,33 @@ def test_layers_that_are_one_object_are_counted_once(monkeypatch: pytest.MonkeyP
     half = LayerPolicy((TensorShare("mlp", recompute=0.5, device=0.5),))
     ByteModel(model).chunk(Load.document(100, model.num_layers), ActivationPolicy(0, layers=(half,) * 40))
     assert len(made) == 3
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_layers_of_a_load_share_what_no_policy_changes(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(("llama-3.1-70b", "qwen3.5-9b", "gemma-4-31b", "deepseek-v3.2", "gpt-oss-20b")))
+    model = replace(named_model(name), adapters=data.draw(st.sampled_from((AdapterSpec(), AdapterSpec(10, 40, 12, 20)))))
+    tokens, front = data.draw(st.tuples(st.integers(1, 9000), st.integers(0, 9000)))
+    load = Load(tokens, (tokens,), 3, front, data.draw(st.integers(0, tokens)), num_blocks=2, is_shared=True)
+    shares = st.floats(0.0, 1.0).map(lambda again: TensorShare("mlp", again, 0.0, 1 - again))
+    policies = st.one_of(st.just(LayerPolicy()), shares.map(lambda share: LayerPolicy((share,))))
+    together = ByteModel(model)
+    for policy in data.draw(st.lists(policies, min_size=2, max_size=4)):
+        for kind in sorted(together.kinds(), key=repr):
+            for tile_tokens in (0, 2048):
+                found, alone = (each.layer(load, policy, tile_tokens, kind) for each in (together, ByteModel(model)))
+                assert LAYER_NUMBERS(found) == LAYER_NUMBERS(alone)
+
+
+def test_a_layer_under_another_policy_counts_only_what_depends_on_it() -> None:
+    byte_model, load = ByteModel(named_model("llama-3.1-70b")), Load.document(100, 80)
+
+    def calls(share: float) -> int:
+        policy = LayerPolicy((TensorShare("mlp", recompute=share, device=1 - share),))
+        return counted_calls(lambda: byte_model.layer(load, policy, 2048))[1]
+
+    assert calls(0.25) > 2 * calls(0.5) >= 2 * calls(0.75)
 
 
 def test_pieces_of_heads_make_room_for_longer_documents() -> None:
