@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_longctx.plan.core.settings import ActivationBudget
-from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, SequenceGroup, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -123,7 +123,7 @@ def _added_s(plan: StepPlan, group: SequenceGroup, costs: CostModel) -> float:
 
 
 def _tokens(group: SequenceGroup) -> int:
-    return sum(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+    return sum(fullest_share(chunk, group.shape) for chunk in group.chunks)
 
 
 def _num_slices(group: SequenceGroup) -> int:

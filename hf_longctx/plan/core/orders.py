@@ -157,17 +157,15 @@ def compute_orders(
     schedule: Schedule = "elastic",
     num_ranges: int = 1,
     lead: float = 1.0,
-    beside: Sequence[Sequence[Chunk]] = (),
 ) -> tuple[ComputeOrder, ...]:
     """Computes the order of `compute_actions` as arrays: kinds, chunks and layer ranges of every stage's actions.
 
     lead: forwards that a stage is ahead of the next one with the elastic schedule, at least 1, as a mean over the later stages.
-    beside: equally many chunks of each group that runs the same order.
     """
-    return _family_orders(families(chunks, *beside), num_stages, schedule, num_ranges, lead)
+    return family_orders(families(chunks), num_stages, schedule, num_ranges, lead)
 
 
-def _family_orders(
+def family_orders(
     members: Sequence[Sequence[int]],
     num_stages: int,
     schedule: Schedule,
@@ -226,7 +224,7 @@ def pipelined(
     # chunks in equal families run in the same order
     key = num_stages, num_ranges, schedule, lead, *map(len, members)
     if key not in known.stages:
-        orders = _family_orders(members, num_stages, schedule, num_ranges, lead)
+        orders = family_orders(members, num_stages, schedule, num_ranges, lead)
         passes = (zip(*(each.tolist() for each in order), strict=True) for order in orders)
         known.stages[key] = [known.actions(stage, num_stages, num_ranges, each) for stage, each in enumerate(passes)]
     actions = zip(ranges, known.stages[key], strict=True)
@@ -264,7 +262,7 @@ def in_turns(
     stages: list[list[StagePlan]] = [[] for _ in micro_batches]
     turns: list[tuple[int, ...]] = []
     ends = [] if reach is None else [stop + reach for first, stop in pairwise(firsts) for _ in range(first, stop)]
-    orders = _family_orders(members, num_stages, schedule, num_ranges, lead, ends)
+    orders = family_orders(members, num_stages, schedule, num_ranges, lead, ends)
     for stage, (kinds, slots, of_ranges) in enumerate(orders):
         owners = np.searchsorted(firsts, slots, side="right") - 1
         turns.append(tuple(owners.tolist()))

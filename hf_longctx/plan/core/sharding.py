@@ -348,6 +348,13 @@ def shard_tokens(chunk: Chunk, shape: GroupShape) -> tuple[int, ...]:
     return held_tokens(rank_pieces(chunk, shape))
 
 
+def fullest_share(chunk: Chunk, shape: GroupShape) -> int:
+    """Returns the number of tokens of the rank that has most, as in `shard_tokens`."""
+    if shape.num_blocks == 1:
+        return -(-max(chunk.num_tokens, shape.degree) // shape.degree)
+    return max(shard_tokens(chunk, shape))
+
+
 def document_bounds(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
     """Returns cumulative document lengths (`cu_seqlens`), starting at 0, of a block with only whole documents."""
     return (0, *accumulate(piece.num_tokens for piece in pieces))

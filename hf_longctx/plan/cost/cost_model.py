@@ -304,6 +304,8 @@ class CostModel:
 
     def chunk_hidden_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
         """Returns the sum of `hidden_s` over the documents of a chunk."""
+        if shape.num_blocks == 1:
+            return 0.0
         lengths, starts = ([float(span.num_tokens) for span in chunk.spans], [float(span.start) for span in chunk.spans])
         return float(self.hidden_s(lengths, shape, is_backward, starts).sum())
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_longctx.plan.core.orders import Schedule, compute_orders
+from hf_longctx.plan.core.orders import Schedule, families, family_orders
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
-from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
@@ -394,14 +394,14 @@ def pipeline_s(
     """
     num_stages, num_ranges = len(ranges), len(ranges[0])
     passes = [_passes_s(*group, costs, ranges) for group in groups]
-    on_rank = [[max(shard_tokens(chunk, shape)) for chunk in chunks] for chunks, shape in groups]
+    on_rank = [[fullest_share(chunk, shape) for chunk in chunks] for chunks, shape in groups]
     most = [max(of_slot) for of_slot in zip(*on_rank, strict=True)]
     hops = {leaves: [costs.hop_s(count, leaves) for count in most] for leaves in set(leaves_node)}
     # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
-    (chunks, _), *others = groups
+    members = families(*(chunks for chunks, _ in groups))
     for lead in leads:
-        orders = compute_orders(chunks, num_stages, schedule, num_ranges, lead, [beside for beside, _ in others])
+        orders = family_orders(members, num_stages, schedule, num_ranges, lead)
         kinds, of_chunks, of_ranges = zip(*orders, strict=True)
         if lead == leads[0] and gathers and gathers[0][0].passes:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]

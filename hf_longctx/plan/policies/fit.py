@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from hf_longctx.plan.chunks import LEAST_SLICE_TOKENS, SLICE_COUNTS, cut_evenly, even_slice
 from hf_longctx.plan.core.settings import ActivationBudget, NoRoom
-from hf_longctx.plan.core.sharding import PART_ELEMENTS, shard_tokens
+from hf_longctx.plan.core.sharding import PART_ELEMENTS, fullest_share
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -246,7 +246,7 @@ def least_memory_group(
     once for all stages with as many layers. keeps_attention, reruns: see `least_memory_policy`. head_pieces: see `LayerPolicy`.
     """
     shape = group.shape
-    tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
+    tokens = [fullest_share(chunk, shape) for chunk in group.chunks]
     # equal layers share one object, so that their bytes are counted once
     known: dict[tuple[int, int, int], tuple[LayerPolicy, ...]] = {}
 

@@ -100,13 +100,20 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
     return tuple(slots[kind] for kind in kinds)
 
 
-def kind_slot(costs: CostModel, chunk: Chunk, shape: GroupShape, kind: LayerKind) -> Slot:
-    """Makes the slot of one layer of this kind."""
-    return layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),))
+def kind_slot(
+    costs: CostModel, chunk: Chunk, shape: GroupShape, kind: LayerKind, seconds: tuple[float, ...] | None = None
+) -> Slot:
+    """Makes the slot of one layer of this kind. seconds: of its forward and its backward, for callers that know them."""
+    return layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),), seconds)
 
 
 def layer_slot(
-    costs: CostModel, chunk: Chunk, shape: GroupShape, pairs: AttentionPairs, kinds: KindShares = ((ATTENTION, 1.0),)
+    costs: CostModel,
+    chunk: Chunk,
+    shape: GroupShape,
+    pairs: AttentionPairs,
+    kinds: KindShares = ((ATTENTION, 1.0),),
+    seconds: tuple[float, ...] | None = None,
 ) -> Slot:
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers of these `kinds`.
 
@@ -130,17 +137,18 @@ def layer_slot(
         SavedClass(
             name,
             sum(share * class_bytes(model, name, kind, round(tokens)) for kind, share in kinds) * tokens,
-            seconds,
+            again_s,
             can_recompute=name != "layer_input",
             can_offload=name not in model.replayed_classes,
             can_keep=name not in model.replayed_classes,
             documents=tuple((span.start, span.num_tokens) for span in chunk.spans) if name == "attention_output" else (),
             pairs=pairs,
         )
-        for name, seconds in recompute_s.items()
+        for name, again_s in recompute_s.items()
     )
-    forward_s, backward_s = (costs.part_s(chunk, shape, is_backward, 1, False, pairs=pairs) for is_backward in (False, True))
-    return Slot(forward_s, backward_s, saved, replay_s)
+    if seconds is None:
+        seconds = tuple(costs.part_s(chunk, shape, is_backward, 1, False, pairs=pairs) for is_backward in (False, True))
+    return Slot(*seconds, saved, replay_s)
 
 
 def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:

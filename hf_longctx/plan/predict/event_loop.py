@@ -110,8 +110,8 @@ class Wiring:
         has_run = bytearray(size)
         hands_over = [not sends or num_stages == 1] * 2 + [False] * 2 + [True] * 2
         done = [0] * num_stages
-        # for each stage, the result that it waits for: (0 for forward or 1 for backward, key), or None
-        waits_for: list[tuple[int, int] | None] = [None] * num_stages
+        # stages that wait, by the result: twice its key, plus 1 for a backward
+        waiting_for: dict[int, int] = {}
         ready = list(range(num_stages))
         add = self.order.append
         while ready:
@@ -123,7 +123,7 @@ class Wiring:
                 way = kind & 1
                 source = made[way][key] if kind < 4 else -1
                 if source == -2 or (kind == 1 and not has_run[key]):
-                    waits_for[stage] = way, key
+                    waiting_for[2 * key + way] = stage
                     break
                 number = first + place
                 add((number, stage, source))
@@ -132,13 +132,11 @@ class Wiring:
                 place += 1
                 if not hands_over[kind]:
                     continue
-                there, other = (key - num_chunks, stage - 1) if way else (key + num_chunks, stage + 1)
+                there = key - num_chunks if way else key + num_chunks
                 if 0 <= there < size:
                     made[way][there] = number
-                    other %= num_stages
-                    if waits_for[other] == (way, there):
-                        waits_for[other] = None
-                        ready.append(other)
+                    if 2 * there + way in waiting_for:
+                        ready.append(waiting_for.pop(2 * there + way))
             done[stage] = place
         waiting = [
             _action_text(stage, of_kind[place], of_key[place], num_stages, num_chunks)

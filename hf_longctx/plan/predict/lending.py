@@ -40,7 +40,7 @@ from dataclasses import replace
 
 from hf_longctx.plan.core.lending import lent_order, running_stages
 from hf_longctx.plan.core.orders import families
-from hf_longctx.plan.core.sharding import head_shares, shard_tokens
+from hf_longctx.plan.core.sharding import fullest_share, head_shares
 from hf_longctx.plan.core.types import Action, GroupShape, SequenceGroup, StepPlan
 from hf_longctx.plan.core.validate import PlanError
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -191,7 +191,7 @@ def _peak_bytes(plan: StepPlan, group: SequenceGroup, byte_model: ByteModel, sta
     """
     model = byte_model.model
     total = byte_model.states(plan.parameters, plan.block_ranks)
-    most_tokens = max(max(shard_tokens(chunk, group.shape)) for chunk in group.chunks)
+    most_tokens = max(fullest_share(chunk, group.shape) for chunk in group.chunks)
     total += message_bytes(model, group.stages[stage], len(group.stages), most_tokens)
     value_bytes = model.bytes_per_element + max(4, model.bytes_per_element)
     stops: dict[int, int] = {}

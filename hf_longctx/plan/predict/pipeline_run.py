@@ -10,7 +10,7 @@ from itertools import compress, pairwise
 
 import numpy as np
 
-from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -243,7 +243,7 @@ class ChunkSeconds:
     def __init__(self, group: SequenceGroup, costs: CostModel) -> None:
         self.group, self.costs = group, costs
         shape = group.shape
-        self.tokens = [max(shard_tokens(chunk, shape)) for chunk in group.chunks]
+        self.tokens = [fullest_share(chunk, shape) for chunk in group.chunks]
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._slots: dict[tuple[int, LayerKind], Slot] = {}
@@ -333,7 +333,9 @@ class ChunkSeconds:
     def slot(self, chunk: int, kind: LayerKind) -> Slot:
         """The slot of a layer of this kind for a chunk."""
         if (chunk, kind) not in self._slots:
-            self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind)
+            pairs = self.costs.pairs_of((kind,))
+            seconds = (float(self.passes(is_backward, 0, pairs)[chunk, 0]) for is_backward in (False, True))
+            self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind, tuple(seconds))
         return self._slots[chunk, kind]
 
 
@@ -348,6 +350,7 @@ class PolicySeconds:
         # results by chunk and id of its policies, which are stored with them, so that these ids are not reused
         self._known: dict[tuple[int, bool, int], tuple[tuple[LayerPolicy, ...], tuple[float, tuple[CopyStep, ...]]]] = {}
         self._of_layers: dict[tuple[int, int], list[tuple[float, float] | None]] = {}
+        self._kinds: dict[tuple[int, bool], dict[LayerKind, float]] = {}
 
     def of(self, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds of recomputation, and copies, that a policy adds to a pass."""
@@ -390,11 +393,14 @@ class PolicySeconds:
 
     def _kind_seconds(self, chunk: int, is_backward: bool) -> dict[LayerKind, float]:
         """Seconds of a layer of each kind; those of all layers sum to what a pass takes without its head."""
-        whole_s = len(self.kinds) * float(self.chunks.passes(is_backward, self.near, self._pairs)[chunk, 0])
-        slots = {kind: self.chunks.slot(chunk, kind) for kind in dict.fromkeys(self.kinds)}
-        own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
-        sum_s = sum([own_s[kind] for kind in self.kinds])
-        return {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
+        key = chunk, is_backward
+        if key not in self._kinds:
+            whole_s = len(self.kinds) * float(self.chunks.passes(is_backward, self.near, self._pairs)[chunk, 0])
+            slots = {kind: self.chunks.slot(chunk, kind) for kind in dict.fromkeys(self.kinds)}
+            own_s = {kind: slot.backward_s if is_backward else slot.forward_s for kind, slot in slots.items()}
+            sum_s = sum(own_s[kind] for kind in self.kinds)
+            self._kinds[key] = {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
+        return self._kinds[key]
 
     def _layers(self, policy: ActivationPolicy) -> list[tuple[float, float] | None]:
         """`ChunkSeconds.layer` of all layers, which both passes need."""

@@ -33,7 +33,7 @@ import numpy as np
 
 from hf_longctx.plan.chunks import SLICE_COUNTS, slice_counts, sliced_in_step
 from hf_longctx.plan.core.settings import ActivationBudget, NoRoom
-from hf_longctx.plan.core.sharding import shard_tokens
+from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
@@ -350,7 +350,7 @@ class GroupRoom(Room):
 
         Groups of equal tokens need different bytes: exchanges and attention of several documents have workspace of their own.
         """
-        is_small = max(shard_tokens(group.chunks[0], group.shape)) <= self.budget.kept_tokens
+        is_small = fullest_share(group.chunks[0], group.shape) <= self.budget.kept_tokens
         return is_small and self.byte_model.kept_peak(group) <= self.budget.device_bytes
 
     def _cut(self, sliced: Sequence[SequenceGroup]) -> list[SequenceGroup]:
