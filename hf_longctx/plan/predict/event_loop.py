@@ -1,6 +1,6 @@
 """Computes when every action of a pipeline starts and stops, given the seconds of each action.
 
-The seconds do not change which action waits for which: `Wiring` finds that once, and reuses it for every set of seconds.
+The seconds do not change which action waits for which: `Wiring` finds that once, for every set of seconds.
 
 The layer ranges of all stages form a chain: range 0 of every stage, then range 1 of every stage. A forward waits until the
 result of the layer range before it arrives; a backward waits for its own forward, and for the gradient from the layer range after
@@ -54,11 +54,11 @@ class CopiedOut:
 
 
 class Wiring:
-    """An order in which the actions of all stages can run, with the action for whose result each of them waits.
+    """The actions of all stages in order, with the result for which each of them waits, and the one that it hands over.
 
-    Actions are numbered stage after stage. order: (number, stage, number of the action whose result must arrive, or -1).
-    units: each action's index into a table of seconds, ((layer range * stages + stage) * chunks + chunk) * 2, plus 1 for a
-    backward and its messages. is_pass: whether each action is an F or B.
+    Actions are numbered stage after stage. units: each action's index into a table of seconds, ((layer range * stages + stage) *
+    chunks + chunk) * 2, plus 1 for a backward and its messages; results are numbered like the F or B that needs them. is_pass,
+    hands_over: whether each action is an F or B, and whether it hands over a result.
     """
 
     def __init__(
@@ -72,16 +72,28 @@ class Wiring:
             for stage, (layer_range, chunk) in enumerate(zip(ranges, chunks, strict=True))
         ]
         self.starts = [0, *accumulate(map(len, kinds))]
-        all_kinds = np.concatenate(kinds)
-        self.is_pass = all_kinds < 2
-        self.units: IntArray = 2 * np.concatenate(keys) + all_kinds % 2
-        self.order: list[tuple[int, int, int]] = []
-        sends = bool(all_kinds.max(initial=0) > 3)
-        self._find([of_stage.tolist() for of_stage in kinds], [of_stage.tolist() for of_stage in keys], sends)
+        all_kinds, all_keys = np.concatenate(kinds), np.concatenate(keys)
+        self.is_pass, is_back, is_send = all_kinds < 2, all_kinds % 2 == 1, all_kinds > 3
+        self.units: IntArray = 2 * all_keys + is_back
+        self._kinds, self._keys = all_kinds, all_keys
+        # numbers after those of results: one that is there, one that is never made, one that nobody needs
+        self._size = size = self.num_ranges * self.num_stages * self.num_chunks
+        there, never, unneeded = 2 * size, 2 * size + 1, 2 * size + 2
+        # a backward waits for its own forward, which comes before it
+        own, begins = np.arange(len(all_kinds)), np.full(size, len(all_kinds))
+        forwards = np.flatnonzero(all_kinds == 0)[::-1]
+        begins[all_keys[forwards]] = forwards
+        is_early = (all_kinds == 1) & (begins[all_keys] > own)
+        self._needs: list[int] = np.where(is_send, there, np.where(is_early, never, self.units)).tolist()
+        goes_to = all_keys + np.where(is_back, -self.num_chunks, self.num_chunks)
+        self.hands_over = (
+            (is_send | (self.is_pass & (self.num_stages == 1 or not is_send.any()))) & (goes_to >= 0) & (goes_to < size)
+        )
+        self._gives: list[int] = np.where(self.hands_over, 2 * goes_to + is_back, unneeded).tolist()
 
     @classmethod
     def of_actions(cls, stages: Sequence[Sequence[Action]], num_ranges: int = 1) -> Wiring:
-        """Builds the wiring. Raises PlanError if no stage can continue, naming the action at which each of them waits."""
+        """Builds the wiring."""
         kinds, chunks, ranges = zip(*map(_codes, stages), strict=True)
         return cls(kinds, chunks, ranges, num_ranges)
 
@@ -89,7 +101,7 @@ class Wiring:
     def of_passes(cls, stages: Sequence[Sequence[Action]], num_ranges: int = 1) -> Wiring | None:
         """Builds the wiring of only F and B, with the same times, if messages stand beside them; None if not.
 
-        This also holds if no action is a message. Raises PlanError like `of_actions`.
+        This also holds if no action is a message.
         """
         found: list[tuple[IntArray, IntArray, IntArray]] = []
         for stage, actions in enumerate(stages):
@@ -100,51 +112,6 @@ class Wiring:
             found.append((kinds[is_pass], chunks[is_pass], ranges[is_pass]))
         all_kinds, all_chunks, all_ranges = zip(*found, strict=True)
         return cls(all_kinds, all_chunks, all_ranges, num_ranges)
-
-    def _find(self, kinds: Sequence[list[int]], keys: Sequence[list[int]], sends: bool) -> None:
-        """Runs each ready stage until it has to wait, until no stage is ready. sends: SF and SB send results."""
-        num_stages, num_chunks = self.num_stages, self.num_chunks
-        size = self.num_ranges * num_stages * num_chunks
-        # for each result, forward and backward: number of the action that hands it over; -1: not needed, -2: not made yet
-        made = [[-1] * num_chunks + [-2] * (size - num_chunks), [-2] * (size - num_chunks) + [-1] * num_chunks]
-        has_run = bytearray(size)
-        hands_over = [not sends or num_stages == 1] * 2 + [False] * 2 + [True] * 2
-        done = [0] * num_stages
-        # stages that wait, by the result: twice its key, plus 1 for a backward
-        waiting_for: dict[int, int] = {}
-        ready = list(range(num_stages))
-        add = self.order.append
-        while ready:
-            stage = ready.pop()
-            first, of_kind, of_key = self.starts[stage], kinds[stage], keys[stage]
-            place, end = done[stage], len(of_kind)
-            while place < end:
-                kind, key = of_kind[place], of_key[place]
-                way = kind & 1
-                source = made[way][key] if kind < 4 else -1
-                if source == -2 or (kind == 1 and not has_run[key]):
-                    waiting_for[2 * key + way] = stage
-                    break
-                number = first + place
-                add((number, stage, source))
-                if kind == 0:
-                    has_run[key] = 1
-                place += 1
-                if not hands_over[kind]:
-                    continue
-                there = key - num_chunks if way else key + num_chunks
-                if 0 <= there < size:
-                    made[way][there] = number
-                    if 2 * there + way in waiting_for:
-                        ready.append(waiting_for.pop(2 * there + way))
-            done[stage] = place
-        waiting = [
-            _action_text(stage, of_kind[place], of_key[place], num_stages, num_chunks)
-            for stage, (of_kind, of_key, place) in enumerate(zip(kinds, keys, done, strict=True))
-            if place < len(of_kind)
-        ]
-        if waiting:
-            raise PlanError(f"deadlock: {', '.join(waiting)} wait for what no stage will make")
 
     def seconds(self, units: FloatArray) -> list[float]:
         """Seconds of every action, looked up in a (layer ranges * stages, chunks, F/B) table; messages take 0."""
@@ -168,7 +135,8 @@ class Wiring:
 
         seconds, hop_s, copies: of every action, in the order of their numbers. hop_s: seconds from the end of an action to the
         arrival of its result at another stage. start_s: when each stage is free. copies: steps in the order in which they run,
-        () for a pass without saved tensors on the host; a pass also takes the seconds it waits for its copies.
+        () for a pass without saved tensors on the host; a pass also takes the seconds it waits for its copies. Raises PlanError
+        if no stage can continue, naming the action at which each of them waits.
         """
         begun, ended, copied = self._walk(seconds, hop_s, start_s, copies, runs_ahead)
         times = tuple(tuple(zip(begun[start:stop], ended[start:stop], strict=True)) for start, stop in pairwise(self.starts))
@@ -186,23 +154,45 @@ class Wiring:
         copies: Sequence[tuple[CopyStep, ...]] = (),
         runs_ahead: bool = False,
     ) -> tuple[list[float], list[float], list[CopiedOut]]:
-        """Times of all actions, and the copies to the host, as in `run`."""
-        clocks = list(start_s) or [0.0] * self.num_stages
-        begun, ended = [0.0] * len(seconds), [0.0] * len(seconds)
+        """Times of all actions, and the copies to the host, as in `run`: runs each ready stage until it has to wait."""
+        begun, ended, clocks = [0.0] * len(seconds), [0.0] * len(seconds), list(start_s) or [0.0] * self.num_stages
         links = [HostLinks(runs_ahead) for _ in clocks]
         copied: list[CopiedOut] = []
-        for number, stage, source in self.order:
-            clock_s = clocks[stage]
-            if source >= 0:
-                arrived_s = ended[source] + hop_s[source]
+        # seconds at which results arrive; the first layer range needs none forward, and the last one none backward
+        there, ends = 2 * self._size, 2 * self.num_chunks
+        arrived: list[float | None] = [None] * (there + 3)
+        arrived[0:ends:2] = arrived[there - ends + 1 : there : 2] = [0.0] * self.num_chunks
+        arrived[there] = 0.0
+        needs, gives, done, ready = self._needs, self._gives, self.starts[:-1], list(range(self.num_stages))
+        # stages that wait, by the result
+        waiting: dict[int, int] = {}
+        while ready:
+            stage = ready.pop()
+            clock_s, end = clocks[stage], self.starts[stage + 1]
+            for number in range(done[stage], end):
+                arrived_s = arrived[needs[number]]
+                if arrived_s is None:
+                    waiting[needs[number]] = stage
+                    end = number
+                    break
                 if arrived_s > clock_s:
                     clock_s = arrived_s
-            begun[number] = clock_s
-            if copies and ((steps := copies[number]) or runs_ahead):
-                clock_s = self._copy(number, stage, clock_s, seconds[number], steps, links[stage], copied)
-            else:
-                clock_s += seconds[number]
-            ended[number] = clocks[stage] = clock_s
+                begun[number] = clock_s
+                if copies and ((steps := copies[number]) or runs_ahead):
+                    clock_s = self._copy(number, stage, clock_s, seconds[number], steps, links[stage], copied)
+                else:
+                    clock_s += seconds[number]
+                ended[number] = clock_s
+                result = gives[number]
+                arrived[result] = clock_s + hop_s[number]
+                if result in waiting:
+                    ready.append(waiting.pop(result))
+            clocks[stage], done[stage] = clock_s, end
+        left = [(stage, place) for stage, (place, stop) in enumerate(zip(done, self.starts[1:], strict=True)) if place < stop]
+        if left:
+            sizes = self.num_stages, self.num_chunks
+            texts = (_action_text(stage, int(self._kinds[place]), int(self._keys[place]), *sizes) for stage, place in left)
+            raise PlanError(f"deadlock: {', '.join(texts)} wait for what no stage will make")
         return begun, ended, copied
 
     def _copy(

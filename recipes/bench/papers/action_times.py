@@ -42,10 +42,12 @@ def run_copying(
     """Does the work of `run_actions`, with copies to the host and back: a pass also takes the seconds it waits for them."""
     wiring = Wiring.of_actions(stages, num_ranges)
     actions = [action for stage in stages for action in stage]
-    handing = {source for _, _, source in wiring.order if source >= 0}
     return wiring.run(
         [seconds(action) if action.kind in ("F", "B") else 0.0 for action in actions],
-        [hop_s(action) if number in handing and len(stages) > 1 else 0.0 for number, action in enumerate(actions)],
+        [
+            hop_s(action) if hands_over and len(stages) > 1 else 0.0
+            for action, hands_over in zip(actions, wiring.hands_over, strict=True)
+        ],
         start_s,
         [copies(action) if action.kind in ("F", "B") else () for action in actions],
         runs_ahead,
