@@ -118,7 +118,7 @@ def _added_s(plan: StepPlan, group: SequenceGroup, costs: CostModel) -> float:
     if plan.num_stages == 1:
         own_s, kept_s = (run_alone(each, costs).times[-1][1] for each in (group, kept))
         return own_s - kept_s
-    own, plain = (StageSeconds(plan, each, costs).table() for each in (group, kept))
+    own, plain = (StageSeconds(plan, each, costs).table for each in (group, kept))
     return float((own - plain).sum(axis=(0, 2, 3)).max())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,7 +121,7 @@ class _Counted:
         self.layers: dict[tuple[int, int, int, LayerKind], tuple[LayerBytes, int]] = {}
         # bytes of layers that do not depend on policies, by load and tokens per tile
         self.of_loads: dict[tuple[int, int, LayerKind], dict[str, Any]] = {}
-        self.rows: dict[tuple[int, int, int, tuple[LayerKind, ...]], list[int]] = {}
+        self.rows: dict[tuple[int, int, int, int], list[int]] = {}
         self.table: IntArray = np.empty((0, 6), dtype=np.int64)
         self.new_rows: list[tuple[int, ...]] = []
         self.outside: dict[tuple[int, bool, bool, int], tuple[int, ...]] = {}
@@ -392,7 +392,10 @@ class ByteModel:
         known = self._counted.kinds
         if layer_range not in known:
             kinds = self.model.layer_kinds(layer_range) or (ATTENTION,) * layer_range.num_layers
-            known[layer_range] = tuple(LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
+            found = (LayerKind(None if kind.attends else 0, kind.has_state, kind.heads) for kind in kinds)
+            # equal kinds are one object
+            own: dict[LayerKind, LayerKind] = {}
+            known[layer_range] = tuple(own.setdefault(kind, kind) for kind in found)
         return known[layer_range]
 
     def _book(self, group: SequenceGroup, position: int) -> BookKinds:
@@ -440,16 +443,17 @@ class ByteModel:
 
     def _layer_rows(self, load: Load, load_number: int, policy: _Policy, kinds: tuple[LayerKind, ...]) -> list[int]:
         """Returns the table rows of all layers of a load, including layers without a policy."""
-        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, kinds)
+        known, key = self._counted.rows, (load_number, policy.number, policy.tile_tokens, self._counted.numbers.of(kinds))
         if key not in known:
             layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(kinds)]
-            each = list(zip(layers, kinds, strict=False))
-            # equal layers are mostly one object
-            distinct = {(id(layer), kind): (layer, kind) for layer, kind in each}
-            row = {
-                own: self._layer(load, load_number, layer, policy.tile_tokens, kind)[1] for own, (layer, kind) in distinct.items()
-            }
-            known[key] = [row[id(layer), kind] for layer, kind in each]
+            # equal layers are mostly one object, and so are their kinds
+            row: dict[tuple[int, int], int] = {}
+            known[key] = []
+            for layer, kind in zip(layers, kinds, strict=False):
+                own = id(layer), id(kind)
+                if own not in row:
+                    row[own] = self._layer(load, load_number, layer, policy.tile_tokens, kind)[1]
+                known[key].append(row[own])
         return known[key]
 
     def _table(self) -> IntArray:
@@ -522,8 +526,7 @@ class ByteModel:
         return known[key][1:]
 
 
-@dataclass(frozen=True, slots=True)
-class _Policy:
+class _Policy(NamedTuple):
     """Policies of one chunk's layers, the number of this tuple of policies, and the tokens per tile."""
 
     layers: tuple[LayerPolicy, ...]

@@ -205,8 +205,7 @@ class _Run:
             self.after_s[rank] = run.ends_s[1]
         if ranks[0] < self.plan.ranks_per_stage:
             self._add_towers(group, run.peak_bytes)
-        for action, time, inside_s in zip(run.actions, run.times, run.exchange_s, strict=True):
-            self._record(group, ranks, action, time, inside_s)
+        self._record(group, ranks, run.actions, run.times, run.exchange_s)
 
     def _add_towers(self, group: SequenceGroup, text_bytes: int) -> None:
         """Adds bytes of towers to those that a group needs on the first stage without them."""
@@ -233,8 +232,7 @@ class _Run:
             self.tokens[position] = max(self.tokens[position], tokens)
             self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + chunk_bytes)
         self._add_towers(group, self.state_bytes[group.positions[0]] + chunk_bytes)
-        for action, time, exchange_s in zip(stage.actions, times, inside, strict=True):
-            self._record(group, group.positions, action, time, exchange_s)
+        self._record(group, group.positions, stage.actions, times, inside)
 
     def _exchange_s(self, chunk: Chunk, shape: GroupShape, near: int, is_backward: bool) -> float:
         """Seconds of communication in one pass of a chunk over the whole model."""
@@ -247,11 +245,11 @@ class _Run:
 
     def _add(self, ranks: Sequence[int], times: Sequence[tuple[float, float]], exchange_s: Sequence[float]) -> None:
         """Adds the passes of one stage to the clocks of its ranks."""
-        busy_s = sum(stop_s - start_s for start_s, stop_s in times)
+        busy_s, exchanging_s = sum(stop_s - start_s for start_s, stop_s in times), sum(exchange_s)
         for rank in ranks:
             self.clocks[rank] = max(self.clocks[rank], times[-1][1])
             self.busy[rank] += busy_s
-            self.exchanging[rank] += sum(exchange_s)
+            self.exchanging[rank] += exchanging_s
 
     def _note_passes(self, ranks: Sequence[int], run: StageRun) -> None:
         """Notes for how long the passes of a group compute, if gathers run beside them."""
@@ -266,13 +264,18 @@ class _Run:
             self.passes[block] = [max(pair) for pair in zip(known, passes, strict=True)]
 
     def _record(
-        self, group: SequenceGroup, ranks: Sequence[int], action: Action, time: tuple[float, float], exchange_s: float
+        self,
+        group: SequenceGroup,
+        ranks: Sequence[int],
+        actions: Sequence[Action],
+        times: Sequence[tuple[float, float]],
+        exchange_s: Sequence[float],
     ) -> None:
-        if self.with_events:
+        for action, time, inside_s in zip(actions, times, exchange_s, strict=True) if self.with_events else ():
             chunk = group.chunks[action.chunk]
             detail = f"<{group.degree}> {chunk.num_tokens} tokens in {len(chunk.spans)} sequence(s)"
             self.events += [TimelineEvent(rank, action.kind, str(action), *time, detail) for rank in ranks]
-            self.exchange_s += [exchange_s] * len(ranks)
+            self.exchange_s += [inside_s] * len(ranks)
 
     def leave_together(self) -> None:
         """Ends a micro-batch: ranks that hold one copy of the shards wait for the last of them."""

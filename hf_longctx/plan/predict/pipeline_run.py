@@ -98,6 +98,7 @@ class PredictionCache:
         # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
         self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
+        self._stages: dict[tuple[int, int, int, tuple[int, ...]], StageSeconds] = {}
 
     def without_gathers(self) -> PredictionCache:
         """Returns a cache that counts no gathers, and shares what does not depend on them."""
@@ -140,6 +141,13 @@ class PredictionCache:
             self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
         return self._seconds[key][1]
 
+    def stage_seconds(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> StageSeconds:
+        """Returns the seconds of the group's actions, made once."""
+        key = id(group.chunks), id(group.stages), id(group.towers), group.positions
+        if key not in self._stages:
+            self._stages[key] = StageSeconds(plan, group, costs, self)
+        return self._stages[key]
+
 
 def plan_gathers(plan: StepPlan, costs: CostModel, num_layers: int, is_first: bool, is_last: bool) -> StageGathers:
     """Collectives of a part of the model under a plan, with the embedding if first and the head if last."""
@@ -168,13 +176,12 @@ def run_pipeline(
 
 def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
     """Seconds of the `run_pipeline` of a group that recomputes and moves nothing, from second 0; bytes are not counted."""
-    wiring, seconds = known.wiring(group), StageSeconds(plan, group, costs, known)
-    return wiring.stop_s(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()))
+    return known.stage_seconds(plan, group, costs).stop_s
 
 
 def kept_stages_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> FloatArray:
     """Seconds that every stage works on a group that recomputes and moves nothing: at most those of its run."""
-    found: FloatArray = StageSeconds(plan, group, costs, known).table().sum(axis=(0, 2, 3))
+    found: FloatArray = known.stage_seconds(plan, group, costs).table.sum(axis=(0, 2, 3))
     return found
 
 
@@ -195,7 +202,7 @@ def _run_pipeline(
     if copies and not wiring.is_pass.all():
         left = iter(copies)
         copies = [next(left) if is_pass else () for is_pass in wiring.is_pass]
-    times, _ = wiring.run(wiring.seconds(seconds.table()), wiring.hops(seconds.hops()), start_s, copies)
+    times, _ = wiring.run(wiring.seconds(seconds.table), wiring.hops(seconds.hops()), start_s, copies)
     exchange_s = wiring.seconds(seconds.exchanges())
     runs = []
     for place, (stage, (start, stop)) in enumerate(zip(group.stages, pairwise(wiring.starts), strict=True)):
@@ -448,6 +455,7 @@ class StageSeconds:
         ]
         self.has_copies = any(self.chunks.moves(policy.layers) for policies in self.policies for policy in policies.values())
 
+    @cached_property
     def table(self) -> FloatArray:
         """Seconds of every pass, as `of` returns them, shape (layer ranges, stages, chunks, F/B); input of `Wiring.seconds`."""
         table = self._by_layer(0)
@@ -460,6 +468,12 @@ class StageSeconds:
                 for is_backward in (False, True):
                     table[layer_range, stage, chunk, int(is_backward)] += under.of(policy, is_backward)[0]
         return table + self.gathers
+
+    @cached_property
+    def stop_s(self) -> float:
+        """Second at which the group stops if it starts at second 0 and waits for no copies."""
+        wiring = (PredictionCache() if self.known is None else self.known).wiring(self.group)
+        return wiring.stop_s(wiring.seconds(self.table), wiring.hops(self.hops()))
 
     @cached_property
     def gathers(self) -> FloatArray:

@@ -106,7 +106,7 @@ def _lanes(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, ...]]:
 
 def _member(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache, lanes: tuple[int, ...]) -> _Member:
     seconds = StageSeconds(plan, group, costs, known)
-    of_pass, exchanges, hops = seconds.table().tolist(), seconds.exchanges().tolist(), seconds.hops().tolist()
+    of_pass, exchanges, hops = seconds.table.tolist(), seconds.exchanges().tolist(), seconds.hops().tolist()
     passes = []
     for stage in group.stages:
         own = []

@@ -36,7 +36,7 @@ def step_parts(plan: StepPlan, planning: Planning, bound_s: float) -> StepParts:
         for group in micro_batch.groups:
             places = list(group.positions)
             kept, under = (StageSeconds(plan, each, planning.costs, planning.known) for each in (_kept(group), group))
-            kept_s, under_s = kept.table(), under.table()
+            kept_s, under_s = kept.table, under.table
             work[:, places] += (kept_s - kept.gathers).sum(axis=(0, 2, 3))[:, None]
             again[:, places] += (under_s - kept_s - (under.gathers - kept.gathers)).sum(axis=(0, 2, 3))[:, None]
             gathers[:, places] += under.gathers.sum(axis=(0, 2, 3))[:, None]

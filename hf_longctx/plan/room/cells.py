@@ -153,12 +153,17 @@ class GroupCells:
         """Parts of a layer in which recomputed ones are counted."""
         return max(_POLICIES.steps, _POLICIES.least_steps // num_layers) if self.splits_tokens else 1
 
+    @cached_property
+    def _cell_steps(self) -> IntArray:
+        """`_steps` of every cell."""
+        return np.array([self._steps(count) for count in self.cells.num_layers.tolist()])
+
     def _units(self, layers: FloatArray) -> list[int]:
         """Steps of layers that every cell recomputes.
 
         What one chunk rounds up is taken off the next one of its stage and range, since they are in flight together.
         """
-        steps = np.array([self._steps(count) for count in self.cells.num_layers.tolist()])
+        steps = self._cell_steps
         wanted = (layers * steps).reshape(self.num_stages, -1, self.num_ranges)
         upto = np.ceil(np.cumsum(wanted, axis=1) - 1e-6)
         units = np.diff(upto, axis=1, prepend=0.0).reshape(-1)

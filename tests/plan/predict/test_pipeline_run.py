@@ -355,7 +355,7 @@ def test_copies_hide_behind_layers_of_their_own_kind() -> None:
     assert [step.compute_s for step in seconds.copies(order[1])] == pytest.approx(
         [2 * full_s, 2 * window_s, 2 * full_s, 2 * window_s]
     )
-    assert seconds.table().ravel() == pytest.approx([2 * (window_s + full_s), 4 * (window_s + full_s)])
+    assert seconds.table.ravel() == pytest.approx([2 * (window_s + full_s), 4 * (window_s + full_s)])
 
 
 def test_a_slow_link_takes_no_more_memory() -> None:
