@@ -378,6 +378,8 @@ class Setup:
     placeholders: tuple[int, ...] = ()
     # numbers of stages that were tried; none if the user gave one
     stage_options: StageOptions = field(default_factory=StageOptions, compare=False, repr=False)
+    # the plan of a step that was made to choose how weights are shared, with its costs and settings
+    planned: StageSetup | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -489,8 +491,9 @@ class _Choices:
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
             is_open = wishes.may_shard and (wishes.shares_fastest or len(loaded) > 1)
             step = self.lengths.step(self.lengths.sample()) if is_open else ()
-            setup, _ = self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)
-            return _with_planned_room(self._agreed(setup))
+            setup, plan = self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)
+            own = StageSetup(setup.costs, setup.planner, plan=plan)
+            return replace(_with_planned_room(self._agreed(setup)), planned=own)
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
         step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
         if wishes.stages == "auto":
@@ -519,8 +522,8 @@ class _Choices:
             return replace(found, longest_tokens=_with_planned_room(setups[count, num_ranges]).room_tokens, plan=None)
 
         if wishes.stages != "auto" and wishes.interleave == 1:
-            setup_of(wishes.stages, 1)
-            return _with_planned_room(self._agreed(setups[wishes.stages, 1]))
+            own = setup_of(wishes.stages, 1)
+            return replace(_with_planned_room(self._agreed(setups[wishes.stages, 1])), planned=own)
         options, how = StageOptions(), (_MOST_SLOWER, wishes.interleave, num_nodes)
         # a number that does not hold the longest sequence must not drop another one
         prunes = wishes.may_shard or self.lengths.must_hold <= max(step, default=0)

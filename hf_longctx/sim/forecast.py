@@ -245,12 +245,14 @@ def _forecast_step(
     number: int, lengths: Sequence[int], scenario: Scenario, others: tuple[Choice, ...], media: tuple[Media, ...] = ()
 ) -> StepForecast:
     costs, config = scenario.costs, scenario.planner_config
-    # the choice of stages has planned the first step
+    # the choice of stages, or of how weights are shared, has planned the first step
+    setup = scenario.setup
+    made = [(option.setup, option.plan) for option in setup.stage_options.fitting]
+    made += [(setup.planned, setup.planned.plan)] if setup.planned is not None and setup.planned.plan is not None else []
     known = (
-        option.plan
-        for option in scenario.setup.stage_options.fitting
-        if (option.setup.costs, option.setup.config) == (costs, config)
-        and (option.plan.step, option.plan.lengths, option.plan.media) == (number, tuple(lengths), media)
+        plan
+        for own, plan in made
+        if (own.costs, own.config) == (costs, config) and (plan.step, plan.lengths, plan.media) == (number, tuple(lengths), media)
     )
     plan = next(known, None) or plan_step(number, lengths, costs, config, media=media)
     execution = execute_plan(plan, scenario.costs)

@@ -12,8 +12,10 @@ import pytest
 
 from hf_longctx.cli.main import main
 from hf_longctx.hf.config import LongContextConfig
+from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.stage_count import StageOptions
 from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.output.summary import run_settings, stage_lines
@@ -71,6 +73,24 @@ def test_stages_share_parameters_in_a_way_that_holds_the_longest_sequence() -> N
     room = fastest.longest_tokens
     found = scenario(**given, longest_tokens=room + room // 50)
     assert found.longest_tokens > room and found.placement.sharing != fastest.placement.sharing
+
+
+@pytest.mark.parametrize("stages", [2, "auto"])
+def test_the_first_step_is_planned_once_by_the_setup(stages: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = read_workload(str(path))
+    [lengths] = workload.draw_steps(1, len(LENGTHS), 0)
+    found = scenario(stages, step_lengths=tuple(lengths))
+    planned: list[tuple[int, ...]] = []
+
+    def plan(step: int, lengths: Sequence[int], *settings: Any, **media: Any) -> StepPlan:
+        planned.append(tuple(lengths))
+        return plan_step(step, lengths, *settings, **media)
+
+    monkeypatch.setattr("hf_longctx.sim.forecast.plan_step", plan)
+    [step] = make_forecast(found, workload, 1, len(LENGTHS), 0).steps
+    # the plan at the limit is another one
+    assert planned == [(found.longest_tokens,)]
+    assert plan_digest(step.plan) == plan_digest(plan_step(0, lengths, found.costs, found.planner_config))
 
 
 def test_a_model_that_fits_nowhere_says_how_many_bytes_it_takes() -> None:
