@@ -88,7 +88,7 @@ class Chunk:
 
     @property
     def num_tokens(self) -> int:
-        return sum(span.num_tokens for span in self.spans)
+        return sum([span.stop - span.start for span in self.spans])
 
     @property
     def prefix_tokens(self) -> int:

@@ -533,8 +533,10 @@ def _check_group(plan: StepPlan, name: str, group: SequenceGroup) -> None:
         raise PlanError(f"{name}: needs one stage plan for each of the {plan.num_stages} stages, in order")
     _check_slices(plan, name, group)
     _check_layers(name, group)
+    # equal layer policies are often one object for many chunks, which is checked once
+    checked: set[int] = set()
     for stage in group.stages:
-        _check_policies(name, group, stage)
+        _check_policies(name, group, stage, checked)
     check_schedule(plan, name, group)
 
 
@@ -574,10 +576,9 @@ def _check_layers(name: str, group: SequenceGroup) -> None:
             next_layer += layers.num_layers
 
 
-def _check_policies(name: str, group: SequenceGroup, stage: StagePlan) -> None:
+def _check_policies(name: str, group: SequenceGroup, stage: StagePlan, checked: set[int]) -> None:
+    """Checks the policies of a stage. checked: ids of layer policies that were checked before."""
     seen: set[tuple[int, int]] = set()
-    # equal layer policies are often one object for many chunks, which is checked once
-    checked: set[int] = set()
     for policy in stage.activations:
         where = f"{name}: policy of chunk {policy.chunk}, layer range {policy.layer_range} on stage {stage.stage}"
         is_known = 0 <= policy.chunk < len(group.chunks) and 0 <= policy.layer_range < len(stage.layer_ranges)

@@ -447,13 +447,12 @@ class ByteModel:
         if key not in known:
             layers = [*policy.layers, *[_KEEPS_EVERYTHING] * len(kinds)]
             # equal layers are mostly one object, and so are their kinds
-            row: dict[tuple[int, int], int] = {}
-            known[key] = []
-            for layer, kind in zip(layers, kinds, strict=False):
-                own = id(layer), id(kind)
-                if own not in row:
-                    row[own] = self._layer(load, load_number, layer, policy.tile_tokens, kind)[1]
-                known[key].append(row[own])
+            each = list(zip(map(id, layers), map(id, kinds), strict=False))
+            distinct = dict(zip(each, zip(layers, kinds, strict=False), strict=True))
+            row = {
+                own: self._layer(load, load_number, layer, policy.tile_tokens, kind)[1] for own, (layer, kind) in distinct.items()
+            }
+            known[key] = list(map(row.__getitem__, each))
         return known[key]
 
     def _table(self) -> IntArray:

@@ -23,6 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from heapq import heapreplace
 
 import numpy as np
@@ -205,15 +206,20 @@ _ROUNDING = 1e-9
 _CANDIDATES = _CandidateSearch()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """Pipelines that run side by side, and the seconds of the slowest of them.
 
-    The seconds include an estimate of recomputation if not everything can be kept; nan: they are not estimated.
+    The seconds include an estimate of recomputation if not everything can be kept; nan: they are not estimated. make: makes the
+    micro-batch, since most candidates are too slow to be asked for it.
     """
 
     seconds: float
-    micro_batch: MicroBatch
+    make: Callable[[], MicroBatch]
+
+    @cached_property
+    def micro_batch(self) -> MicroBatch:
+        return self.make()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +321,11 @@ class Candidates:
         chunks = {group: own for option in options for group, own in option.chunks.items()}
         if not runs_together:
             leads = {group: option.lead for option in options for group in option.chunks}
-            return Candidate(seconds, self.micro_batch(groups, chunks, leads))
+            return Candidate(seconds, partial(self.micro_batch, groups, chunks, leads))
         (option,) = options
         idle = padded((), max(map(len, chunks.values())))
-        return Candidate(seconds, self._one_order(groups, {group: chunks.get(group, idle) for group in groups}, option.lead))
+        own = {group: chunks.get(group, idle) for group in groups}
+        return Candidate(seconds, partial(self._one_order, groups, own, option.lead))
 
     def _estimate_s(self, groups: Sequence[PlacedGroup]) -> float:
         """Roughly the seconds of the slowest of these groups."""
@@ -427,9 +434,9 @@ class Candidates:
         if self._share_blocks(groups):
             longest_s = max(self.staged.longest_s(group) for group in busy)
             slots = dict.fromkeys(tuple(self._slots(groups, longest_s / count)) for count in counts)
-            return [Candidate(math.nan, self._one_order(groups, dict(zip(groups, each, strict=True)))) for each in slots]
+            return [Candidate(math.nan, partial(self._one_order, groups, dict(zip(groups, each, strict=True)))) for each in slots]
         found = dict.fromkeys(tuple(self._chunks(group, Cut.slices(count)) for group in busy) for count in counts)
-        return [Candidate(math.nan, self.micro_batch(groups, dict(zip(busy, each, strict=True)))) for each in found]
+        return [Candidate(math.nan, partial(self.micro_batch, groups, dict(zip(busy, each, strict=True)))) for each in found]
 
     def micro_batch(
         self,

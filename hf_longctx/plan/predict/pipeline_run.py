@@ -413,16 +413,14 @@ class PolicySeconds:
         """`ChunkSeconds.layer` of all layers, which both passes need."""
         key = policy.chunk, id(policy.layers)
         if key not in self._of_layers:
-            # equal layers are mostly one object, so each object is looked up once
-            known: dict[tuple[int, int, int], tuple[float, float] | None] = {}
-            found: list[tuple[float, float] | None] = []
-            # the first layer has the layer before it of its own kind
-            for layer, kind, before in zip(policy.layers, self.kinds, (*self.kinds[:1], *self.kinds), strict=False):
-                own = id(layer), id(kind), id(before)
-                if own not in known:
-                    known[own] = self.chunks.layer(policy.chunk, layer, kind, before)
-                found.append(known[own])
-            self._of_layers[key] = found + [None] * (len(self.kinds) - len(policy.layers))
+            # equal layers are mostly one object, and so are their kinds, so each object is looked up once
+            layers, kinds = policy.layers, self.kinds
+            # the first layer counts as if the one before it was of its own kind
+            before = (*kinds[:1], *kinds)
+            each = list(zip(map(id, layers), map(id, kinds), map(id, before), strict=False))
+            distinct = dict(zip(each, zip(layers, kinds, before, strict=False), strict=True))
+            known = {own: self.chunks.layer(policy.chunk, *layer) for own, layer in distinct.items()}
+            self._of_layers[key] = [*map(known.__getitem__, each), *[None] * (len(kinds) - len(layers))]
         return self._of_layers[key]
 
 

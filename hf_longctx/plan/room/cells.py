@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_longctx.plan.core.types import (
     TENSOR_CLASSES,
+    ActivationPolicy,
     Chunk,
     FloatArray,
     IntArray,
@@ -31,7 +32,6 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.model.model_spec import KindShares
-from hf_longctx.plan.policies.fit import with_layers, with_stages_of
 from hf_longctx.plan.policies.levels import Cells, Moments
 from hf_longctx.plan.policies.slots import Slot, layer_slot
 from hf_longctx.plan.predict.pipeline_run import PredictionCache
@@ -109,6 +109,7 @@ class GroupCells:
         self._moved = _mixed_layer(0.0, 1.0, True, self.replayed)
         self.num_stages, self.num_ranges = len(group.stages), len(group.stages[0].layer_ranges)
         self.tokens = self._slots.tokens
+        self._known_stages: dict[tuple[int, tuple[tuple[int, float], ...]], StagePlan] = {}
         # policies of all layers of a cell by number of layers, steps recomputed, share offloaded and tokens
         self._known_cells: dict[tuple[int, int, float, int], tuple[LayerPolicy, ...]] = {}
         # policies of a layer by tokens recomputed, offloaded and all
@@ -140,14 +141,25 @@ class GroupCells:
 
     def under(self, layers: FloatArray, offload: FloatArray) -> SequenceGroup:
         """The group whose cells recompute so many layers, in steps, and offload these shares."""
-        keys = product(range(self.num_stages), range(len(self.tokens)), range(self.num_ranges))
-        numbers = zip(keys, self.cells.num_layers.tolist(), self._units(layers), offload.tolist(), strict=True)
-        policies = {
-            key: self._cell(count, units, share, self.tokens[key[1]])
-            for key, count, units, share in numbers
-            if key[0] not in self.kept
-        }
-        return with_stages_of(with_layers(self.group, policies, self.tile_tokens), self.group, self.kept)
+        cells = list(zip(self._units(layers), offload.tolist(), strict=True))
+        count = len(cells) // self.num_stages
+        stages = (
+            stage if stage.stage in self.kept else self._stage(stage, tuple(cells[place * count : (place + 1) * count]))
+            for place, stage in enumerate(self.group.stages)
+        )
+        return replace(self.group, stages=tuple(stages))
+
+    def _stage(self, stage: StagePlan, cells: tuple[tuple[int, float], ...]) -> StagePlan:
+        """The stage whose cells recompute so many steps of layers and offload these shares; equal ones are one object."""
+        key = stage.stage, cells
+        if key not in self._known_stages:
+            places = product(range(len(self.tokens)), enumerate(stage.layer_ranges))
+            policies = (
+                ActivationPolicy(chunk, layer_range, self._cell(owned.num_layers, *cell, self.tokens[chunk]), self.tile_tokens)
+                for (chunk, (layer_range, owned)), cell in zip(places, cells, strict=True)
+            )
+            self._known_stages[key] = replace(stage, activations=tuple(policies))
+        return self._known_stages[key]
 
     def _steps(self, num_layers: int) -> int:
         """Parts of a layer in which recomputed ones are counted."""
@@ -191,8 +203,9 @@ class GroupCells:
             shares = [min(steps, max(0, units - last - place * steps)) for place in reversed(range(num_layers - 1))]
         if moved and not self.splits_tokens and (others := shares.count(0)):
             moved = int(min(1.0, offload / others) * num_tokens + 1e-6)
-        front = [self._layer(share, steps, moved, num_tokens) for share in shares]
-        return (*front, *([self._layer(last, steps, 0, num_tokens)] if last else []))
+        # few of these shares differ
+        front = {share: self._layer(share, steps, moved, num_tokens) for share in dict.fromkeys(shares)}
+        return (*map(front.__getitem__, shares), *([self._layer(last, steps, 0, num_tokens)] if last else []))
 
     def _layer(self, units: int, steps: int, moved: int, num_tokens: int) -> LayerPolicy:
         """Policy of a layer that recomputes this many of its tokens' steps and offloads `moved` tokens, or what is left."""
