@@ -182,25 +182,25 @@ def family_orders(
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
     longest = max(len(family) for family in members)
+    # stages after each one, by which it runs ahead of the last
+    later = range(num_stages)[::-1]
     if schedule == "gpipe":
         backwards = forwards[::-1]
-        needed = [[num_chunks] * num_chunks] * num_stages
+        ahead, leads = [num_chunks] * num_chunks, [0] * num_stages
     elif schedule == "1f1b":
-        needed = [_window(num_chunks, longest + num_stages - 1 - stage) for stage in range(num_stages)]
+        ahead, leads = _window(num_chunks, longest), [*later]
     elif schedule == "elastic":
-        ahead = _elastic_window(members)
-        leads = [math.ceil(lead * (num_stages - 1 - stage)) for stage in range(num_stages)]
-        needed = [[count + own for count in ahead] for own in leads]
+        ahead, leads = _elastic_window(members), [math.ceil(lead * count) for count in later]
     else:
         rounds = _rounds(num_chunks, num_stages)
         forwards = _in_rounds(forwards, rounds, range(num_ranges))
         backwards = _in_rounds(backwards, rounds, range(num_ranges)[::-1])
         ahead_of_last = max((num_ranges - 1) * num_stages + longest, _least_window(forwards, backwards))
-        needed = [_window(len(forwards), ahead_of_last + 2 * (num_stages - 1 - stage)) for stage in range(num_stages)]
+        ahead, leads = _window(len(forwards), ahead_of_last), [2 * count for count in later]
+    needed: IntArray = np.add.outer(np.array(leads, dtype=np.int64), ahead)
     if most_ahead and schedule in ("1f1b", "elastic"):
-        needed = [np.minimum(counts, most_ahead).tolist() for counts in needed]
-    forward_units, backward_units = (np.array(units, dtype=np.int64) for units in (forwards, backwards))
-    return tuple(_merged(forward_units, backward_units, np.array(counts, dtype=np.int64)) for counts in needed)
+        needed = np.minimum(needed, most_ahead)
+    return _merged(np.array(forwards, dtype=np.int64), np.array(backwards, dtype=np.int64), needed)
 
 
 def pipelined(
@@ -365,11 +365,13 @@ def _least_window(forwards: list[Unit], backwards: list[Unit]) -> int:
     return max(done[unit] - place for place, unit in enumerate(backwards))
 
 
-def _merged(forwards: IntArray, backwards: IntArray, needed: IntArray) -> ComputeOrder:
-    """Merges both orders, with at least `needed[i]` forwards before backward i, or all if there are fewer."""
-    num_units = len(forwards)
-    is_backward = np.zeros(2 * num_units, dtype=np.int64)
-    is_backward[np.arange(num_units) + np.minimum(np.maximum.accumulate(needed), num_units)] = 1
-    units = np.empty((2 * num_units, 2), dtype=np.int64)
-    units[is_backward == 0], units[is_backward == 1] = forwards, backwards
-    return is_backward, units[:, 0], units[:, 1]
+def _merged(forwards: IntArray, backwards: IntArray, needed: IntArray) -> tuple[ComputeOrder, ...]:
+    """Merges both orders on every stage, with at least needed[stage, i] forwards before backward i, or all if there are fewer."""
+    num_stages, num_units = needed.shape
+    is_backward = np.zeros((num_stages, 2 * num_units), dtype=np.int64)
+    before = np.minimum(np.maximum.accumulate(needed, axis=1), num_units)
+    np.put_along_axis(is_backward, np.arange(num_units) + before, 1, axis=1)
+    units = np.empty((num_stages, 2 * num_units, 2), dtype=np.int64)
+    for kind, own in enumerate((forwards, backwards)):
+        units[is_backward == kind] = np.tile(own, (num_stages, 1))
+    return tuple((kinds, own[:, 0], own[:, 1]) for kinds, own in zip(is_backward, units, strict=True))
