@@ -30,7 +30,7 @@ from hf_longctx.plan.core.sharding import (
     packed_rows,
     passes_states,
 )
-from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass, small_tile
+from hf_longctx.plan.core.types import TENSOR_CLASSES, LayerPolicy, TensorClass, TensorShare, small_tile
 from hf_longctx.plan.memory.saved_tensors import (
     class_bytes,
     gate_bytes,
@@ -59,8 +59,8 @@ MOST_SCORES = 2**25
 # places of a row of an expert and of its token while it runs
 _ROW_PLACES = 16
 _CUT_CLASSES: tuple[TensorClass, ...] = ("layer_input", "attention_output")
-# shares of a layer that keeps everything, and the tokens at which its recomputed and its host part end: most layers do so
-_KEPT_SHARES = {name: LayerPolicy().share(name) for name in TENSOR_CLASSES}
+# share of a class that is kept, and the tokens of each class at which the recomputed and the host part of kept ones end
+_KEPT_SHARE = TensorShare("mlp", device=1.0)
 _KEPT_CUTS = dict.fromkeys(TENSOR_CLASSES, (0, 0))
 
 
@@ -133,10 +133,10 @@ class LayerBytes:
         self._tiles_mlp = is_node and (tile_tokens > 0 or model.packed.has_experts)
         self._mlp_tile = self.tokens if model.runs_mlps_whole else self.tile
         self.is_plain = policy.keeps_everything
-        shares = _KEPT_SHARES if self.is_plain else {name: policy.share(name) for name in TENSOR_CLASSES}
+        given = {} if self.is_plain else {share.tensor_class: share for share in reversed(policy.shares)}
         # tokens of each class at which the recomputed and the host part end
-        self._cuts = _KEPT_CUTS if self.is_plain else {name: share.cuts(load.num_tokens) for name, share in shares.items()}
-        self._input_share, self._mlp_share = shares["layer_input"], shares["mlp"]
+        self._cuts = _KEPT_CUTS | {name: share.cuts(load.num_tokens) for name, share in given.items()}
+        self._input_share, self._mlp_share = given.get("layer_input", _KEPT_SHARE), given.get("mlp", _KEPT_SHARE)
         self.held, self.held_host = self._plain_held() if self.is_plain else self._split_held()
         self.input_host = round(self._input_share.host * self.tokens) * self._class_bytes["layer_input"]
         self.sent = self._sent() if self.held_host else 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import compress, pairwise
+from itertools import compress, groupby, pairwise
 
 import numpy as np
 
@@ -197,11 +198,8 @@ def _run_pipeline(
 ) -> tuple[StageRun, ...]:
     wiring = known.wiring(group)
     seconds = StageSeconds(plan, group, costs, known)
-    passes = [known.byte_model(costs.model).passes(stage) for stage in group.stages]
-    copies = [seconds.copies(action) for of_stage in passes for action in of_stage.actions] if seconds.has_copies else []
-    if copies and not wiring.is_pass.all():
-        left = iter(copies)
-        copies = [next(left) if is_pass else () for is_pass in wiring.is_pass]
+    _, steps = seconds.under_policies
+    copies = [steps[unit] for unit in np.where(wiring.is_pass, wiring.units, -1).tolist()] if any(steps) else []
     times, _ = wiring.run(wiring.seconds(seconds.table), wiring.hops(seconds.hops()), start_s, copies)
     exchange_s = wiring.seconds(seconds.exchanges())
     runs = []
@@ -354,9 +352,12 @@ class PolicySeconds:
 
     def __init__(self, chunks: ChunkSeconds, near: int, kinds: tuple[LayerKind, ...]) -> None:
         self.chunks, self.near, self.kinds = chunks, near, kinds
+        # equal numbers for layers of equal kinds after layers of equal kinds
+        pairs: dict[tuple[LayerKind, LayerKind], int] = {}
+        self._kind_ids = [pairs.setdefault(pair, len(pairs)) for pair in zip(kinds, (*kinds[:1], *kinds), strict=False)]
         # results by chunk and id of its policies, which are stored with them, so that these ids are not reused
         self._known: dict[tuple[int, bool, int], tuple[tuple[LayerPolicy, ...], tuple[float, tuple[CopyStep, ...]]]] = {}
-        self._of_layers: dict[tuple[int, int], list[tuple[float, float] | None]] = {}
+        self._of_layers: dict[tuple[int, int], list[tuple[tuple[float, float] | None, LayerKind, int]]] = {}
         self._kinds: dict[tuple[int, bool], dict[LayerKind, float]] = {}
 
     def of(self, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
@@ -367,7 +368,7 @@ class PolicySeconds:
                 found = self._with_copies(policy, is_backward)
             else:
                 again = self._layers(policy) if is_backward else ()
-                found = sum(layer[0] for layer in again if layer is not None), ()
+                found = sum([of_layer[0] for of_layer, _, count in again if of_layer for _ in range(count)]), ()
             self._known[key] = policy.layers, found
         return self._known[key][1]
 
@@ -375,22 +376,25 @@ class PolicySeconds:
         pass_s = self._kind_seconds(policy.chunk, is_backward)
         again_s = plain_s = 0.0
         steps: list[CopyStep] = []
-        moves_below = False
-        for of_layer, kind in zip(self._layers(policy), self.kinds, strict=True):
+        has_copies = moves_below = False
+        for of_layer, kind, count in self._layers(policy):
             own_s = pass_s[kind]
-            if of_layer is None and moves_below:
-                # while it runs, tensors of the layer below leave or come
-                steps.append(CopyStep(own_s, 0.0))
-            elif of_layer is None:
+            if of_layer is None:
+                if moves_below:
+                    # while the first of them runs, tensors of the layer below leave or come
+                    steps.append(CopyStep(own_s, 0.0))
                 # other layers that keep everything belong to the step above them
-                plain_s += own_s
+                for _ in range(count - moves_below):
+                    plain_s += own_s
             else:
-                layer_s = of_layer[0] if is_backward else 0.0
-                again_s += layer_s
-                steps.append(CopyStep(own_s + layer_s + plain_s, of_layer[1]))
-                plain_s = 0.0
+                layer_s, copy_s = of_layer if is_backward else (0.0, of_layer[1])
+                for _ in range(count):
+                    again_s += layer_s
+                steps.append(CopyStep(own_s + layer_s + plain_s, copy_s))
+                steps += [CopyStep(own_s + layer_s, copy_s)] * (count - 1)
+                plain_s, has_copies = 0.0, has_copies or copy_s > 0
             moves_below = of_layer is not None
-        if not any(step.copy_s for step in steps):
+        if not has_copies:
             return again_s, ()
         return again_s, tuple(reversed(steps) if is_backward else steps)
 
@@ -409,18 +413,18 @@ class PolicySeconds:
             self._kinds[key] = {kind: seconds * whole_s / sum_s if sum_s else 0.0 for kind, seconds in own_s.items()}
         return self._kinds[key]
 
-    def _layers(self, policy: ActivationPolicy) -> list[tuple[float, float] | None]:
-        """`ChunkSeconds.layer` of all layers, which both passes need."""
+    def _layers(self, policy: ActivationPolicy) -> list[tuple[tuple[float, float] | None, LayerKind, int]]:
+        """`ChunkSeconds.layer` of all layers, which both passes need, with the kind and the number of equal layers in a row."""
         key = policy.chunk, id(policy.layers)
         if key not in self._of_layers:
-            # equal layers are mostly one object, and so are their kinds, so each object is looked up once
-            layers, kinds = policy.layers, self.kinds
-            # the first layer counts as if the one before it was of its own kind
-            before = (*kinds[:1], *kinds)
-            each = list(zip(map(id, layers), map(id, kinds), map(id, before), strict=False))
-            distinct = dict(zip(each, zip(layers, kinds, before, strict=False), strict=True))
-            known = {own: self.chunks.layer(policy.chunk, *layer) for own, layer in distinct.items()}
-            self._of_layers[key] = [*map(known.__getitem__, each), *[None] * (len(kinds) - len(layers))]
+            # equal layers are mostly one object, and so are their kinds
+            layers, found, start = policy.layers, [], 0
+            for _, same in groupby(zip(map(id, layers), self._kind_ids, strict=False)):
+                count, kind = len(list(same)), self.kinds[start]
+                # the first layer counts as if the one before it was of its own kind
+                found.append((self.chunks.layer(policy.chunk, layers[start], kind, self.kinds[max(0, start - 1)]), kind, count))
+                start += count
+            self._of_layers[key] = found + [(None, kind, 1) for kind in self.kinds[start:]]
         return self._of_layers[key]
 
 
@@ -451,7 +455,6 @@ class StageSeconds:
             {(policy.chunk, policy.layer_range): policy for policy in stage.activations if policy.layers}
             for stage in group.stages
         ]
-        self.has_copies = any(self.chunks.moves(policy.layers) for policies in self.policies for policy in policies.values())
 
     @cached_property
     def table(self) -> FloatArray:
@@ -460,12 +463,19 @@ class StageSeconds:
         table[0, 0] += self.chunks.towers
         last = self.near[-1], self.pairs[-1][-1]
         table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
+        return table + self.under_policies[0] + self.gathers
+
+    @cached_property
+    def under_policies(self) -> tuple[FloatArray, list[tuple[CopyStep, ...]]]:
+        """Seconds that policies add to every pass, in the shape of `table`, and its copies, by `Wiring.units`, () at the end."""
+        shape = len(self.under[0]), len(self.under), len(self.group.chunks), 2
+        seconds, steps = [0.0] * math.prod(shape), [()] * (math.prod(shape) + 1)
         for stage, policies in enumerate(self.policies):
             for (chunk, layer_range), policy in policies.items():
-                under = self.under[stage][layer_range]
-                for is_backward in (False, True):
-                    table[layer_range, stage, chunk, int(is_backward)] += under.of(policy, is_backward)[0]
-        return table + self.gathers
+                under, unit = self.under[stage][layer_range], 2 * ((layer_range * shape[1] + stage) * shape[2] + chunk)
+                seconds[unit], steps[unit] = under.of(policy, False)
+                seconds[unit + 1], steps[unit + 1] = under.of(policy, True)
+        return np.array(seconds, dtype=np.float64).reshape(shape), steps
 
     @cached_property
     def stop_s(self) -> float:
