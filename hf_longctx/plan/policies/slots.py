@@ -101,7 +101,7 @@ def layer_slots(costs: CostModel, chunk: Chunk, shape: GroupShape) -> tuple[Slot
 
 
 def kind_slot(
-    costs: CostModel, chunk: Chunk, shape: GroupShape, kind: LayerKind, seconds: tuple[float, ...] | None = None
+    costs: CostModel, chunk: Chunk, shape: GroupShape, kind: LayerKind, seconds: tuple[float, float] | None = None
 ) -> Slot:
     """Makes the slot of one layer of this kind. seconds: of its forward and its backward, for callers that know them."""
     return layer_slot(costs, chunk, shape, costs.pairs_of((kind,)), ((kind, 1.0),), seconds)
@@ -113,7 +113,7 @@ def layer_slot(
     shape: GroupShape,
     pairs: AttentionPairs,
     kinds: KindShares = ((ATTENTION, 1.0),),
-    seconds: tuple[float, ...] | None = None,
+    seconds: tuple[float, float] | None = None,
 ) -> Slot:
     """Makes the slot of a layer whose attention has these pairs; pairs may be a mean over layers of these `kinds`.
 
@@ -146,9 +146,9 @@ def layer_slot(
         )
         for name, again_s in recompute_s.items()
     )
-    if seconds is None:
-        seconds = tuple(costs.part_s(chunk, shape, is_backward, 1, False, pairs=pairs) for is_backward in (False, True))
-    return Slot(*seconds, saved, replay_s)
+    ways = (False, True)
+    forward_s, backward_s = seconds or (costs.part_s(chunk, shape, is_backward, 1, False, pairs=pairs) for is_backward in ways)
+    return Slot(forward_s, backward_s, saved, replay_s)
 
 
 def chunk_slot(costs: CostModel, chunk: Chunk, shape: GroupShape) -> Slot:

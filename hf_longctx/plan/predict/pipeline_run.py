@@ -339,8 +339,9 @@ class ChunkSeconds:
         """The slot of a layer of this kind for a chunk."""
         if (chunk, kind) not in self._slots:
             pairs = self.costs.pairs_of((kind,))
-            seconds = (float(self.passes(is_backward, 0, pairs)[chunk, 0]) for is_backward in (False, True))
-            self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind, tuple(seconds))
+            forward_s, backward_s = (float(self.passes(is_backward, 0, pairs)[chunk, 0]) for is_backward in (False, True))
+            seconds = forward_s, backward_s
+            self._slots[chunk, kind] = kind_slot(self.costs, self.group.chunks[chunk], self.group.shape, kind, seconds)
         return self._slots[chunk, kind]
 
 
@@ -469,7 +470,8 @@ class StageSeconds:
     def under_policies(self) -> tuple[FloatArray, list[tuple[CopyStep, ...]]]:
         """Seconds that policies add to every pass, in the shape of `table`, and its copies, by `Wiring.units`, () at the end."""
         shape = len(self.under[0]), len(self.under), len(self.group.chunks), 2
-        seconds, steps = [0.0] * math.prod(shape), [()] * (math.prod(shape) + 1)
+        seconds = [0.0] * math.prod(shape)
+        steps: list[tuple[CopyStep, ...]] = [()] * (len(seconds) + 1)
         for stage, policies in enumerate(self.policies):
             for (chunk, layer_range), policy in policies.items():
                 under, unit = self.under[stage][layer_range], 2 * ((layer_range * shape[1] + stage) * shape[2] + chunk)
