@@ -378,7 +378,8 @@ class Setup:
     placeholders: tuple[int, ...] = ()
     # numbers of stages that were tried; none if the user gave one
     stage_options: StageOptions = field(default_factory=StageOptions, compare=False, repr=False)
-    # the plan of a step that was made to choose how weights are shared, with its costs and settings
+    # the plan of a step that was made to choose how weights are shared, with its costs and settings; none if that had to beat
+    # another one, for which the search looks at other candidates
     planned: StageSetup | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -491,9 +492,8 @@ class _Choices:
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
             is_open = wishes.may_shard and (wishes.shares_fastest or len(loaded) > 1)
             step = self.lengths.step(self.lengths.sample()) if is_open else ()
-            setup, plan = self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)
-            own = StageSetup(setup.costs, setup.planner, plan=plan)
-            return replace(_with_planned_room(self._agreed(setup)), planned=own)
+            setup, _ = self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)
+            return _with_planned_room(self._agreed(setup))
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
         step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
         if wishes.stages == "auto":
@@ -522,8 +522,8 @@ class _Choices:
             return replace(found, longest_tokens=_with_planned_room(setups[count, num_ranges]).room_tokens, plan=None)
 
         if wishes.stages != "auto" and wishes.interleave == 1:
-            own = setup_of(wishes.stages, 1)
-            return replace(_with_planned_room(self._agreed(setups[wishes.stages, 1])), planned=own)
+            setup_of(wishes.stages, 1)
+            return _with_planned_room(self._agreed(setups[wishes.stages, 1]))
         options, how = StageOptions(), (_MOST_SLOWER, wishes.interleave, num_nodes)
         # a number that does not hold the longest sequence must not drop another one
         prunes = wishes.may_shard or self.lengths.must_hold <= max(step, default=0)
@@ -637,7 +637,7 @@ class _Choices:
         another, so that bounds alone do not decide. A way must also hold a sequence of `lengths.must_hold` tokens. Without any,
         the way with most room is taken, and no plan. Raises NotFaster if ways fit, and none takes less than `most_s`.
         """
-        best: tuple[float, Setup, StepPlan] | None = None
+        best: tuple[float, Setup, StepPlan, float] | None = None
         roomiest: Setup | None = None
         slower: NotFaster | None = None
         per_stage = placement.ranks_per_stage
@@ -667,7 +667,7 @@ class _Choices:
             except ValueError:
                 continue
             if is_better:
-                best = counted_s, setup, plan
+                best = counted_s, setup, plan, limit_s
         if best is None and slower is not None:
             raise slower
         if best is None:
@@ -678,6 +678,8 @@ class _Choices:
             why = f"which leaves most room; no way to share them holds a step and its longest sequence, of {most:,} tokens"
         else:
             setup = best[1]
+            if best[3] == math.inf:
+                setup = replace(setup, planned=StageSetup(setup.costs, setup.planner, plan=best[2]))
             why = "which is fastest for a step among those that fit"
         name, own = setup.placement.parameters.replace("_", " "), setup.placement.shard_ranks
         name += f" over {own} ranks each" if 1 < own < per_stage else ""

@@ -79,7 +79,7 @@ def test_stages_share_parameters_in_a_way_that_holds_the_longest_sequence() -> N
 def test_the_first_step_is_planned_once_by_the_setup(stages: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = read_workload(str(path))
     [lengths] = workload.draw_steps(1, len(LENGTHS), 0)
-    found = scenario(stages, step_lengths=tuple(lengths))
+    found = scenario(stages, step_lengths=tuple(lengths), model="llama-3.1-8b")
     planned: list[tuple[int, ...]] = []
 
     def plan(step: int, lengths: Sequence[int], *settings: Any, **media: Any) -> StepPlan:
