@@ -363,11 +363,11 @@ class PipelineSearch:
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None if none fits.
 
-        The first candidate that is hardly faster than the best so far, even with everything kept, ends the search.
+        Candidates that are hardly faster than the best so far, even with everything kept, are left out.
         """
         for candidate in candidates:
             if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _CHOICE.worth):
-                break
+                continue
             made = self._as_it_is(candidate) or self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
                 best = made
