@@ -55,7 +55,7 @@ from hf_longctx.plan.predict.bounds import MemoryLimitedStep
 from hf_longctx.plan.predict.evaluate import Evaluation, state_bytes
 from hf_longctx.plan.predict.planning import Planning
 from hf_longctx.plan.predict.towers import with_towers
-from hf_longctx.plan.room.room import make_room
+from hf_longctx.plan.room.room import make_room, steps_of_room
 
 # factor on the even share of tokens that a rank of a micro-batch may hold: groups are never quite even
 _SLACK = 1.15
@@ -230,8 +230,9 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
 def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, tries_all: bool) -> list[tuple[StepPlan, str]]:
     """Returns the plans of `group_plans`; tries_all: for every token limit.
 
-    Making room only adds seconds, so candidates are tried in the order of their seconds with those that policies add if ranks are
-    equally full, and those that would not become faster than the best so far are left out.
+    Candidates are tried in the order of their seconds with those that policies add if ranks are equally full, and those that
+    would not become faster than the best so far are left out. Making room only adds seconds, so a candidate that is slower than
+    the best with room in some of its micro-batches is left out, too.
     """
     costs, config = planning.costs, planning.config
     # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
@@ -258,12 +259,16 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
             continue
         plan, solver = plans[place]
         try:
-            found[place] = make_room(plan, planning), solver
+            for number, made in enumerate(steps_of_room(plan, planning), 1):
+                # a prediction takes about as long as room in one micro-batch
+                if found and number & (number - 1) == 0 and planning.counted_s(made) > best_s:
+                    break
+            else:
+                found[place] = made, solver
+                best_s = min(best_s, planning.counted_s(made))
         except ValueError as error:
             # a traceback would hold this frame, and so itself
             errors[place] = error.with_traceback(None)
-            continue
-        best_s = min(best_s, planning.counted_s(found[place][0]))
     if not found:
         # the first candidate is the configured solver's, so its reason is the one to tell
         raise errors[0]

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -484,7 +484,8 @@ def test_of_plans_that_do_not_fit_the_first_tells_why(monkeypatch: pytest.Monkey
         tried.append(found)
         raise ValueError(f"{found.layout} does not fit")
 
-    monkeypatch.setattr(planner, "make_room", refuse)
+    for name in ("make_room", "steps_of_room"):
+        monkeypatch.setattr(planner, name, refuse)
     config = PlannerConfig(400, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 0, 64))
     lengths, costs = [300, 200, 100, 50, 40], cost_model("attention", 4)
     problem = GroupingProblem.build(lengths, costs, config)
@@ -500,13 +501,18 @@ def test_a_candidate_is_left_out_only_if_it_could_not_win(monkeypatch: pytest.Mo
     config = PlannerConfig(2000, (1, 2, 4), activations=ActivationBudget(100, 1 << 22, 1 << 22, 64))
     costs = dataclasses.replace(cost_model("attention", 4), parameters="gathered_per_round", shard_ranks=4)
     tried: list[StepPlan] = []
-    make_room = planner.make_room
+    # micro-batches of each that got no room
+    left: list[int] = []
+    steps_of_room = planner.steps_of_room
 
-    def note(plan: StepPlan, planning: Planning) -> StepPlan:
-        tried.append(make_room(plan, planning))
-        return tried[-1]
+    def note(plan: StepPlan, planning: Planning) -> Iterator[StepPlan]:
+        tried.append(plan)
+        left.append(len(plan.micro_batches))
+        for made in steps_of_room(plan, planning):
+            left[-1] -= 1
+            yield made
 
-    monkeypatch.setattr(planner, "make_room", note)
+    monkeypatch.setattr(planner, "steps_of_room", note)
     num_left_out = 0
     for seed in range(12):
         lengths = np.random.default_rng(seed).integers(20, 600, 9).tolist()
@@ -518,8 +524,8 @@ def test_a_candidate_is_left_out_only_if_it_could_not_win(monkeypatch: pytest.Mo
         num_left_out += len(candidates) - len(tried)
         for placed, _ in candidates:
             plan = planner.build_plan(0, lengths, renumber(placed, order), problem.shapes, costs, problem.block_ranks)
-            assert best_s <= planning.predict(make_room(plan, planning)).step_s + 1e-12
-    assert num_left_out > 0
+            assert best_s <= planning.predict(planner.make_room(plan, planning)).step_s + 1e-12
+    assert num_left_out > 0 and any(left)
 
 
 def test_solvers_are_not_loaded_before_they_are_asked_for() -> None:

@@ -99,12 +99,14 @@ class PredictionCache:
         # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
         self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
-        self._stages: dict[tuple[int, int, int, tuple[int, ...]], StageSeconds] = {}
+        self._under: dict[tuple[int, int, tuple[LayerKind, ...]], PolicySeconds] = {}
+        # pipelines without policies, by ids of chunks and stages, and by positions
+        self._kept: dict[tuple[int, int, int, tuple[int, ...]], tuple[SequenceGroup, float, FloatArray]] = {}
 
     def without_gathers(self) -> PredictionCache:
         """Returns a cache that counts no gathers, and shares what does not depend on them."""
         found = PredictionCache()
-        found._bytes, found._wirings, found._seconds = self._bytes, self._wirings, self._seconds
+        found._bytes, found._wirings, found._seconds, found._under = self._bytes, self._wirings, self._seconds, self._under
         return found
 
     def byte_model(self, model: ModelSpec) -> ByteModel:
@@ -142,12 +144,24 @@ class PredictionCache:
             self._seconds[key] = group.chunks, ChunkSeconds(group, costs)
         return self._seconds[key][1]
 
-    def stage_seconds(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> StageSeconds:
-        """Returns the seconds of the group's actions, made once."""
+    def under(self, chunks: ChunkSeconds, near: int, kinds: tuple[LayerKind, ...]) -> PolicySeconds:
+        """Returns the seconds that policies add to chunks on layers of these kinds. near: see `near_ranks`."""
+        key = id(chunks), near, kinds
+        if key not in self._under:
+            self._under[key] = PolicySeconds(chunks, near, kinds)
+        return self._under[key]
+
+    def kept(self, plan: StepPlan, group: SequenceGroup, costs: CostModel) -> tuple[float, FloatArray]:
+        """Returns when a group that recomputes and moves nothing stops, from second 0, and for how long every stage works.
+
+        Bytes are not counted. A stage works at most as long in the group's `run_pipeline`.
+        """
         key = id(group.chunks), id(group.stages), id(group.towers), group.positions
-        if key not in self._stages:
-            self._stages[key] = StageSeconds(plan, group, costs, self)
-        return self._stages[key]
+        if key not in self._kept:
+            wiring, seconds = self.wiring(group), StageSeconds(plan, group, costs, self)
+            stop_s = wiring.stop_s(wiring.seconds(seconds.table), wiring.hops(seconds.hops()))
+            self._kept[key] = group, stop_s, seconds.table.sum(axis=(0, 2, 3))
+        return self._kept[key][1:]
 
 
 def plan_gathers(plan: StepPlan, costs: CostModel, num_layers: int, is_first: bool, is_last: bool) -> StageGathers:
@@ -173,17 +187,6 @@ def run_pipeline(
     if key not in known.runs:
         known.runs[key] = group, _run_pipeline(plan, group, costs, start_s, known)
     return known.runs[key][1]
-
-
-def kept_pipeline_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> float:
-    """Seconds of the `run_pipeline` of a group that recomputes and moves nothing, from second 0; bytes are not counted."""
-    return known.stage_seconds(plan, group, costs).stop_s
-
-
-def kept_stages_s(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache) -> FloatArray:
-    """Seconds that every stage works on a group that recomputes and moves nothing: at most those of its run."""
-    found: FloatArray = known.stage_seconds(plan, group, costs).table.sum(axis=(0, 2, 3))
-    return found
 
 
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
@@ -252,7 +255,6 @@ class ChunkSeconds:
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
         self._hops: dict[bool, list[float]] = {}
         self._slots: dict[tuple[int, LayerKind], Slot] = {}
-        self._under: dict[tuple[int, tuple[LayerKind, ...]], PolicySeconds] = {}
         # these are known by ids of policies, which are stored with them, so that these ids are not reused
         self._layers: dict[tuple[int, int, LayerKind, LayerKind], tuple[LayerPolicy, tuple[float, float] | None]] = {}
         self._moves: dict[int, tuple[tuple[LayerPolicy, ...], bool]] = {}
@@ -324,12 +326,6 @@ class ChunkSeconds:
         if key not in self._moves:
             self._moves[key] = layers, any(share.host > 0 for layer in layers for share in layer.shares)
         return self._moves[key][1]
-
-    def under(self, near: int, kinds: tuple[LayerKind, ...]) -> PolicySeconds:
-        """Seconds that policies add on layers of these kinds. near: see `near_ranks`."""
-        if (near, kinds) not in self._under:
-            self._under[near, kinds] = PolicySeconds(self, near, kinds)
-        return self._under[near, kinds]
 
     def saved(self, chunk: int, kind: LayerKind) -> tuple[SavedClass, ...]:
         """Tensors that a layer saves for a chunk."""
@@ -434,7 +430,8 @@ class StageSeconds:
 
     def __init__(self, plan: StepPlan, group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> None:
         self.plan, self.group, self.costs, self.known = plan, group, costs, known
-        self.chunks = (PredictionCache() if known is None else known).seconds(group, costs)
+        caches = PredictionCache() if known is None else known
+        self.chunks = caches.seconds(group, costs)
         self.tokens = self.chunks.tokens
         per_node, per_stage = costs.cluster.ranks_per_node, plan.ranks_per_stage
         ranks = [[stage.stage * per_stage + position for position in group.positions] for stage in group.stages]
@@ -447,7 +444,7 @@ class StageSeconds:
         self.pairs = [[costs.attention_pairs((layer_range,)) for layer_range in stage.layer_ranges] for stage in group.stages]
         self.under = [
             [
-                self.chunks.under(near, costs.model.layer_kinds(owned) or (ATTENTION,) * owned.num_layers)
+                caches.under(self.chunks, near, costs.model.layer_kinds(owned) or (ATTENTION,) * owned.num_layers)
                 for owned in stage.layer_ranges
             ]
             for near, stage in zip(self.near, group.stages, strict=True)
@@ -478,12 +475,6 @@ class StageSeconds:
                 seconds[unit], steps[unit] = under.of(policy, False)
                 seconds[unit + 1], steps[unit + 1] = under.of(policy, True)
         return np.array(seconds, dtype=np.float64).reshape(shape), steps
-
-    @cached_property
-    def stop_s(self) -> float:
-        """Second at which the group stops if it starts at second 0 and waits for no copies."""
-        wiring = (PredictionCache() if self.known is None else self.known).wiring(self.group)
-        return wiring.stop_s(wiring.seconds(self.table), wiring.hops(self.hops()))
 
     @cached_property
     def gathers(self) -> FloatArray:

@@ -76,8 +76,6 @@ from hf_longctx.plan.predict.evaluate import in_step
 from hf_longctx.plan.predict.pipeline_run import (
     PredictionCache,
     StageRun,
-    kept_pipeline_s,
-    kept_stages_s,
     run_alone,
     run_pipeline,
 )
@@ -135,16 +133,26 @@ def make_room(plan: StepPlan, planning: Planning) -> StepPlan:
     Without a budget the plan is returned unchanged. `device_bytes` of the budget is the room of the stage with the most weights
     and optimizer states; other stages have more. Raises NoRoom for the first group for which nothing fits.
     """
+    for made in steps_of_room(plan, planning):
+        plan = made
+    return plan
+
+
+def steps_of_room(plan: StepPlan, planning: Planning) -> Iterator[StepPlan]:
+    """Yields the plan after each of its micro-batches has got the room of `make_room`."""
     budget = planning.config.activations
     if budget is None:
-        return plan
+        return
     costs, caches = planning.costs, (planning.known, planning.fitted)
     room: GroupRoom | PipelineRoom
     if plan.num_stages == 1:
         room = GroupRoom(costs, budget, not planning.config.one_micro_batch, *caches, plan.blocks)
     else:
         room = PipelineRoom(plan, costs, budget, True, *caches)
-    return replace(plan, micro_batches=tuple(MicroBatch(room.fitting(plan, each)) for each in plan.micro_batches))
+    made = list(plan.micro_batches)
+    for place, each in enumerate(plan.micro_batches):
+        made[place] = MicroBatch(room.fitting(plan, each))
+        yield replace(plan, micro_batches=tuple(made))
 
 
 def policy_reason(group: SequenceGroup, costs: CostModel, budget: ActivationBudget) -> str:
@@ -663,7 +671,7 @@ class PipelineRoom(Room):
 
     def kept_s(self, group: SequenceGroup) -> float:
         """Predicted seconds of a group alone that recomputes and moves nothing."""
-        return kept_pipeline_s(self.plan, group, self.costs, self.predictions)
+        return self.predictions.kept(self.plan, group, self.costs)[0]
 
     def takes(self, group: SequenceGroup, seconds: float) -> bool:
         """Whether a group takes at least `seconds` even if it recomputes and moves nothing."""
@@ -675,7 +683,7 @@ class PipelineRoom(Room):
 
     def busy_s(self, group: SequenceGroup) -> FloatArray:
         """Seconds that every stage works on a group that recomputes and moves nothing."""
-        return kept_stages_s(self.plan, group, self.costs, self.predictions)
+        return self.predictions.kept(self.plan, group, self.costs)[1]
 
     def _ways(self, group: SequenceGroup, found: list[Trial]) -> Iterator[Iterable[Program]]:
         """The group as it is, in tiles alone, and then with levels of recomputation and offloading, or in least memory."""
