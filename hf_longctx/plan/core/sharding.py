@@ -55,12 +55,14 @@ def summing_ranks(num_ranks: int, node_ranks: int) -> int:
 
 
 def sum_bytes(num_bytes: float, wide_bytes: float, num_ranks: int, node_ranks: int) -> tuple[float, float]:
-    """Returns bytes that a rank sends to sum gradients of `num_bytes` over a group: to the ranks of `summing_ranks`, to others.
+    """Returns mean bytes that a rank sends to sum gradients of `num_bytes` over a group: inside its node, and to other nodes.
 
-    wide_bytes: of the gradients in fp32 or wider, in which their sums leave for other ranks.
+    A node has `summing_ranks`. wide_bytes: of the gradients in fp32 or wider, in which sums leave the ranks that made them. Sums
+    that the node itself keeps do not cross, and of these a rank keeps its own.
     """
     near = summing_ranks(num_ranks, node_ranks)
-    return num_bytes * (near - 1) / near, wide_bytes * (1 / near - 1 / num_ranks)
+    inside = num_bytes + wide_bytes / num_ranks * (near < num_ranks)
+    return inside * (near - 1) / near, wide_bytes * (1 / near - 1 / num_ranks)
 
 
 def rank_pieces(chunk: Chunk, shape: GroupShape) -> tuple[tuple[Piece, ...], ...]:

@@ -297,13 +297,12 @@ def ring_traffic(num_bytes: float, num_ranks: int, stride: int, messages: int, c
 def sum_traffic(num_bytes: float, wide_bytes: float, num_ranks: int, num_exchanges: int, cluster: ClusterSpec) -> Traffic:
     """Returns mean traffic of a rank that sums gradients of `num_bytes` over consecutive ranks.
 
-    wide_bytes: of the gradients in fp32 or wider. num_exchanges: exchanges in which ranks of one node send all gradients.
+    wide_bytes: of the gradients in fp32 or wider. num_exchanges: exchanges in which ranks send all gradients.
     """
     per_node = cluster.ranks_per_node
     near, far = sum_bytes(num_bytes, wide_bytes, num_ranks, per_node)
     if far:
-        num_nodes = num_ranks // per_node
-        return Traffic(near, far, num_exchanges * (num_nodes + 1))
+        return Traffic(near, far, 2 * num_exchanges)
     num_nodes = _num_nodes(num_ranks, per_node)
     # share of the other ranks that are on other nodes
     far_share = 0.0 if num_nodes == 1 else (num_ranks - num_ranks / num_nodes) / (num_ranks - 1)

@@ -5,9 +5,9 @@ to the dtype of the weights. Here each gradient is sent as it is, in its own dty
 ranks' gradients, which it adds in fp32 or wider and hands on unrounded. So half-precision gradients take half the bytes on the
 links, no buffer in fp32 exists beside them, and no bit of a sum is lost. Ranks are added in order, so that sums are reproducible.
 
-Over several nodes the ranks of each node exchange first, and add up: rank i of every node gets what the i-th ranks of all nodes
-will keep. Then these send one another their sums in fp32. So each node sends every sum once, as in a ring, in place of one
-gradient for each rank.
+Over N nodes the ranks of each node exchange first, and add up: rank i of every node gets what the i-th N of all ranks will keep.
+Then it sends each of these its sum in fp32. So each node sends every sum once, as in a ring, in place of one gradient for each of
+its ranks.
 
 Large gradients are sent from where they are, and their memory is given up when their sum has ended, before the sums of the next
 unit start. Small ones are copied into one tensor first.
@@ -62,7 +62,7 @@ class ShardSums:
             return
         ranks, device, stream = group._all_gather_process_group, group.device_handle, group.comm_ctx.reduce_scatter_stream
         node_ranks = exchanging_ranks(ranks, self._node_ranks)
-        weights, blocks = [weight for weight, _ in taken], joined_blocks([each for _, each in taken], ranks.size(), node_ranks)
+        weights, blocks = [weight for weight, _ in taken], joined_blocks([each for _, each in taken], ranks.size())
         del taken
         stream.wait_stream(device.current_stream())
         with torch.profiler.record_function(group._with_fqn("FSDP::sum_gradients")), device.stream(stream):
@@ -119,7 +119,7 @@ def sums_next(group: Any) -> bool:
 
 
 @torch.no_grad()
-def joined_blocks(gradients: Sequence[Tensor], num_ranks: int, node_ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+def joined_blocks(gradients: Sequence[Tensor], num_ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
     """Arranges gradients for `sum_blocks`: (their rows for every rank, [ranks, K], and which gradients these are), by dtype.
 
     Every rank gets ceil(R / ranks) rows of a gradient [R, ...]; missing ones are zeros. A large gradient that needs none is a
@@ -133,7 +133,7 @@ def joined_blocks(gradients: Sequence[Tensor], num_ranks: int, node_ranks: int) 
         flat = gradient.reshape(-1)
         padded = F.pad(flat, (0, num_ranks * size - len(flat))) if num_ranks * size > len(flat) else flat
         blocks.append(padded.view(num_ranks, size))
-        if padded is flat and flat.nbytes * node_ranks >= _APART_BYTES * num_ranks:
+        if padded is flat and flat.nbytes >= _APART_BYTES:
             apart.append((blocks[-1], (place,)))
         else:
             together.setdefault(gradient.dtype, []).append(place)
@@ -146,28 +146,26 @@ def sum_blocks(blocks_RK: Tensor, ranks: dist.ProcessGroup, node_ranks: int) -> 
 
     node_ranks: from `exchanging_ranks`.
     """
-    num_ranks, num_columns = blocks_RK.shape
-    node, place = divmod(ranks.rank(), node_ranks)
+    (num_ranks, num_columns), rank = blocks_RK.shape, ranks.rank()
+    num_nodes, first = num_ranks // node_ranks, rank // node_ranks * node_ranks
     wide = torch.promote_types(blocks_RK.dtype, torch.float32)
-    # sums that this rank and those in its place on other nodes will keep
-    sums_NK = torch.empty(num_ranks // node_ranks, num_columns, dtype=wide, device=blocks_RK.device)
-    neighbours = range(node * node_ranks, (node + 1) * node_ranks)
-    for target, sum_K in enumerate(sums_NK):
-        own = blocks_RK[target * node_ranks : (target + 1) * node_ranks]
-        torch.sum(_exchange(own, neighbours, ranks), 0, dtype=wide, out=sum_K)
-    if len(sums_NK) == 1:
+    neighbours = range(first, first + node_ranks)
+    received = _exchange(blocks_RK.view(node_ranks, -1), neighbours, neighbours, ranks)
+    sums_NK = received.sum(0, dtype=wide).view(num_nodes, num_columns)
+    if num_nodes == 1:
         return sums_NK[0]
-    return _exchange(sums_NK, range(place, num_ranks, node_ranks), ranks).sum(0)
+    keepers = range((rank - first) * num_nodes, (rank - first + 1) * num_nodes)
+    return _exchange(sums_NK, keepers, range(rank // num_nodes, num_ranks, node_ranks), ranks).sum(0)
 
 
-def _exchange(rows: Tensor, peers: range, ranks: dist.ProcessGroup) -> Tensor:
-    """Sends one row to each of some ranks, in their order, and receives one from each of them."""
+def _exchange(rows: Tensor, receivers: range, senders: range, ranks: dist.ProcessGroup) -> Tensor:
+    """Sends one row to each of some ranks, in their order, and receives as many rows, one from each of others."""
     received = torch.empty_like(rows)
     row_bytes = rows[0].nbytes
-    splits = [row_bytes * (rank in peers) for rank in range(ranks.size())]
+    splits = [[row_bytes * (rank in peers) for rank in range(ranks.size())] for peers in (senders, receivers)]
     # bytes, since not every backend exchanges every dtype
     sent, arrived = (x.flatten().view(torch.uint8) for x in (rows, received))
-    dist.all_to_all_single(arrived, sent, splits, splits, group=ranks)
+    dist.all_to_all_single(arrived, sent, *splits, group=ranks)
     return received
 
 

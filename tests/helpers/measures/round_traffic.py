@@ -54,11 +54,12 @@ def _summed(own: float, wide: float, num_ranks: int, cluster: ClusterSpec) -> tu
         near = sum(a // per_node == b // per_node for a, b in pairs)
         sent = own / num_ranks
         return near * sent / num_ranks, (len(pairs) - near) * sent / num_ranks, 1
+    num_nodes = num_ranks // per_node
     for a, b in pairs:
         if a // per_node == b // per_node:
-            # rows that all ranks in the place of b will keep
+            # rows that one share of all ranks will keep
             link += own / per_node
-        elif a % per_node == b % per_node:
-            network += wide / num_ranks
-    num_nodes = num_ranks // per_node
-    return link / num_ranks, network / num_ranks, num_nodes + 1 if num_nodes > 1 else 1
+        if num_nodes > 1 and b // num_nodes == a % per_node:
+            is_near = a // per_node == b // per_node
+            link, network = link + is_near * wide / num_ranks, network + (not is_near) * wide / num_ranks
+    return link / num_ranks, network / num_ranks, 2 if num_nodes > 1 else 1

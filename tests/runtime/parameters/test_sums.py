@@ -39,7 +39,7 @@ def sums_on_rank(dtype: torch.dtype, node_ranks: int, apart_bytes: int) -> tuple
     with patch.object(dist, "all_to_all_single", counting), patch.object(sums, "_APART_BYTES", apart_bytes):
         per_node = exchanging_ranks(group, node_ranks)
         gradients = [gradient_of(rank, shape, dtype) for shape in SHAPES]
-        for blocks_RK, places in joined_blocks(gradients, group.size(), per_node):
+        for blocks_RK, places in joined_blocks(gradients, group.size()):
             sizes = [-(-len(gradients[place]) // 4) * gradients[place][:1].numel() for place in places]
             found |= dict(zip(places, sum_blocks(blocks_RK, group, per_node).split(sizes), strict=True))
     return [found[place] for place in range(len(SHAPES))], sent
@@ -66,5 +66,6 @@ def test_nodes_send_every_sum_once(ranks) -> None:
     for _, sent in ranks(4).run(sums_on_rank, torch.bfloat16, 2, 0):
         near, far = near + sent["near"], far + sent["far"]
     elements = sum(4 * -(-shape[0] // 4) * torch.Size(shape[1:]).numel() for shape in SHAPES)
-    # every rank gives half of its gradient to its neighbour, and half of its half of the node's sum to the other node
-    assert near == 4 * 2 * elements / 2 and far == 4 * 4 * elements / 4
+    # every rank gives half of its gradient to its neighbour; one of each node's two then has what the other node keeps, and the
+    # other one what this node keeps, half of it itself
+    assert near == 4 * 2 * elements / 2 + 2 * 4 * elements / 4 and far == 4 * 4 * elements / 4
