@@ -279,8 +279,8 @@ def test_only_hops_between_nodes_use_the_network() -> None:
     weights = StageWeights(1, 800, 0, 1600, 1600, 800)
     one_node, two = (round_traffic(weights, ClusterSpec(8, near, GENERIC_CPU), "gathered_per_round", 8, 1) for near in (8, 4))
     assert (one_node.link_bytes, one_node.network_bytes) == (2400 * 7 / 8, 0)
-    # two of the eight hops of a ring leave a node; gradients are added up inside a node, and half of a quarter leaves it; an eighth
-    # stays in the node, a quarter of it on its rank
+    # two of the eight hops of a ring leave a node; gradients are added up inside a node, and half of a quarter leaves it; an
+    # eighth stays in the node, a quarter of it on its rank
     expected = 800 * 7 / 8 * 3 / 4 + (1600 + 1600 / 8) * 3 / 4, 800 * 7 / 8 / 4 + 1600 / 4 / 2
     assert (two.link_bytes, two.network_bytes) == pytest.approx(expected)
     # copies of shards that fill a node lie on different nodes
