@@ -142,7 +142,7 @@ class ByteModel:
 
     def states(self, parameters: Parameters = "replicated", shard_ranks: int = 1) -> int:
         """Returns bytes on a rank of all weights, gradients and Adam's states, shared by `shard_ranks` ranks if sharded."""
-        return part_state_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+        return self._once(part_state_bytes, self.model.num_layers, True, True, parameters, shard_ranks)
 
     def accumulated(self, parameters: Parameters, shard_ranks: int) -> int:
         """Returns bytes of whole gradients on a rank without stages whose group runs several backwards in a micro-batch."""
@@ -164,7 +164,10 @@ class ByteModel:
     def _of_stage(self, count: Callable[..., int], stage: StagePlan, plan: StepPlan) -> int:
         """Returns the result of `count` for one stage of the plan, computed once for equal stages."""
         is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
-        part = stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks
+        return self._once(count, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
+
+    def _once(self, count: Callable[..., int], *part: Hashable) -> int:
+        """Returns the result of `count` for a part of the model, computed once."""
         known, key = self._counted.stages, (count, part)
         if key not in known:
             known[key] = count(self.model, *part)

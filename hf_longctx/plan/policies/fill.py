@@ -32,7 +32,6 @@ section 5.2), with no exposed second and nothing recomputed. Splitting by shares
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -77,15 +76,22 @@ class _Filling:
     def place(self, batch: Batch) -> bool:
         """Places all pieces of a batch; False if one of them fits nowhere."""
         count = len(batch.places)
-        if count < _LEAST_AT_ONCE or not batch.visits_slots_once:
-            return all(self._place_one(batch, index) for index in range(count))
-        # a limit binds somewhere in the batch: the pieces before and after it are placed at once
-        half = count // 2
-        return self._place_at_once(batch) or (self.place(batch.part(0, half)) and self.place(batch.part(half, count)))
+        return self._place_part(batch, 0, count) if batch.visits_slots_once else self._place_each(batch, 0, count)
 
-    def _place_at_once(self, batch: Batch) -> bool:
+    def _place_part(self, batch: Batch, start: int, stop: int) -> bool:
+        """Places the pieces from `start` to `stop`, all of different slots; False if one of them fits nowhere."""
+        if stop - start < _LEAST_AT_ONCE:
+            return self._place_each(batch, start, stop)
+        # a limit binds somewhere in the batch: the pieces before and after it are placed at once
+        half = (start + stop) // 2
+        return self._place_at_once(batch, start, stop) or (
+            self._place_part(batch, start, half) and self._place_part(batch, half, stop)
+        )
+
+    def _place_at_once(self, batch: Batch, start: int, stop: int) -> bool:
         """Places pieces of different slots at once if no limit binds, else places none and returns False."""
-        slots, sizes = batch.slots, batch.num_bytes
+        own = slice(start, stop)
+        places, slots, sizes = batch.places[own], batch.slots[own], batch.num_bytes[own]
         following = np.minimum(slots + 1, len(self.slack) - 1)
         hidden = np.zeros(len(slots))
         if batch.can_offload:
@@ -95,7 +101,7 @@ class _Filling:
         left = sizes - hidden
         kept = left if keeps else np.zeros(len(slots))
         if not keeps and left.any():
-            pays = 2 * self.copy_s * sizes < batch.seconds
+            pays = 2 * self.copy_s * sizes < batch.seconds[own]
             if not batch.can_recompute or (batch.can_offload and self.host_left > 0 and bool(pays.any())):
                 return False
         taken = np.zeros(len(self.slack) + 1)
@@ -109,15 +115,19 @@ class _Filling:
         self.slack = after
         self.window[slots] -= hidden
         self.host_left -= float(hidden.sum())
-        self.on_host[batch.places] += hidden
+        self.on_host[places] += hidden
         if not keeps:
-            self.recomputed[batch.places] += left
+            self.recomputed[places] += left
         return True
 
-    def _place_one(self, batch: Batch, index: int) -> bool:
+    def _place_each(self, batch: Batch, start: int, stop: int) -> bool:
+        """Places the pieces from `start` to `stop` one by one; False if one of them fits nowhere."""
+        columns = (each[start:stop].tolist() for each in (batch.places, batch.slots, batch.num_bytes, batch.seconds))
+        return all(self._place_one(batch, *piece) for piece in zip(*columns, strict=True))
+
+    def _place_one(self, batch: Batch, place: int, slot: int, num_bytes: float, seconds: float) -> bool:
         """Places one piece of a class; False if it fits nowhere."""
-        place, slot = int(batch.places[index]), int(batch.slots[index])
-        num_bytes = left = float(batch.num_bytes[index])
+        left = num_bytes
         hidden = min(left, self._host_room(slot), max(0.0, float(self.window[slot]))) if batch.can_offload else 0.0
         self._offload(slot, hidden)
         left -= hidden
@@ -127,7 +137,7 @@ class _Filling:
             self.slack[slot:] -= kept
             left -= kept
         # compare an exposed copy, out and back, with recomputation
-        pays = not batch.can_recompute or 2 * self.copy_s * num_bytes < batch.seconds[index]
+        pays = not batch.can_recompute or 2 * self.copy_s * num_bytes < seconds
         exposed = min(left, self._host_room(slot)) if left and pays and batch.can_offload else 0.0
         self._offload(slot, exposed)
         left -= exposed
@@ -413,16 +423,17 @@ def _reason(table: SlotTable, limits: MemoryLimits, outcome: PolicyOutcome, time
 
 def _as_shares(table: SlotTable, shares: FloatArray) -> tuple[tuple[TensorShare, ...], ...]:
     """Shares of every slot; equal slots share one object, whose bytes and seconds are counted once."""
-    rows = shares.tolist()
+    rows = shares.ravel().tolist()
     known: dict[tuple[object, ...], tuple[TensorShare, ...]] = {}
     result, start = [], 0
     for slot in table.slots:
-        stop = start + len(slot.saved)
-        key = id(slot.saved), *itertools.chain.from_iterable(rows[start:stop])
+        stop = start + 2 * len(slot.saved)
+        own = rows[start:stop]
+        key = id(slot.saved), *own
         if key not in known:
             known[key] = tuple(
                 TensorShare(item.tensor_class, recompute=recompute, host=host, device=max(0.0, 1 - recompute - host))
-                for item, row in zip(slot.saved, rows[start:stop], strict=True)
+                for item, *row in zip(slot.saved, own[::2], own[1::2], strict=True)
                 for recompute, host in [_rounded(*row)]
             )
         result.append(known[key])

@@ -179,13 +179,6 @@ class Batch:
     def visits_slots_once(self) -> bool:
         return bool((self.slots[1:] < self.slots[:-1]).all())
 
-    def part(self, start: int, stop: int) -> Batch:
-        """The pieces from `start` to `stop`."""
-        own = slice(start, stop)
-        return replace(
-            self, places=self.places[own], slots=self.slots[own], num_bytes=self.num_bytes[own], seconds=self.seconds[own]
-        )
-
 
 class SlotTable:
     """Classes of all slots in order. num_bytes, owner: bytes of each class, and its slot; can_keep: see `SavedClass`.

@@ -217,18 +217,23 @@ class _Run:
         """Runs a chunk that keeps everything by formulas for the whole model; most groups without stages need no event loop."""
         (stage,), (chunk,) = group.stages, group.chunks
         near = near_ranks(group.positions, self.costs.cluster.ranks_per_node)
-        clock_s, times, inside = start_s, [], []
-        for is_backward in (False, True):
-            exchange_s = self._exchange_s(chunk, group.shape, near, is_backward)
-            towers_s = self.costs.chunk_towers_s(group, chunk, is_backward)
-            stop_s = clock_s + (self.costs.local_s(chunk, group.shape, is_backward) + exchange_s + towers_s)
-            times.append((clock_s, stop_s))
-            inside.append(exchange_s)
-            clock_s = stop_s
+        key = id(group.chunks), id(group.towers), group.shape, near
+        if key not in self.known.kept_chunks:
+            inside_s = [self._exchange_s(chunk, group.shape, near, is_backward) for is_backward in (False, True)]
+            passes_s = [
+                self.costs.local_s(chunk, group.shape, bool(is_backward))
+                + exchange_s
+                + self.costs.chunk_towers_s(group, chunk, bool(is_backward))
+                for is_backward, exchange_s in enumerate(inside_s)
+            ]
+            self.known.kept_chunks[key] = group, passes_s, inside_s, shard_tokens(chunk, group.shape)
+        _, (forward_s, backward_s), inside, shards = self.known.kept_chunks[key]
+        middle_s = start_s + forward_s
+        times = [(start_s, middle_s), (middle_s, middle_s + backward_s)]
         self._add(group.positions, times, inside)
         self._note_passes(group.positions, StageRun(stage.actions, tuple(times), tuple(inside), 0, 0, 0))
         chunk_bytes = self.known.byte_model(self.costs.model).kept_peak(group)
-        for position, tokens in zip(group.positions, shard_tokens(chunk, group.shape), strict=True):
+        for position, tokens in zip(group.positions, shards, strict=True):
             self.tokens[position] = max(self.tokens[position], tokens)
             self.peak_bytes[position] = max(self.peak_bytes[position], self.state_bytes[position] + chunk_bytes)
         self._add_towers(group, self.state_bytes[group.positions[0]] + chunk_bytes)

@@ -100,6 +100,10 @@ class PredictionCache:
         self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
         self._under: dict[tuple[int, int, tuple[LayerKind, ...]], PolicySeconds] = {}
+        # seconds and exchanges of both passes of a group's only chunk without policies, and its tokens on every rank
+        self.kept_chunks: dict[
+            tuple[int, int, GroupShape, int], tuple[SequenceGroup, list[float], list[float], tuple[int, ...]]
+        ] = {}
         # pipelines without policies, by ids of chunks and stages, and by positions
         self._kept: dict[tuple[int, int, int, tuple[int, ...]], tuple[SequenceGroup, float, FloatArray]] = {}
 
