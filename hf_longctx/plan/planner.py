@@ -230,9 +230,9 @@ def group_plans(step: int, problem: GroupingProblem, planning: Planning) -> list
 def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, tries_all: bool) -> list[tuple[StepPlan, str]]:
     """Returns the plans of `group_plans`; tries_all: for every token limit.
 
-    Candidates are tried in the order of their seconds with those that policies add if ranks are equally full, and those that
-    would not become faster than the best so far are left out. Making room only adds seconds, so a candidate that is slower than
-    the best with room in some of its micro-batches is left out, too.
+    Candidates are tried in the order of their seconds with those that policies add if ranks are equally full. Making room only
+    adds seconds, so those that could not become faster than the best so far are left out, and so is a candidate that is slower
+    than the best with room in some of its micro-batches.
     """
     costs, config = planning.costs, planning.config
     # sequences get their input numbers back only at the end, so that no pass depends on the order of the input
@@ -250,11 +250,12 @@ def _fitting_plans(step: int, problem: GroupingProblem, planning: Planning, trie
     if len(plans) == 1 or config.activations is None:
         return [(make_room(plan, planning), solver) for plan, solver in plans]
     limited = MemoryLimitedStep(problem, costs, config.activations)
-    bounds_s = [planning.counted_s(plan) + limited.policies_s(len(plan.micro_batches)) for plan, _ in plans]
+    bounds_s = [planning.counted_s(plan) for plan, _ in plans]
+    likely_s = [bound_s + limited.policies_s(len(plan.micro_batches)) for bound_s, (plan, _) in zip(bounds_s, plans, strict=True)]
     found: dict[int, tuple[StepPlan, str]] = {}
     errors: dict[int, ValueError] = {}
     best_s = math.inf
-    for place in sorted(range(len(plans)), key=lambda place: bounds_s[place]):
+    for place in sorted(range(len(plans)), key=lambda place: likely_s[place]):
         if bounds_s[place] >= best_s:
             continue
         plan, solver = plans[place]

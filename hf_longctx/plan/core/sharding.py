@@ -48,10 +48,10 @@ class Piece:
 def summing_ranks(num_ranks: int, node_ranks: int) -> int:
     """Returns how many consecutive ranks of a group of `num_ranks` that share weights exchange gradients first.
 
-    Those of a node, whose sums then cross nodes in fp32; or all of them at once if there are no nodes of several ranks (0: one
-    node) that fill the group.
+    Those of a node, whose sums then cross nodes in fp32; or all of them at once if there are no nodes of three ranks or more (0:
+    one node) that fill the group, since sums of two would take as many bytes as half-precision gradients.
     """
-    return node_ranks if 1 < node_ranks < num_ranks and not num_ranks % node_ranks else num_ranks
+    return node_ranks if 2 < node_ranks < num_ranks and not num_ranks % node_ranks else num_ranks
 
 
 def sum_bytes(num_bytes: float, wide_bytes: float, num_ranks: int, node_ranks: int) -> tuple[float, float]:

@@ -5,8 +5,8 @@ Each layer is gathered for every forward and again for every backward of a chunk
 that layer is not gathered again; these few gathers count all the same. Embedding and head are one unit with the final norm, and
 stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch,
 or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them, also those of
-rounded weights, or in fp32 if several backwards have added up; across nodes in fp32 (`sum_bytes`). Ranks with equal shards, or
-with whole weights, sum their gradients once per step.
+rounded weights, or in fp32 if several backwards may have added up; across nodes in fp32 (`sum_bytes`). Ranks with equal shards,
+or with whole weights, sum their gradients once per step.
 
 Every gather counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops between
 nodes use the network. A calibrated profile has the rates of gathers and sums, inside a node and over all ranks; otherwise they
@@ -205,9 +205,9 @@ class StageGathers:
             copies_s = all_bytes / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
             return replace(each, sum_s=layer_s, outside_s=outside_s, copies_s=copies_s)
 
-        only, wide = (
-            summing(*sizes) for sizes in ((both.own_gradients, layers.own_gradients), (both.gradients, layers.gradients))
-        )
+        wide = summing(both.gradients, layers.gradients)
+        # ranks of a block may have several backwards, or one
+        only = wide if frees_every_round(parameters) else summing(both.own_gradients, layers.own_gradients)
         backwards = (only, only) if sums_every_backward(parameters, num_stages) else (each, wide)
         passes = each, first, *backwards, only
         if parameters == "gathered_per_step":
@@ -224,8 +224,7 @@ class StageGathers:
             return 0.0
         last = len(passes) - 1
         ends = [self.of_pass(is_back, place == (last if is_back else 0)) for place, (is_back, _) in enumerate(passes)]
-        # gradients of weights that stay gathered may have added up over backwards that are not given
-        if len(ends) == 2 and ends[0].is_ahead:
+        if len(ends) == 2:
             ends[-1] = self.passes[-1]
         return sum(float(each.counted_s(compute_s)) for each, (_, compute_s) in zip(ends, passes, strict=True))
 
@@ -273,8 +272,7 @@ def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float
     """
     if not own or not own[0].passes:
         return 0.0, 0.0
-    _, first, _, last, only = own[0].passes
-    last = only if first.is_ahead else last
+    _, first, _, _, last = own[0].passes
     layer_s = [np.asarray(seconds / max(1, first.num_layers)) for seconds in (first_s, last_s)]
     hidden_s = sum(float(each.once.inner_hidden_s(layer_s[0])) for each in own) - float(first.first_hidden_s(layer_s[0]))
     before_s = sum(each.once.links_s for each in own) - (1 - SLOWED_SHARE) * hidden_s

@@ -25,6 +25,7 @@ from hf_longctx.plan.core.types import (
     Parameters,
     SequenceGroup,
     StagePlan,
+    frees_every_round,
     gathers_every_pass,
     sums_every_backward,
 )
@@ -60,7 +61,7 @@ def part_state_bytes(
     if gathers_layers:
         # spread experts are not gathered
         unit_weights -= min(num_layers, 2) * model.experts.spread_parameters * model.bytes_per_element
-    in_flight = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
+    in_flight = summed_bytes(model, min(num_layers, 1), is_first, is_last, parameters, shard_ranks)
     rounded = 0 if model.updates_on_host else 2 * _num_half(model, num_layers, is_first, is_last)
     in_flight = max(in_flight, -(-rounded // shard_ranks))
     # gathered in addition to the shards, which keep their width
@@ -121,35 +122,79 @@ def accumulated_bytes(
 ) -> int:
     """Returns bytes of gradients on a rank of a stage, besides its states, while a micro-batch runs several backwards.
 
-    Unless every backward reduce-scatters its gradients, only the last one does. Until then every rank has whole gradients of all
-    weights, those of half-precision weights in fp32.
+    Unless every backward sums its gradients over ranks, only the last one does. Until then every rank has whole gradients of all
+    weights, those of half-precision weights in fp32, and beside them those of the running backward, of a layer and the head. Last
+    come those that others send.
     """
     if parameters == "replicated" or shard_ranks == 1 or _sums_every_backward(parameters, is_first, is_last):
         return 0
+    flight = InFlight.of(model, min(num_layers, 1), is_first, is_last)
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
     spread = num_layers * model.spread_gradients
-    counted = summed_bytes(model, min(num_layers, 1), is_first, is_last, shard_ranks)
-    return max(0, max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element) - counted)
+    whole = max(4 * (trained - spread), trained_bytes - spread * model.bytes_per_element)
+    apart = flight.head + flight.layer if flight.layer < 4 * flight.layer_elements else 0
+    beside = apart + flight.received(is_wide=True)
+    counted = summed_bytes(model, min(num_layers, 1), is_first, is_last, parameters, shard_ranks)
+    return max(0, whole + beside - counted)
 
 
-def summed_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, shard_ranks: int) -> int:
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Bytes of gradients that one backward makes, in its dtype: of a layer, its largest weight, embedding and head."""
+
+    # number of elements of the layer, and of the embedding and the head
+    layer_elements: int
+    outside_elements: int
+    layer: int
+    largest: int
+    embedding: int
+    head: int
+    # embedding and head together, which may be one
+    outside: int
+    # bytes of an element of a layer's gradients
+    element: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, num_layers: int, is_first: bool, is_last: bool) -> InFlight:
+        """Counts them for a stage; gradients of weights that autocast rounds take two bytes. num_layers: at most one."""
+        spread = num_layers * model.spread_gradients
+        count, layer = trained_sizes(model, num_layers, False, False)
+        count, layer = count - spread, layer - spread * model.bytes_per_element
+        rounded, rounded_head = (model.trains_layers * model.rounded_bytes(*part) for part in ((num_layers, False), (0, is_last)))
+        layer -= min(layer // 2, rounded)
+        element = 2 if rounded else -(-layer // max(1, count))
+        largest = min(layer, model.largest_matrix * element)
+        (_, head), (_, embedding) = trained_sizes(model, 0, False, is_last), trained_sizes(model, 0, is_first, False)
+        outside_count, outside = trained_sizes(model, 0, is_first, is_last)
+        return cls(count, outside_count, layer, largest, embedding, head - rounded_head, outside - rounded_head, element)
+
+    def received(self, is_wide: bool) -> int:
+        """Returns bytes that others send of the largest weight of a layer; is_wide: in fp32 or wider."""
+        return self.largest * max(4, self.element) // self.element if is_wide else self.largest
+
+
+def summed_bytes(
+    model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int
+) -> int:
     """Returns bytes of gradients in flight on a rank that sums them, besides its shards, while one layer's backward runs.
 
     num_layers: at most one. A layer's gradients arise while those of the layer before are sent, and the largest of them is
-    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`). Gradients of weights
-    that autocast rounds take two bytes.
+    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`). Weights that stay
+    gathered for a micro-batch send gradients in fp32. Those of embedding and head are copied if ranks cannot share their rows
+    evenly.
     """
-    spread = num_layers * model.spread_gradients
-    trained, trained_bytes = trained_sizes(model, num_layers, False, False)
-    trained, trained_bytes = trained - spread, trained_bytes - spread * model.bytes_per_element
-    rounded, rounded_head = (model.trains_layers * model.rounded_bytes(*part) for part in ((num_layers, False), (0, is_last)))
-    trained_bytes -= min(trained_bytes // 2, rounded)
-    received = min(trained_bytes, model.largest_matrix * (2 if rounded else model.bytes_per_element))
-    (_, head), (_, embedding) = trained_sizes(model, 0, False, is_last), trained_sizes(model, 0, is_first, False)
-    outside = trained_sizes(model, 0, is_first, is_last)[1] - rounded_head
-    head -= rounded_head
-    sums = -(-4 * trained // shard_ranks)
-    return max(head + 2 * trained_bytes + received + sums, outside + max(trained_bytes + received, head, embedding))
+    flight = InFlight.of(model, num_layers, is_first, is_last)
+    is_wide = frees_every_round(parameters)
+    sent, outside = flight.layer, flight.outside
+    if is_wide:
+        sent, outside = max(4 * flight.layer_elements, sent), max(4 * flight.outside_elements, outside)
+    received = flight.received(is_wide)
+    largest_outside = max(flight.head, flight.embedding) * outside // max(1, flight.outside)
+    copied = outside if is_wide or model.vocab_size % shard_ranks else 0
+    sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.outside_elements))
+    of_layer = flight.head + flight.layer + sent + received + sums
+    at_end = flight.outside + max(sent + received, copied, largest_outside + copied * is_wide - flight.outside * is_wide)
+    return max(of_layer, at_end + sums_outside)
 
 
 def host_state_bytes(

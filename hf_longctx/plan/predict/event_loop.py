@@ -76,7 +76,7 @@ class Wiring:
         self.is_pass, is_back, is_send = all_kinds < 2, all_kinds % 2 == 1, all_kinds > 3
         self.units: IntArray = 2 * all_keys + is_back
         self._kinds, self._keys = all_kinds, all_keys
-        # numbers after those of results: one that is there, one that is never made, one that nobody needs
+        # numbers after those of results: of one that is there, of one that is never made, and of one without readers
         self._size = size = self.num_ranges * self.num_stages * self.num_chunks
         there, never, unneeded = 2 * size, 2 * size + 1, 2 * size + 2
         # a backward waits for its own forward, which comes before it

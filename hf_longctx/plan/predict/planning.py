@@ -202,10 +202,11 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
     copies, slots = [0.0] * len(links), [0] * len(links)
     for micro_batch in plan.micro_batches:
-        # blocks may leave out micro-batches; all groups of a block run equally many chunks
-        chunks = {
-            position // block: _num_forwards(group.stages[place]) for group in micro_batch.groups for position in group.positions
-        }
+        # blocks may leave out micro-batches; groups of a block that meet only at its ends may have different numbers of chunks
+        chunks: dict[int, int] = {}
+        for group in micro_batch.groups:
+            for index in {position // block for position in group.positions}:
+                chunks[index] = max(chunks.get(index, 0), _num_forwards(group.stages[place]))
         for index, num_chunks in chunks.items():
             passes = collectives.in_round(num_chunks)
             links[index] += sum(each.links_s for each in passes)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_longctx.runtime.core.torch_versions import weight_groups
-from hf_longctx.runtime.parameters.sums import sums_next
+from hf_longctx.runtime.parameters.sums import sends_next
 
 # dtype to which autocast rounds weights
 ROUNDED_DTYPE = torch.bfloat16
@@ -81,7 +81,7 @@ def _round(weight: Any, group: Any) -> None:
     def init_unsharded_param() -> None:
         make_gathered()
         is_backward = group._training_state == type(group._training_state).PRE_BACKWARD
-        _choose_dtype(weight, is_backward and sums_next(group))
+        _choose_dtype(weight, is_backward and sends_next(group))
 
     weight.init_dtype_attrs, weight.init_unsharded_param = init_dtype_attrs, init_unsharded_param
     setattr(weight, _IS_ROUNDED, True)
@@ -95,14 +95,14 @@ def choose_gradient_dtypes(groups: Iterable[Any]) -> None:
     for group in groups:
         for weight in group.fsdp_params:
             if hasattr(weight, _IS_ROUNDED) and hasattr(weight, "_unsharded_param"):
-                _choose_dtype(weight, sums_next(group))
+                _choose_dtype(weight, sends_next(group))
 
 
-def _choose_dtype(weight: Any, is_summed: bool) -> None:
-    """Leaves a gradient that is summed over ranks at once as it is; FSDP2's own sums, and sums over backwards, are in fp32."""
+def _choose_dtype(weight: Any, is_sent: bool) -> None:
+    """Leaves a gradient that is sent to other ranks at once as it is; FSDP2's own sums, and sums over backwards, are in fp32."""
     whole = weight._unsharded_param
     if weight.param_dtype != ROUNDED_DTYPE or not whole.requires_grad:
         return
-    dtype = ROUNDED_DTYPE if is_summed and whole.grad is None else weight.orig_dtype
+    dtype = ROUNDED_DTYPE if is_sent and whole.grad is None else weight.orig_dtype
     if whole.grad_dtype != dtype:
         whole.grad_dtype = dtype

@@ -179,7 +179,7 @@ class ShardedParameters:
     If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards.
 
     Layers compute one after another; each gathers the next one while it computes, also the first layer of the pass that follows
-    (`begin_pass`), and reduce-scatters run beside the next layer, also beside the first one of the next pass: only the next
+    (`begin_pass`), and sums of gradients run beside the next layer, also beside the first one of the next pass: only the next
     backward, or `reduce`, waits for those of the last layer. If a pass ends with the layer with which the
     next one begins, it stays gathered.
 
@@ -201,8 +201,10 @@ class ShardedParameters:
         # the layer with which the running pass ends, and whether it stays gathered for the next pass
         self._last: FSDPModule | None = None
         self._keeps_last = False
-        # whether reduce-scatters may still run
+        # whether sums of gradients may still run
         self._sums = False
+        # backwards of the micro-batch so far
+        self._num_backwards = 0
 
     def check(self, parameters: Parameters) -> None:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
@@ -224,7 +226,7 @@ class ShardedParameters:
 
     def enter_round(self, parameters: Parameters) -> None:
         """Sets when layers are gathered and freed; call it before the first action of a micro-batch."""
-        self._parameters = parameters
+        self._parameters, self._num_backwards = parameters, 0
         for layer in self.layers:
             layer.set_reshard_after_forward(gathers_every_pass(parameters), recurse=False)
 
@@ -254,9 +256,14 @@ class ShardedParameters:
         All ranks must agree on which backward is the last, since the reduction is collective.
         """
         self._settle()
-        self._sums = is_last or sums_every_backward(self._parameters, self.num_stages)
+        sums_each = sums_every_backward(self._parameters, self.num_stages)
+        self._sums = is_last or sums_each
         if self.sums is not None:
             self.sums.add = self.gradients.add
+            # ranks that meet in every pass have equally many backwards
+            is_only = self._num_backwards == 0 and gathers_every_pass(self._parameters)
+            self.sums.is_wide = not (sums_each or is_only)
+        self._num_backwards += 1
         # `_settle` ends the backward in place of FSDP2, which would wait at its end
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(self._sums)
@@ -268,10 +275,10 @@ class ShardedParameters:
             self._last.set_reshard_after_backward(False, recurse=False)
 
     def after_backward(self) -> None:
-        """Does nothing, since reduce-scatters may still run; `_settle` collects their results."""
+        """Does nothing, since sums over ranks may still run; `_settle` collects their results."""
 
     def _settle(self) -> None:
-        """Lets the current stream wait for reduce-scatters, and collects reduced half-precision gradients in fp32."""
+        """Lets the current stream wait for sums over ranks, and collects half-precision gradients in fp32."""
         if self._sums:
             self._sums = False
             self._wait()
@@ -299,6 +306,7 @@ class ShardedParameters:
         Passes outside of plans then gather, free and sum as FSDP2 does by default. keeps_ends: weights outside of the layers,
         such as those of the head, stay gathered.
         """
+        self._settle()
         free_gathered(self.model, keeps_ends)
         self.model.set_is_last_backward(True)
         self.model.set_requires_gradient_sync(True)

@@ -1,9 +1,10 @@
 """Sums the gradients of gathered weights over the ranks that share them, in place of FSDP2's reduce-scatters.
 
 FSDP2 copies all gradients of a unit into one buffer in fp32, on the stream that computes, reduce-scatters it, and rounds the sums
-to the dtype of the weights. Here each gradient is sent as it is, in its own dtype: an all-to-all gives every rank its rows of all
-ranks' gradients, which it adds in fp32 or wider and hands on unrounded. So half-precision gradients take half the bytes on the
-links, no buffer in fp32 exists beside them, and no bit of a sum is lost. Ranks are added in order, so that sums are reproducible.
+to the dtype of the weights. Here each gradient is sent as it is, in the dtype of its gathered weight: an all-to-all gives every
+rank its rows of all ranks' gradients, which it adds in fp32 or wider and hands on unrounded. So half-precision gradients take
+half the bytes on the links, no buffer in fp32 exists beside them, and no bit of a sum is lost. Ranks are added in order, so that
+sums are reproducible. Gradients that may have added up over several backwards, on any rank, are sent in fp32 (`is_wide`).
 
 Over N nodes the ranks of each node exchange first, and add up: rank i of every node gets what the i-th N of all ranks will keep.
 Then it sends each of these its sum in fp32. So each node sends every sum once, as in a ring, in place of one gradient for each of
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_longctx.plan.core.sharding import summing_ranks
@@ -31,8 +31,8 @@ from hf_longctx.runtime.core.torch_versions import take_whole_gradients
 
 # attribute of a sharded model
 _SUMS = "longctx_sums"
-# least bytes of one exchange of a gradient that is not joined with others: a fraction of a millisecond on the links of a node
-_APART_BYTES = 4 * 2**20
+# least bytes of a gradient that is exchanged apart from others: a fraction of a millisecond on the links of a node
+APART_BYTES = 4 * 2**20
 
 
 class ShardSums:
@@ -44,6 +44,8 @@ class ShardSums:
 
     def __init__(self, model: nn.Module, groups: Iterable[Any], node_ranks: int = 0) -> None:
         self.add: Callable[[nn.Parameter, Tensor], None] | None = None
+        # whether gradients are sent in fp32 or wider; equal on all ranks
+        self.is_wide = False
         self._node_ranks = node_ranks
         # records of running sums, their ends, and the gradients that they read
         self._running: list[tuple[Any, Any, Any]] = []
@@ -62,17 +64,26 @@ class ShardSums:
             return
         ranks, device, stream = group._all_gather_process_group, group.device_handle, group.comm_ctx.reduce_scatter_stream
         node_ranks = exchanging_ranks(ranks, self._node_ranks)
-        weights, blocks = [weight for weight, _ in taken], joined_blocks([each for _, each in taken], ranks.size())
+        weights = [weight for weight, _ in taken]
+        blocks = joined_blocks([gradient.to(self._dtype_of(weight)) for weight, gradient in taken], ranks.size())
         del taken
         stream.wait_stream(device.current_stream())
         with torch.profiler.record_function(group._with_fqn("FSDP::sum_gradients")), device.stream(stream):
-            for blocks_RK, places in blocks:
-                sum_K = sum_blocks(blocks_RK, ranks, node_ranks)
-                own = [weights[place] for place in places]
-                sizes = [weight.padded_sharded_param_size.numel() for weight in own]
-                for weight, total in zip(own, sum_K.split(sizes), strict=True):
-                    self._add(weight, total)
-            self._running.append((group, stream.record_event(), blocks))
+            try:
+                for blocks_RK, places in blocks:
+                    sum_K = sum_blocks(blocks_RK, ranks, node_ranks)
+                    own = [weights[place] for place in places]
+                    sizes = [weight.padded_sharded_param_size.numel() for weight in own]
+                    for weight, total in zip(own, sum_K.split(sizes), strict=True):
+                        self._add(weight, total)
+            finally:
+                # a sum that raises leaves others that still read their gradients
+                self._running.append((group, stream.record_event(), blocks))
+
+    def _dtype_of(self, weight: Any) -> torch.dtype:
+        """Returns the dtype in which all ranks send the gradient of a weight, whatever their backwards have left."""
+        dtype: torch.dtype = weight.param_dtype or weight.orig_dtype
+        return torch.promote_types(dtype, torch.float32) if self.is_wide else dtype
 
     def _add(self, weight: Any, total: Tensor) -> None:
         """Hands on the sum of a gradient of a shard; total: flat, with the rows by which the shard is filled up."""
@@ -100,6 +111,11 @@ class _PostBackward:
         """Whether the next sums are those of `ShardSums`."""
         return self._sums.add is not None and bool(self._group.reduce_grads)
 
+    @property
+    def sends(self) -> bool:
+        """Whether the next sums are those of `ShardSums`, of gradients in the dtypes of weights."""
+        return self.is_replaced and not self._sums.is_wide
+
     def __call__(self, *unused: Any) -> None:
         if self.is_replaced:
             self._sums.start(self._group)
@@ -113,31 +129,50 @@ def sums_of(model: object) -> ShardSums | None:
     return found
 
 
-def sums_next(group: Any) -> bool:
-    """Whether `ShardSums` will sum the gradients of the next backward on FSDP2's record `group`."""
-    return isinstance(group.post_backward, _PostBackward) and group.post_backward.is_replaced
+def sends_next(group: Any) -> bool:
+    """Whether `ShardSums` will send the gradients of the next backward on FSDP2's record `group` in the dtypes of weights."""
+    return isinstance(group.post_backward, _PostBackward) and group.post_backward.sends
 
 
 @torch.no_grad()
 def joined_blocks(gradients: Sequence[Tensor], num_ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
     """Arranges gradients for `sum_blocks`: (their rows for every rank, [ranks, K], and which gradients these are), by dtype.
 
-    Every rank gets ceil(R / ranks) rows of a gradient [R, ...]; missing ones are zeros. A large gradient that needs none is a
-    view, so that nothing is copied; the others are copied into one tensor, so that few messages are sent.
+    Every rank gets ceil(R / ranks) rows of a gradient [R, ...]; missing ones are zeros. A large gradient is sent apart, and is
+    not copied if it needs none; the others are copied into one tensor, so that few messages are sent.
     """
     apart: list[tuple[Tensor, tuple[int, ...]]] = []
     together: dict[torch.dtype, list[int]] = {}
-    blocks = []
+    flats: list[Tensor] = []
+    sizes: list[int] = []
     for place, gradient in enumerate(gradients):
         size = -(-len(gradient) // num_ranks) * gradient[:1].numel()
-        flat = gradient.reshape(-1)
-        padded = F.pad(flat, (0, num_ranks * size - len(flat))) if num_ranks * size > len(flat) else flat
-        blocks.append(padded.view(num_ranks, size))
-        if padded is flat and flat.nbytes >= _APART_BYTES:
-            apart.append((blocks[-1], (place,)))
-        else:
+        flats.append(gradient.reshape(-1))
+        if flats[-1].nbytes < APART_BYTES:
             together.setdefault(gradient.dtype, []).append(place)
-    return apart + [(torch.cat([blocks[place] for place in places], 1), tuple(places)) for places in together.values()]
+        elif num_ranks * size == len(flats[-1]):
+            apart.append((flats[-1].view(num_ranks, size), (place,)))
+        else:
+            apart.append((_filled([flats[-1]], [size], num_ranks), (place,)))
+        sizes.append(size)
+    for places in together.values():
+        own = _filled([flats[place] for place in places], [sizes[place] for place in places], num_ranks)
+        apart.append((own, tuple(places)))
+    return apart
+
+
+def _filled(flats: Sequence[Tensor], sizes: Sequence[int], num_ranks: int) -> Tensor:
+    """Copies flat tensors into columns of [ranks, sum of sizes], row by row; what is missing in the last rows is zero."""
+    blocks_RK = flats[0].new_zeros(num_ranks, sum(sizes))
+    first = 0
+    for flat, size in zip(flats, sizes, strict=True):
+        whole, rest = divmod(len(flat), size) if size else (0, 0)
+        columns = blocks_RK[:, first : first + size]
+        columns[:whole] = flat[: whole * size].view(whole, size)
+        if rest:
+            columns[whole, :rest] = flat[whole * size :]
+        first += size
+    return blocks_RK
 
 
 @torch.no_grad()
@@ -162,10 +197,10 @@ def _exchange(rows: Tensor, receivers: range, senders: range, ranks: dist.Proces
     """Sends one row to each of some ranks, in their order, and receives as many rows, one from each of others."""
     received = torch.empty_like(rows)
     row_bytes = rows[0].nbytes
-    splits = [[row_bytes * (rank in peers) for rank in range(ranks.size())] for peers in (senders, receivers)]
+    receives, sends = ([row_bytes * (rank in peers) for rank in range(ranks.size())] for peers in (senders, receivers))
     # bytes, since not every backend exchanges every dtype
     sent, arrived = (x.flatten().view(torch.uint8) for x in (rows, received))
-    dist.all_to_all_single(arrived, sent, *splits, group=ranks)
+    dist.all_to_all_single(arrived, sent, receives, sends, group=ranks)
     return received
 
 

@@ -215,7 +215,7 @@ def _after_a_backward(pool: GroupPool, add: Any = None) -> tuple[Any, ShardedPar
     if add is not None:
         parameters.sums.add = add
     # nothing but messages reads the gradient
-    with patch.object(sums, "_APART_BYTES", 0):
+    with patch.object(sums, "APART_BYTES", 0):
         output.sum().backward()
     return model, parameters
 

@@ -35,8 +35,9 @@ def round_traffic(
     gathers = ring_traffic(gathered, shard_ranks, 1, of_layers * units + of_outside * has_outside, cluster)
     each = sums_every_backward(parameters, num_stages)
     num_sums = num_chunks if each else 1
-    # gradients of several backwards add up in fp32 before they are sent
-    own = weights.own_gradients if each or num_chunks == 1 else weights.gradients
+    # gradients of several backwards, of any rank, add up in fp32 before they are sent
+    is_own = each or (num_chunks == 1 and parameters == "sharded")
+    own = weights.own_gradients if is_own else weights.gradients
     link, network, exchanges = _summed(num_sums * own, num_sums * weights.gradients, shard_ranks, cluster)
     messages = exchanges * num_sums * (units * EXCHANGES + has_outside * EXCHANGES_OUTSIDE) * (weights.gradients > 0)
     return Traffic(gathers.link_bytes + link, gathers.network_bytes + network, gathers.messages + messages)

@@ -118,7 +118,7 @@ def test_frozen_experts_and_mixers_have_no_gradients_and_no_moments(name: str, p
     assert saved - part_state_bytes(spec, spec.num_layers, True, True, "replicated", 1) == frozen * (8 + 2 * 4)
     # gradients of two layers are in flight under shards
     both = [part_state_bytes(each, spec.num_layers, True, True, "sharded", 2) for each in (trained, spec)]
-    in_flight = [summed_bytes(each, 1, True, True, 2) for each in (trained, spec)]
+    in_flight = [summed_bytes(each, 1, True, True, "sharded", 2) for each in (trained, spec)]
     assert both[0] - both[1] == frozen * (8 + 2 * 4) // 2 + in_flight[0] - in_flight[1]
     assert in_flight[0] - in_flight[1] >= 2 * 8 * spec.frozen_parameters
 

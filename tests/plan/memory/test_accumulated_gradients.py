@@ -36,9 +36,11 @@ def test_a_group_of_several_chunks_holds_all_gradients() -> None:
 
 
 def test_half_precision_gradients_accumulate_in_fp32() -> None:
-    """All of the model's gradients, less those in flight, which the states count in their own width."""
+    """All of the model's gradients, those of the backward that sums, and what others send, less those that the states count."""
     half = replace(MODEL, bytes_per_element=2)
-    counted = summed_bytes(half, 1, True, True, 2)
-    assert accumulated_bytes(half, MODEL.num_layers, True, True, "sharded", 2) == 4 * PARAMETERS - counted
-    assert accumulated_bytes(half, MODEL.num_layers, True, True, "gathered_per_round", 2) == 4 * PARAMETERS - counted
+    layer, head = half.layer_weights, half.vocab_size * half.hidden_size
+    whole = 4 * PARAMETERS + 2 * (layer + head) + 4 * half.largest_matrix
+    for parameters in ("sharded", "gathered_per_round"):
+        counted = summed_bytes(half, 1, True, True, parameters, 2)
+        assert accumulated_bytes(half, MODEL.num_layers, True, True, parameters, 2) == whole - counted
     assert accumulated_bytes(half, MODEL.num_layers, True, True, "replicated", 2) == 0

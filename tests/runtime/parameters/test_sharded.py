@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import Parameters, StepPlan
+from hf_longctx.plan.core.types import MicroBatch, Parameters, StepPlan
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import whole_model
 from hf_longctx.runtime.parameters import sums
@@ -82,6 +83,52 @@ def test_every_admitted_class_matches_with_tied_embeddings(ranks, family: str, p
 )
 def test_several_chunks_of_a_round_match(ranks, orders: tuple[str, str], parameters: Parameters) -> None:
     check_step(ranks(2), ModelCase(promoted=True), chunks_plan(orders, parameters), CHUNK_LENGTHS)
+
+
+@pytest.mark.daily("bf16")
+@pytest.mark.parametrize(
+    "case", [ModelCase(dtype=torch.bfloat16), ModelCase(dtype=torch.float32, autocast=True)], ids=["bf16", "autocast"]
+)
+def test_ranks_with_different_numbers_of_backwards_send_gradients_of_one_dtype(ranks, case: ModelCase) -> None:
+    """The first rank adds up over three backwards in fp32, while the second has one, whose gradients are in half precision."""
+    plan, rows = chunks_plan((FFFBBB, FFFBBB), "gathered_per_round"), random_rows(CHUNK_LENGTHS)
+    packed = plan_of([[(1, (0, 1, 2)), (1, (3, 4, 5))], [(2, (6,))]], CHUNK_LENGTHS, 2)
+    first, second = plan.micro_batches
+    plan = replace(plan, micro_batches=(MicroBatch((first.groups[0], packed.micro_batches[0].groups[1])), second))
+    _, exact = reference_step(build_model(ModelCase()), rows)
+    _, plain = reference_step(build_model(case), rows)
+    (_, found), *_ = run_step(ranks(2), case, plan, rows)
+    errors = [max(relative_error(g[name].double(), exact[name]) for name in exact) for g in (found, plain)]
+    assert errors[0] <= min(BF16_BAND, 1.5 * errors[1] + 5e-3)
+
+
+def sent_in(parameters: Parameters, num_chunks: int) -> torch.dtype:
+    """Dtype in which the last backward of a micro-batch sends the gradient of a bf16 weight."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2, bias=False, dtype=torch.bfloat16))
+    shard_model(model, ("Linear",), mesh(2))
+    handler, sent = ShardedParameters(model, True), []
+
+    def noted(blocks_RK: torch.Tensor, *ranks: Any) -> torch.Tensor:
+        sent.append(blocks_RK.dtype)
+        return sum_blocks(blocks_RK, *ranks)
+
+    handler.enter_round(parameters)
+    with patch.object(sums, "sum_blocks", noted):
+        for chunk in range(num_chunks):
+            loss = model(torch.ones(1, 1, dtype=torch.bfloat16)).sum()
+            handler.before_backward(chunk == num_chunks - 1)
+            loss.backward()
+            handler.after_backward()
+    handler.reduce(None)
+    return sent[-1]
+
+
+def test_gradients_of_several_backwards_are_sent_in_fp32(ranks) -> None:
+    """Those of one backward are too, if other ranks may have several."""
+    wide, own = torch.float32, torch.bfloat16
+    expected = {("sharded", 1): own, ("sharded", 3): wide, ("gathered_per_round", 1): wide, ("gathered_per_step", 3): own}
+    for key, dtype in expected.items():
+        assert ranks(2).run(sent_in, *key) == [dtype] * 2, key
 
 
 @pytest.mark.wide

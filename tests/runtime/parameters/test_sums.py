@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_longctx.plan.core.sharding import sum_bytes
 from hf_longctx.runtime.parameters import sums
 from hf_longctx.runtime.parameters.sums import exchanging_ranks, joined_blocks, sum_blocks
 
@@ -36,24 +37,24 @@ def sums_on_rank(dtype: torch.dtype, node_ranks: int, apart_bytes: int) -> tuple
         exchange(received, flat, receives, sends, **others)
 
     found: dict[int, torch.Tensor] = {}
-    with patch.object(dist, "all_to_all_single", counting), patch.object(sums, "_APART_BYTES", apart_bytes):
+    with patch.object(dist, "all_to_all_single", counting), patch.object(sums, "APART_BYTES", apart_bytes):
         per_node = exchanging_ranks(group, node_ranks)
         gradients = [gradient_of(rank, shape, dtype) for shape in SHAPES]
         for blocks_RK, places in joined_blocks(gradients, group.size()):
-            sizes = [-(-len(gradients[place]) // 4) * gradients[place][:1].numel() for place in places]
+            sizes = [-(-len(gradients[place]) // group.size()) * gradients[place][:1].numel() for place in places]
             found |= dict(zip(places, sum_blocks(blocks_RK, group, per_node).split(sizes), strict=True))
     return [found[place] for place in range(len(SHAPES))], sent
 
 
 @pytest.mark.parametrize("apart_bytes", [0, 2**20], ids=["apart", "joined"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("node_ranks", [0, 1, 2, 3])
-def test_ranks_get_their_rows_of_the_sum(ranks, dtype: torch.dtype, node_ranks: int, apart_bytes: int) -> None:
-    found = ranks(4).run(sums_on_rank, dtype, node_ranks, apart_bytes)
+@pytest.mark.parametrize("num_ranks,node_ranks", [(4, 0), (4, 1), (4, 3), (6, 3)])
+def test_ranks_get_their_rows_of_the_sum(ranks, num_ranks: int, node_ranks: int, dtype: torch.dtype, apart_bytes: int) -> None:
+    found = ranks(num_ranks).run(sums_on_rank, dtype, node_ranks, apart_bytes)
     wide = torch.promote_types(dtype, torch.float32)
     for place, shape in enumerate(SHAPES):
         whole = torch.cat([sums[place] for sums, _ in found])
-        expected = torch.stack([gradient_of(rank, shape, dtype).double() for rank in range(4)]).sum(0).flatten()
+        expected = torch.stack([gradient_of(rank, shape, dtype).double() for rank in range(num_ranks)]).sum(0).flatten()
         assert whole.dtype == wide and len({len(sums[place]) for sums, _ in found}) == 1
         tolerance = 1e-4 if wide == torch.float32 else 1e-13
         torch.testing.assert_close(whole[: len(expected)].double(), expected, rtol=0, atol=tolerance)
@@ -61,11 +62,11 @@ def test_ranks_get_their_rows_of_the_sum(ranks, dtype: torch.dtype, node_ranks: 
 
 
 def test_nodes_send_every_sum_once(ranks) -> None:
-    """Two nodes of two ranks: each rank's gradient travels inside a node in two bytes, and a node's sum crosses in four."""
+    """Two nodes of three ranks: gradients travel inside a node in two bytes, and each node's sums cross once, in four."""
     near, far = 0, 0
-    for _, sent in ranks(4).run(sums_on_rank, torch.bfloat16, 2, 0):
+    for _, sent in ranks(6).run(sums_on_rank, torch.bfloat16, 3, 0):
         near, far = near + sent["near"], far + sent["far"]
-    elements = sum(4 * -(-shape[0] // 4) * torch.Size(shape[1:]).numel() for shape in SHAPES)
-    # every rank gives half of its gradient to its neighbour; one of each node's two then has what the other node keeps, and the
-    # other one what this node keeps, half of it itself
-    assert near == 4 * 2 * elements / 2 + 2 * 4 * elements / 4 and far == 4 * 4 * elements / 4
+    elements = sum(6 * -(-shape[0] // 6) * torch.Size(shape[1:]).numel() for shape in SHAPES)
+    # each node sends the other half of its sum
+    assert far == 2 * 4 * elements / 2
+    assert (near, far) == tuple(6 * each for each in sum_bytes(2 * elements, 4 * elements, 6, 3))
