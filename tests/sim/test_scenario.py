@@ -269,10 +269,10 @@ def test_a_model_that_fits_at_no_degree_is_refused_with_numbers_and_a_remedy() -
     message = str(error.value)
     assert "qwen3-32b does not fit" in message and "(sharded over 2 ranks) take 309.8 GiB" in message
     assert "59.6 of the 74.5 GiB" in message
-    assert "8 times the ranks: --gpus 16 (up to 1,952,016 tokens)" in message
+    assert "8 times the ranks: --gpus 16 (up to 1,974,560 tokens)" in message
     assert "adapters over weights of four bits, attention in one piece (QLoRA): --lora-rank 16 --quantize nf4 (up to" in message
     # the change that it proposes works
-    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 1_952_016
+    assert build_scenario(Request("qwen3-32b", "h100", 16)).longest_tokens == 1_974_560
     assert build_scenario(Request("qwen3-32b", "h100", 2), must_fit=False).tokens_per_rank == 0
 
 

@@ -142,9 +142,10 @@ def accumulated_bytes(
 class InFlight:
     """Bytes of gradients that one backward makes, in its dtype: of a layer, its largest weight, embedding and head."""
 
-    # number of elements of the layer, and of the embedding and the head
+    # number of elements of the layer, of embedding and head together, and of the larger of these two
     layer_elements: int
     outside_elements: int
+    larger_elements: int
     layer: int
     largest: int
     embedding: int
@@ -162,11 +163,14 @@ class InFlight:
         count, layer = count - spread, layer - spread * model.bytes_per_element
         rounded, rounded_head = (model.trains_layers * model.rounded_bytes(*part) for part in ((num_layers, False), (0, is_last)))
         layer -= min(layer // 2, rounded)
-        element = 2 if rounded else -(-layer // max(1, count))
+        element = 2 if rounded else max(1, -(-layer // max(1, count)))
         largest = min(layer, model.largest_matrix * element)
-        (_, head), (_, embedding) = trained_sizes(model, 0, False, is_last), trained_sizes(model, 0, is_first, False)
+        (of_head, head), (of_embedding, embedding) = (
+            trained_sizes(model, 0, *ends) for ends in ((False, is_last), (is_first, False))
+        )
         outside_count, outside = trained_sizes(model, 0, is_first, is_last)
-        return cls(count, outside_count, layer, largest, embedding, head - rounded_head, outside - rounded_head, element)
+        counts = count, outside_count, max(of_head, of_embedding)
+        return cls(*counts, layer, largest, embedding, head - rounded_head, outside - rounded_head, element)
 
     def received(self, is_wide: bool) -> int:
         """Returns bytes that others send of the largest weight of a layer; is_wide: in fp32 or wider."""
@@ -191,7 +195,7 @@ def summed_bytes(
     received = flight.received(is_wide)
     largest_outside = max(flight.head, flight.embedding) * outside // max(1, flight.outside)
     copied = outside if is_wide or model.vocab_size % shard_ranks else 0
-    sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.outside_elements))
+    sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.larger_elements))
     of_layer = flight.head + flight.layer + sent + received + sums
     at_end = flight.outside + max(sent + received, copied, largest_outside + copied * is_wide - flight.outside * is_wide)
     return max(of_layer, at_end + sums_outside)
