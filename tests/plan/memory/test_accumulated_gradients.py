@@ -9,6 +9,7 @@ from helpers.plans.cost_models import MODEL, cost_model
 
 from hf_longctx.plan.core.types import Action, Chunk, GroupShape, LayerRange, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
 from hf_longctx.plan.memory.stage import accumulated_bytes, summed_bytes
+from hf_longctx.plan.model.model_spec import AdapterSpec
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 
 pytestmark = pytest.mark.quick
@@ -44,3 +45,11 @@ def test_half_precision_gradients_accumulate_in_fp32() -> None:
         counted = summed_bytes(half, 1, True, True, parameters, 2)
         assert accumulated_bytes(half, MODEL.num_layers, True, True, parameters, 2) == whole - counted
     assert accumulated_bytes(half, MODEL.num_layers, True, True, "replicated", 2) == 0
+
+
+def test_adapters_outside_of_layers_alone_leave_nothing_of_layers_in_flight() -> None:
+    model = replace(MODEL, adapters=AdapterSpec(last_parameters=80, last_bytes=320))
+    for parameters in ("sharded", "gathered_per_round"):
+        # adapters, their copy if they are sent in fp32 anyway, and one sum
+        copied = 320 * (parameters == "gathered_per_round")
+        assert summed_bytes(model, 1, True, True, parameters, 2) == 320 + max(320, copied) + 4 * 80 // 2
