@@ -15,7 +15,7 @@ from helpers.plans.sliced_plans import Rows, cut
 from hf_longctx.plan.core.serialize import plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import message_bytes, part_state_bytes
+from hf_longctx.plan.memory.stage import message_bytes, part_state_bytes, summed_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 
@@ -108,8 +108,10 @@ def test_stages_that_sum_in_every_backward_hold_gradients_of_few_layers(
     for stage in range(2):
         held = part_state_bytes(spec, 8, not stage, bool(stage), "replicated", 1) // 2
         if element == 2:
-            # gradients arise and add up in the step, in fp32, and are rounded at its end
-            held -= 3 * spec.part_parameters(8, not stage, bool(stage))
+            # gradients arise and add up in the step, in fp32, and are rounded for the optimizer, which does not run here
+            half = spec.part_parameters(8, not stage, bool(stage))
+            held -= 3 * half
+            held += max(0, half - summed_bytes(spec, 1, not stage, bool(stage), parameters, 2))
         # gloo frees buffers late on some ranks, which a device does not
         peak = min(found[2 * stage][0], found[2 * stage + 1][0])
         assert predicted[2 * stage] - held == pytest.approx(peak, rel=0.05)

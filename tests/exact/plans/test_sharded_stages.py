@@ -217,13 +217,13 @@ def test_ten_clipped_steps_of_two_plans_each_follow_one_process(ranks, shape: st
         assert max(relative_error(weight, expected[name].detach()) for name, weight in found[2].items()) <= 1e-10
 
 
-# (what FSDP2 does with a unit, its name; "" for embedding and head), in the order of the host; gathers that a unit starts when it
-# is about to run are "own gather"
+# (what is done with a unit of FSDP2, its name; "" for embedding and head), in the order of the host; gathers that a unit starts
+# when it is about to run are "own gather"
 Collectives = list[tuple[str, str]]
 
 
 def collectives_on_rank(plan_json: str, rows: Rows) -> tuple[Collectives, Collectives]:
-    """FSDP2's gathers and reduce-scatters in a step, and in an evaluation after it."""
+    """Gathers of weights and sums of gradients in a step, and gathers in an evaluation after it."""
     plan = plan_from_json(plan_json)
     executor, engine = stage_executor(ModelCase(num_layers=8), plan)
     path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, rows, executor.pool.rank)["chunks"]
@@ -235,7 +235,7 @@ def collectives_on_rank(plan_json: str, rows: Rows) -> tuple[Collectives, Collec
 
 
 def collectives_in(profile: torch.profiler.profile) -> Collectives:
-    kinds = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "sum"}
+    kinds = {"FSDP::all_gather": "gather", "FSDP::sum_gradients": "sum"}
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     found: Collectives = []
     begun: Any = None

@@ -33,8 +33,10 @@ def most_waiting(plan: StepPlan) -> int:
 
 
 def test_gradients_that_leave_no_room_for_several_chunks_mean_one_chunk_for_each_group() -> None:
-    plan, num_calls = planned(6)
-    # no stage with more than one backward fits, whatever it recomputes
+    plan, num_calls = planned(4.5)
+    # the first stage, whose states leave least, fits with no more than one backward, whatever it recomputes
+    first = plan.micro_batches[0].groups[0].stages[0]
+    assert ByteModel(named_model("llama-3.1-8b")).stage_waiting(first, plan) > 4.5 * 2**30
     assert most_waiting(plan) > 6 << 30
     assert {len(group.chunks) for each in plan.micro_batches for group in each.groups} == {1}
     # each of the others, alone in a micro-batch, would take longer
