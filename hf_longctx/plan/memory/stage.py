@@ -194,10 +194,11 @@ def summed_bytes(
         sent, outside = max(4 * flight.layer_elements, sent), max(4 * flight.outside_elements, outside)
     received = flight.received(is_wide)
     largest_outside = max(flight.head, flight.embedding) * outside // max(1, flight.outside)
-    copied = outside if is_wide or model.vocab_size % shard_ranks else 0
+    copied = outside if outside > flight.outside or model.vocab_size % shard_ranks else 0
     sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.larger_elements))
     of_layer = flight.head + flight.layer + sent + received + sums
-    at_end = flight.outside + max(sent + received, copied, largest_outside + copied * is_wide - flight.outside * is_wide)
+    # beside what is left of the last layer, beside copies, and what others send of the copies
+    at_end = max(flight.outside + max(sent + received, copied), outside + largest_outside)
     return max(of_layer, at_end + sums_outside)
 
 

@@ -87,15 +87,19 @@ def _round(weight: Any, group: Any) -> None:
     setattr(weight, _IS_ROUNDED, True)
 
 
-def choose_gradient_dtypes(groups: Iterable[Any]) -> None:
+def rounded_records(groups: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Returns FSDP2's records of weights that are gathered in bf16, each with the one of these `groups` that it belongs to."""
+    return [(weight, group) for group in groups for weight in group.fsdp_params if hasattr(weight, _IS_ROUNDED)]
+
+
+def choose_gradient_dtypes(records: Iterable[tuple[Any, Any]]) -> None:
     """Chooses the dtypes of gradients of rounded weights that are gathered now, for the backward that comes next.
 
-    groups: FSDP2's records of weights. Weights that are gathered later get theirs then.
+    records: from `rounded_records`. Weights that are gathered later get theirs then.
     """
-    for group in groups:
-        for weight in group.fsdp_params:
-            if hasattr(weight, _IS_ROUNDED) and hasattr(weight, "_unsharded_param"):
-                _choose_dtype(weight, sends_next(group))
+    for weight, group in records:
+        if hasattr(weight, "_unsharded_param"):
+            _choose_dtype(weight, sends_next(group))
 
 
 def _choose_dtype(weight: Any, is_sent: bool) -> None:

@@ -31,7 +31,7 @@ from hf_longctx.runtime.core.torch_versions import add_weight_group, drop_whole_
 from hf_longctx.runtime.parameters.gathers import DirectGather, gather_of
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
-from hf_longctx.runtime.parameters.rounded import choose_gradient_dtypes, gather_rounded, rounded_weights
+from hf_longctx.runtime.parameters.rounded import choose_gradient_dtypes, gather_rounded, rounded_records, rounded_weights
 from hf_longctx.runtime.parameters.sums import ShardSums, sums_of
 
 # description of the mesh's groups in torch's logs
@@ -180,8 +180,8 @@ class ShardedParameters:
 
     Layers compute one after another; each gathers the next one while it computes, also the first layer of the pass that follows
     (`begin_pass`), and sums of gradients run beside the next layer, also beside the first one of the next pass: only the next
-    backward, or `reduce`, waits for those of the last layer. If a pass ends with the layer with which the
-    next one begins, it stays gathered.
+    backward, or `reduce`, waits for those of the last layer. If a pass ends with the layer with which the next one begins, it
+    stays gathered.
 
     num_stages: pipeline stages of the model. range_layers: number of layers in each layer range of this stage.
     """
@@ -193,6 +193,9 @@ class ShardedParameters:
         self.copies = copies_group(model)
         self.on_host = layer_shards(model)
         self.sums = sums_of(model)
+        # FSDP2's records of weights, and those of weights that are gathered in bf16
+        self._groups = _groups(model)
+        self._rounded = rounded_records(self._groups)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
         self._parameters: Parameters = "sharded"
@@ -202,7 +205,7 @@ class ShardedParameters:
         self._last: FSDPModule | None = None
         self._keeps_last = False
         # whether sums of gradients may still run
-        self._sums = False
+        self._runs_sums = False
         # backwards of the micro-batch so far
         self._num_backwards = 0
 
@@ -257,7 +260,7 @@ class ShardedParameters:
         """
         self._settle()
         sums_each = sums_every_backward(self._parameters, self.num_stages)
-        self._sums = is_last or sums_each
+        self._runs_sums = is_last or sums_each
         if self.sums is not None:
             self.sums.add = self.gradients.add
             # ranks that meet in every pass have equally many backwards
@@ -266,8 +269,8 @@ class ShardedParameters:
         self._num_backwards += 1
         # `_settle` ends the backward in place of FSDP2, which would wait at its end
         self.model.set_is_last_backward(False)
-        self.model.set_requires_gradient_sync(self._sums)
-        choose_gradient_dtypes(_groups(self.model))
+        self.model.set_requires_gradient_sync(self._runs_sums)
+        choose_gradient_dtypes(self._rounded)
         gathers = gathers_every_pass(self._parameters)
         self.model.set_reshard_after_backward(gathers or (frees_every_round(self._parameters) and is_last))
         self.model.set_reshard_after_backward(False, recurse=False)
@@ -279,18 +282,18 @@ class ShardedParameters:
 
     def _settle(self) -> None:
         """Lets the current stream wait for sums over ranks, and collects half-precision gradients in fp32."""
-        if self._sums:
-            self._sums = False
+        if self._runs_sums:
+            self._runs_sums = False
             self._wait()
             self.gradients.absorb()
 
     def _wait(self) -> None:
         """Lets the current stream wait for all sums, and leaves those of later passes to FSDP2."""
-        wait_for_passes(self.model._get_fsdp_state(), _groups(self.model))
+        wait_for_passes(self.model._get_fsdp_state(), self._groups)
         if self.sums is not None:
             self.sums.add = None
             self.sums.settle()
-            choose_gradient_dtypes(_groups(self.model))
+            choose_gradient_dtypes(self._rounded)
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's gradient sum of each shard in its `.grad`; backwards have already summed within blocks.
@@ -320,10 +323,10 @@ class ShardedParameters:
         Otherwise FSDP2 would add gradients of weights that were gathered to those of the next step.
         """
         self.gradients.forget()
-        for group in _groups(self.model):
+        for group in self._groups:
             for weight in group.fsdp_params:
                 drop_whole_gradients(weight)
-        self._sums = False
+        self._runs_sums = False
         self.end_passes()
 
     def end_passes(self) -> None:
@@ -340,7 +343,7 @@ class ShardedParameters:
         for unit in _units(self.model):
             state = unit._get_fsdp_state()
             state._training_state = type(state._training_state).IDLE
-        for group in _groups(self.model):
+        for group in self._groups:
             group._training_state = root._training_state
         self._wait()
         self.free()

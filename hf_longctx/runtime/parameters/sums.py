@@ -19,7 +19,7 @@ whose handler sets `add`, it sums by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,37 +141,31 @@ def joined_blocks(gradients: Sequence[Tensor], num_ranks: int) -> list[tuple[Ten
     Every rank gets ceil(R / ranks) rows of a gradient [R, ...]; missing ones are zeros. A large gradient is sent apart, and is
     not copied if it needs none; the others are copied into one tensor, so that few messages are sent.
     """
-    apart: list[tuple[Tensor, tuple[int, ...]]] = []
-    together: dict[torch.dtype, list[int]] = {}
-    flats: list[Tensor] = []
-    sizes: list[int] = []
-    for place, gradient in enumerate(gradients):
-        size = -(-len(gradient) // num_ranks) * gradient[:1].numel()
-        flats.append(gradient.reshape(-1))
-        if flats[-1].nbytes < APART_BYTES:
-            together.setdefault(gradient.dtype, []).append(place)
-        elif num_ranks * size == len(flats[-1]):
-            apart.append((flats[-1].view(num_ranks, size), (place,)))
-        else:
-            apart.append((_filled([flats[-1]], [size], num_ranks), (place,)))
-        sizes.append(size)
-    for places in together.values():
-        own = _filled([flats[place] for place in places], [sizes[place] for place in places], num_ranks)
-        apart.append((own, tuple(places)))
-    return apart
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    sizes = [-(-len(gradient) // num_ranks) * gradient[:1].numel() for gradient in gradients]
+    together: dict[Hashable, list[int]] = {}
+    for place, flat in enumerate(flats):
+        together.setdefault(flat.dtype if flat.nbytes < APART_BYTES else place, []).append(place)
+    return [
+        (_side_by_side([(flats[place], sizes[place]) for place in places], num_ranks), tuple(places))
+        for places in together.values()
+    ]
 
 
-def _filled(flats: Sequence[Tensor], sizes: Sequence[int], num_ranks: int) -> Tensor:
-    """Copies flat tensors into columns of [ranks, sum of sizes], row by row; what is missing in the last rows is zero."""
-    blocks_RK = flats[0].new_zeros(num_ranks, sum(sizes))
-    first = 0
-    for flat, size in zip(flats, sizes, strict=True):
+def _side_by_side(parts: Sequence[tuple[Tensor, int]], num_ranks: int) -> Tensor:
+    """Puts flat tensors into [ranks, sum of sizes], each into `size` columns row by row, and fills up the last rows with zeros.
+
+    Returns a view of a lone tensor in which nothing is missing.
+    """
+    (first, size), *others = parts
+    if not others and len(first) == num_ranks * size:
+        return first.view(num_ranks, size)
+    blocks_RK = first.new_zeros(num_ranks, sum(size for _, size in parts))
+    for columns, (flat, size) in zip(blocks_RK.split([size for _, size in parts], 1), parts, strict=True):
         whole, rest = divmod(len(flat), size) if size else (0, 0)
-        columns = blocks_RK[:, first : first + size]
         columns[:whole] = flat[: whole * size].view(whole, size)
         if rest:
             columns[whole, :rest] = flat[whole * size :]
-        first += size
     return blocks_RK
 
 
