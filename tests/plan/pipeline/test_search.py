@@ -314,7 +314,7 @@ def test_stages_take_turns_for_sequences_of_which_pipelines_would_be_slower(monk
     lengths = lognormal_lengths(3, 64, 65_536, median=1200.0, sigma=1.3)
     model, cluster = named_model("llama-3.1-8b"), ClusterSpec(16, 8, GPU)
     costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", parameters="gathered_per_round")
-    limits = config(32_768, (1, 2, 4, 8), activations=ByteModel(model).budget(29 << 29, 32 << 30, 1024))
+    limits = config(32_768, (1, 2, 4, 8), activations=ByteModel(model).budget(26 << 29, 32 << 30, 1024))
     plan = plan_stages(0, lengths, costs, 2, limits)
     assert {len(group.chunks) for each in plan.micro_batches for group in each.groups} == {1}
     monkeypatch.setattr(pipeline_planner, "_CHOICE", SearchConstants(in_turn=float("inf")))
