@@ -283,6 +283,13 @@ class LongContextConfig:
             "it (docs/guides/pipelines.md), else 1; a line says which."
         },
     )
+    exchange_parts: int = field(
+        default=4,
+        metadata={
+            "help": "Most parts in which the ranks of a group exchange attention heads (Ulysses) while attention of other parts "
+            "runs, if a chunk is long enough for that and the heads can be divided. 1: all heads before and after attention."
+        },
+    )
     interleave: int = field(
         default=1,
         metadata={
@@ -604,6 +611,7 @@ KINDS: dict[str, Kind] = {
     "degrees": Sizes(),
     "method": Word(GROUP_METHODS),
     "stages": NumStages(),
+    "exchange_parts": Whole(1, "give the most parts in which heads are exchanged, 1 for all at once", most=2**20),
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
     "compile_layers": Flag(is_optional=True),

@@ -21,7 +21,8 @@ group go in one direction and in the order of the plan, so that the streams on w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_longctx.plan.core.sharding import (
+    HEAD_PART_BYTES,
+    MOST_HEAD_PARTS,
     HeadShare,
     block_pieces,
     document_bounds,
@@ -214,6 +217,8 @@ class GroupPool:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # verdicts of the device, which last for the run
         self.stacks = StackChecks()
+        # most parts in which heads are exchanged beside attention, and fewest bytes of one, see `head_parts`
+        self.exchange_parts, self.part_bytes = 1 if lends else MOST_HEAD_PARTS, HEAD_PART_BYTES
         self._readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = {}
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -310,6 +315,15 @@ class GroupPool:
             )
         return self._groups[ranks]
 
+    @contextmanager
+    def small_parts(self) -> Iterator[None]:
+        """Context in which heads are exchanged in parts, if they can be, however few bytes these have."""
+        usual, self.part_bytes = self.part_bytes, 1
+        try:
+            yield
+        finally:
+            self.part_bytes = usual
+
     @property
     def _stage_ranks(self) -> set[int]:
         first = self.stage * self.ranks_per_stage
@@ -362,6 +376,8 @@ class GroupPool:
             kv_book=KVBook() if kv_book is None else kv_book,
             sequences=tuple(chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else -1 for piece in own),
             chunk_sequences=tuple(span.sequence for span in chunk.spans),
+            exchange_parts=self.exchange_parts,
+            part_bytes=self.part_bytes,
         )
 
 

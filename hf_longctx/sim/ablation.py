@@ -152,11 +152,13 @@ class Machine:
 
 def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:
     """Returns rows for one step of these sequences; the row of all systems together comes last."""
+    # none of them exchanges heads beside attention
+    alone = replace(machine, costs=replace(machine.costs, exchange_parts=1))
     return (
-        _flexsp(lengths, machine),
-        _quickest("Seq1F1B alone", _checkpointed(_options(lengths, machine, _quarters, 0), machine), has_policies=False),
-        _quickest("InfiniPipe alone", _options(lengths, machine, _elastic, 0), has_policies=True),
-        _quickest("SPPO alone", _options(lengths, machine, _sliced, machine.host_bytes), has_policies=True),
+        _flexsp(lengths, alone),
+        _quickest("Seq1F1B alone", _checkpointed(_options(lengths, alone, _quarters, 0), alone), has_policies=False),
+        _quickest("InfiniPipe alone", _options(lengths, alone, _elastic, 0), has_policies=True),
+        _quickest("SPPO alone", _options(lengths, alone, _sliced, machine.host_bytes), has_policies=True),
         *([row] if (row := lent_row(lengths, machine)) is not None else []),
         together(lengths, machine),
     )
@@ -188,6 +190,7 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
         return None
     model = replace(machine.costs.model, keeps_all_stages=True)
     costs = replace(machine.costs, model=model, method="ulysses", parameters="replicated", shard_ranks=1)
+    costs = replace(costs, exchange_parts=1)
 
     def setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
         if num_ranges > 1:

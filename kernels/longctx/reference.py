@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,28 +33,44 @@ def _weigh_(out_HTD: Tensor, own_lse_HT: Tensor, lse_HT: Tensor) -> Tensor:
     return out_HTD.masked_fill_(is_empty_HT1, 0.0) if is_empty_HT1.any() else out_HTD
 
 
-def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
-    """Makes flat blocks [heads, T, D], one per rank: its query heads, then keys and then values of their KV heads.
+def flat_order(num_blocks: int, num_parts: int) -> list[int]:
+    """Returns the blocks of heads in the order of the flat buffer: the first part of every rank, then the second one, and so on.
 
-    Rank r has query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]).
+    Blocks count by rank, and within a rank by part.
+    """
+    return [block for part in range(num_parts) for block in range(part, num_blocks, num_parts)]
+
+
+def scatter_heads(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int = 1
+) -> Tensor:
+    """Makes flat blocks [heads, T, D], in `flat_order`: query heads, then keys and then values of their KV heads.
+
+    Block b has query heads [q_bounds[b], q_bounds[b + 1]) and KV heads [kv_ranges[2 b], kv_ranges[2 b + 1]).
     """
     heads = []
-    for rank, (start, stop) in enumerate(pairwise(q_bounds)):
-        kv = slice(kv_ranges[2 * rank], kv_ranges[2 * rank + 1])
-        heads += [q_HTD[start:stop], k_GTD[kv], v_GTD[kv]]
+    for block in flat_order(len(q_bounds) - 1, num_parts):
+        kv = slice(kv_ranges[2 * block], kv_ranges[2 * block + 1])
+        heads += [q_HTD[q_bounds[block] : q_bounds[block + 1]], k_GTD[kv], v_GTD[kv]]
     return torch.cat(heads).reshape(-1)
 
 
 def sum_heads(
-    flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_kv: int, num_tokens: int, head_dim: int
+    flat: Tensor,
+    q_bounds: Sequence[int],
+    kv_ranges: Sequence[int],
+    num_parts: int,
+    num_kv: int,
+    num_tokens: int,
+    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums the copies of every head of q, k and v in at least fp32: the adjoint of `scatter_heads`."""
     wide = wide_dtype(flat.dtype)
     q_HTD = flat.new_zeros((q_bounds[-1], num_tokens, head_dim), dtype=wide)
     k_GTD, v_GTD = (flat.new_zeros((num_kv, num_tokens, head_dim), dtype=wide) for _ in range(2))
     offset = 0
-    for rank, (start, stop) in enumerate(pairwise(q_bounds)):
-        kv_start, kv_stop = kv_ranges[2 * rank], kv_ranges[2 * rank + 1]
+    for block in flat_order(len(q_bounds) - 1, num_parts):
+        (start, stop), (kv_start, kv_stop) = q_bounds[block : block + 2], kv_ranges[2 * block : 2 * block + 2]
         for total_NTD, first, last in ((q_HTD, start, stop), (k_GTD, kv_start, kv_stop), (v_GTD, kv_start, kv_stop)):
             num_values = (last - first) * num_tokens * head_dim
             total_NTD[first:last] += flat[offset : offset + num_values].view(last - first, num_tokens, head_dim)

@@ -5,7 +5,8 @@
 Forward, on each rank of a group:  scatter_heads -> all-to-all -> join_tokens -> attention -> scatter_tokens -> all-to-all
 -> join_heads. Backward runs the adjoints in reverse order. A flat buffer holds one block per rank of the group:
 
-    scatter_heads  to rank r    [query heads of r, then keys of r's KV heads, then their values; T own tokens; D]
+    scatter_heads  to rank r    [query heads of r, then keys of r's KV heads, then their values; T own tokens; D]; if heads are
+                                exchanged in parts, first the first part of every rank, and so on
     join_tokens    from rank r  [own query heads, then keys of own KV heads, then their values; tokens of r; D]
     scatter_tokens to rank r    [tokens of r, own heads, D]
     join_heads     from rank r  [T own tokens, heads of r, D]
@@ -55,7 +56,7 @@ def _heads_kernel(
 ):  # fmt: skip
     """Copies BLOCK_T tokens of one head of q, k or v per program to all its places in `flat`, or (IS_SUM) sums these.
 
-    table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
+    table, for each of q, k, v and each block: (first head, one past the last, offset of the first in `flat`, counted in heads).
     """
     head, block = _place(tl.program_id(0), num_q + 2 * num_kv, num_blocks, ROWS_FIRST)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -143,20 +144,25 @@ def _tiling(num_indices: int, head_dim: int) -> tuple[int, int, int]:
     return -(-num_indices // block), block, block_d
 
 
-def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> list[int]:
-    """Returns (first head, one past the last, offset of the first in the flat buffer) of every rank, for q, k and v."""
-    ranges = [list(pairwise(q_bounds)), list(zip(kv_ranges[::2], kv_ranges[1::2], strict=True))]
+def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int) -> list[int]:
+    """Returns (first head, one past the last, offset of the first in the flat buffer) of every block, for q, k and v."""
+    queries, keys = list(pairwise(q_bounds)), list(zip(kv_ranges[::2], kv_ranges[1::2], strict=True))
     tables: list[list[int]] = [[], [], []]
     offset = 0
-    for queries, keys in zip(*ranges, strict=True):
-        for table, (first, stop) in zip(tables, (queries, keys, keys), strict=True):
+    for block in reference.flat_order(len(queries), num_parts):
+        for table, (first, stop) in zip(tables, (queries[block], keys[block], keys[block]), strict=True):
             table += [first, stop, offset]
             offset += stop - first
     return tables[0] + tables[1] + tables[2]
 
 
 def _launch_heads(
-    parts_NTD: Sequence[Tensor], flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], is_sum: bool
+    parts_NTD: Sequence[Tensor],
+    flat: Tensor,
+    q_bounds: Sequence[int],
+    kv_ranges: Sequence[int],
+    num_parts: int,
+    is_sum: bool,
 ) -> None:
     q_HTD, k_GTD, v_GTD = parts_NTD
     num_q, num_tokens, head_dim = q_HTD.shape
@@ -167,29 +173,35 @@ def _launch_heads(
     with device_of(flat):
         _heads_kernel[grid](
             q_HTD, k_GTD, v_GTD, flat, tuple(stride for part in parts_NTD for stride in part.stride()),
-            pack(_head_table(q_bounds, kv_ranges)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
+            pack(_head_table(q_bounds, kv_ranges, num_parts)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
             DEGREE=len(q_bounds) - 1, HEAD_DIM=head_dim, BLOCK_T=block_t, BLOCK_D=block_d,
             WIDE=wide_type(flat.dtype), IS_SUM=is_sum, ROWS_FIRST=_rows_first(q_HTD),
         )  # fmt: skip
 
 
 def launch_scatter_heads(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int = 1
 ) -> Tensor:
     """Computes `reference.scatter_heads` with the Triton kernel."""
     num_heads = _num_scattered(q_bounds, kv_ranges)
     flat = torch.empty(num_heads * q_HTD.shape[1] * q_HTD.shape[2], dtype=q_HTD.dtype, device=q_HTD.device)
-    _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, is_sum=False)
+    _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, num_parts, is_sum=False)
     return flat
 
 
 def launch_sum_heads(
-    flat: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_kv: int, num_tokens: int, head_dim: int
+    flat: Tensor,
+    q_bounds: Sequence[int],
+    kv_ranges: Sequence[int],
+    num_parts: int,
+    num_kv: int,
+    num_tokens: int,
+    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `reference.sum_heads` with the Triton kernel."""
     heads = (q_bounds[-1], num_kv, num_kv)
     q, k, v = (torch.empty((num, num_tokens, head_dim), dtype=flat.dtype, device=flat.device) for num in heads)
-    _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, is_sum=True)
+    _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, num_parts, is_sum=True)
     return q, k, v
 
 
@@ -229,15 +241,15 @@ def _num_scattered(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> int:
 
 
 @torch.library.custom_op("hf_longctx::scatter_heads", mutates_args=(), device_types="cpu")
-def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int]) -> Tensor:
-    return reference.scatter_heads(q, k, v, q_bounds, kv_ranges)
+def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int) -> Tensor:
+    return reference.scatter_heads(q, k, v, q_bounds, kv_ranges, num_parts)
 
 
 @torch.library.custom_op("hf_longctx::sum_heads", mutates_args=(), device_types="cpu")
 def _sum_heads(
-    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_kv: int, num_tokens: int, head_dim: int
+    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int, num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.sum_heads(flat, q_bounds, kv_ranges, num_kv, num_tokens, head_dim)
+    return reference.sum_heads(flat, q_bounds, kv_ranges, num_parts, num_kv, num_tokens, head_dim)
 
 
 @torch.library.custom_op("hf_longctx::join_blocks", mutates_args=(), device_types="cpu")
@@ -257,13 +269,13 @@ _split_blocks.register_kernel("cuda")(launch_split_blocks)
 
 
 @_scatter_heads.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int]) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int) -> Tensor:
     return q.new_empty(_num_scattered(q_bounds, kv_ranges) * q.shape[1] * q.shape[2])
 
 
 @_sum_heads.register_fake
 def _(
-    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_kv: int, num_tokens: int, head_dim: int
+    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int, num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (flat.new_empty((num, num_tokens, head_dim)) for num in (q_bounds[-1], num_kv, num_kv))
     return q, k, v
@@ -280,12 +292,12 @@ def _(parts: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, _, ctx.q_bounds, ctx.kv_ranges = inputs
+    q, k, _, *ctx.blocks = inputs
     ctx.sizes = (k.shape[0], q.shape[1], q.shape[2])
 
 
 def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, ctx.q_bounds, ctx.kv_ranges, *_ = inputs
+    _, *ctx.blocks = inputs[:4]
 
 
 def _remember_join(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -298,11 +310,11 @@ def _remember_split(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 _scatter_heads.register_autograd(
-    lambda ctx, gradient: (*_sum_heads(gradient, ctx.q_bounds, ctx.kv_ranges, *ctx.sizes), None, None),
+    lambda ctx, gradient: (*_sum_heads(gradient, *ctx.blocks, *ctx.sizes), None, None, None),
     setup_context=_remember_scatter,
 )
 _sum_heads.register_autograd(
-    lambda ctx, *gradients: (_scatter_heads(*gradients, ctx.q_bounds, ctx.kv_ranges), *[None] * 5),
+    lambda ctx, *gradients: (_scatter_heads(*gradients, *ctx.blocks), *[None] * 6),
     setup_context=_remember_sum,
 )
 _join_blocks.register_autograd(
@@ -323,7 +335,7 @@ class _DirectScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return *_launched(launch_sum_heads, _sum_heads, gradient, ctx.q_bounds, ctx.kv_ranges, *ctx.sizes), None, None
+        return *_launched(launch_sum_heads, _sum_heads, gradient, *ctx.blocks, *ctx.sizes), None, None, None
 
 
 class _DirectJoin(torch.autograd.Function):
@@ -345,12 +357,12 @@ def _launched(launch: Callable[..., Any], operator: Callable[..., Any], values: 
     return (operator if torch.is_grad_enabled() or not launches_directly(first) else launch)(values, *settings)
 
 
-def _scatter(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int]) -> Tensor:
+def _scatter(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int = 1) -> Tensor:
     if not all(map(launches_directly, (q, k, v))):
-        return _scatter_heads(q, k, v, q_bounds, kv_ranges)
+        return _scatter_heads(q, k, v, q_bounds, kv_ranges, num_parts)
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scatter: Callable[..., Tensor] = _DirectScatter.apply if needs_gradient else launch_scatter_heads
-    return scatter(q, k, v, q_bounds, kv_ranges)
+    return scatter(q, k, v, q_bounds, kv_ranges, num_parts)
 
 
 def _join(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> Sequence[Tensor]:
@@ -361,11 +373,16 @@ def _join(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> Seq
     return join(flat, sizes, rows, head_dim)
 
 
-def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> Tensor:
+def scatter_heads(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int = 1
+) -> Tensor:
     """Makes the flat send buffer: per rank its query heads, then keys and values of its KV heads, each [heads, T, D].
 
     Differentiable. Rank r gets query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]). A KV
     head may go to several ranks; its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
+
+    num_parts: every rank has so many consecutive blocks of heads instead, its parts. In the buffer come the first parts of all
+    ranks, then the second ones, and so on.
     """
     num_q, num_kv = q_HTD.shape[0], k_GTD.shape[0]
     if q_HTD.shape[1:] != k_GTD.shape[1:] or k_GTD.shape != v_GTD.shape or not q_HTD.dtype == k_GTD.dtype == v_GTD.dtype:
@@ -374,12 +391,14 @@ def scatter_heads(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequenc
     if q_bounds[0] != 0 or q_bounds[-1] != num_q or any(start > stop for start, stop in pairwise(q_bounds)):
         raise ValueError(f"q_bounds {list(q_bounds)} must rise from 0 to the {num_q} query heads")
     ranges = list(zip(kv_ranges[::2], kv_ranges[1::2], strict=False))
+    if (len(q_bounds) - 1) % num_parts:
+        raise ValueError(f"{len(q_bounds) - 1} blocks of heads are not {num_parts} for each rank")
     if len(kv_ranges) != 2 * (len(q_bounds) - 1) or not all(0 <= start <= stop <= num_kv for start, stop in ranges):
         raise ValueError(
             f"kv_ranges {list(kv_ranges)} must hold, for each of the {len(q_bounds) - 1} ranks, a start and a stop within the "
             f"{num_kv} KV heads"
         )
-    return _scatter(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges))
+    return _scatter(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges), num_parts)
 
 
 def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,6 +33,9 @@ PLANS: dict[str, StepPlan] = {
         *(OFFLOADED, replayed()),
         tile_tokens=8,
     ),
+    "slices of heads in parts": same_policy(
+        sliced_plan([22, 13], [[(0, 0, 12)], [(0, 12, 22), (1, 0, 13)]], num_ranks=2), *(OFFLOADED, replayed()), tile_tokens=8
+    ),
     "shards": same_policy(
         plan_of([[(2, (0, 1))], [(1, (2,)), (1, (3,))]], [9, 12, 5, 8], 2, parameters="sharded"), OFFLOADED, replayed()
     ),
@@ -61,4 +64,4 @@ def test_steps_have_the_gradients_of_one_process(two_devices: RankPool, name: st
     for found in found_by(two_devices, name, drains=drains):
         assert max(found.errors) <= TOLERANCE, found
         # the first step sums at its end
-        assert (found.num_early > 0) == (name in ("early sums", "ring", "slices in a ring")), found
+        assert (found.num_early > 0) == (name in ("early sums", "ring", "slices in a ring", "slices of heads in parts")), found

@@ -91,6 +91,10 @@ ONE_PROCESS: dict[str, tuple[Removal, Callable[[FakeDevice], int]]] = {
 # lines that two ranks need; a text is the name of a plan, whose gradients are wrong
 TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
     "a ring reads what has arrived": (Removal("runtime.attention.ring", "request.wait()"), "ring"),
+    "attention reads heads that have arrived": (
+        Removal("runtime.attention.exchanges", "        work.wait()\n", ""),
+        "slices of heads in parts",
+    ),
     "a step reads gradients that are summed": (Removal("runtime.parameters.gradients", "self._work.wait()"), "early sums"),
     "a gather ends when all weights have arrived": (
         Removal("runtime.core.torch_versions", "    if work is not None:\n        work.wait()\n", ""),

@@ -176,6 +176,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "degrees": [1, 2],
         "method": "ring",
         "stages": 2,
+        "exchange_parts": 2,
         "interleave": 1,
         "lend_stages": True,
         "compile_layers": True,

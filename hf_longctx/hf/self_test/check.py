@@ -34,6 +34,7 @@ import math
 import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,11 +266,12 @@ class SelfTest:
         # keep only the hidden trace, and free the gradients at once
         alone = specimen.plain(last, (LONG,)).trace if has_probes else None
         for probe in probes:
-            measured = differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
-            if alone is not None:
-                # run only the first micro-batch, which has the group
-                packed = replace(probe.plan, micro_batches=probe.plan.micro_batches[:1])
-                measured.errors.update(self._sight(specimen.planned(packed, last).trace, alone))
+            with pool.small_parts() if probe.in_parts else nullcontext():
+                measured = differences(specimen.planned(probe.plan, rows), plain, self.exact.windows)
+                if alone is not None:
+                    # run only the first micro-batch, which has the group
+                    packed = replace(probe.plan, micro_batches=probe.plan.micro_batches[:1])
+                    measured.errors.update(self._sight(specimen.planned(packed, last).trace, alone))
             errors = agreed_errors(measured, pool.control)
             worst = max([worst, *errors.values()])
             if found := findings(errors, limits, self._site, self.exact.windows):
@@ -307,8 +309,8 @@ class SelfTest:
         lines = [f"- {name}: {each.check}: {each.text}" for name, found in bad.items() for each in found]
         good = [probe.name for probe in probes if probe.name not in bad]
         remedy = (
-            f"plans that passed ({'; '.join(good)}) may be used alone: set `method`, `degrees`, activations='keep' or "
-            f"lend_stages=False so"
+            f"plans that passed ({'; '.join(good)}) may be used alone: set `method`, `degrees`, exchange_parts=1, "
+            f"activations='keep' or lend_stages=False so"
             if good
             else "none of the plans passed"
         )

@@ -6,6 +6,7 @@ ranks with different label counts, so that errors between documents, inside a gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -47,6 +48,8 @@ class ProbePlan:
 
     name: str
     plan: StepPlan
+    # heads are exchanged in parts, however short the documents are
+    in_parts: bool = False
 
 
 def probe_lengths(long_tokens: int) -> tuple[int, ...]:
@@ -88,8 +91,14 @@ def probe_plans(
         ProbePlan(_name(shape), _plan([group], sequences, ranks_per_stage, ranges, costs))
         for shape, group in zip(shapes, groups, strict=True)
     ]
-    if has_policies or len(num_layers) > 1:
-        in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
+    in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
+    has_slices = has_policies or len(num_layers) > 1
+    if costs.model.head_parts(in_one_block.ulysses, math.inf, costs.exchange_parts) is not None:
+        chunks = _slices(sequences) if has_slices else whole
+        group = SequenceGroup.of(in_one_block, range(in_one_block.degree), chunks)
+        name = ("slices, " if has_slices else "") + f"{_name(in_one_block)}, heads in parts"
+        probes.append(ProbePlan(name, _plan([group], sequences, ranks_per_stage, ranges, costs), in_parts=True))
+    if has_slices:
         # slices of a hybrid use everything that those of a ring use
         in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
         for shape in dict.fromkeys((in_one_block, in_several)):

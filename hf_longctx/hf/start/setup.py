@@ -179,7 +179,8 @@ def choose_setup(
     if beside.teacher is not None:
         spec = beside_teacher(spec, config.distillation_beta, config.distillation_top_k)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
-    costs = CostModel(spec, cluster, coefficients)
+    # lent ranks read keys of all heads of earlier slices at once
+    costs = CostModel(spec, cluster, coefficients, exchange_parts=1 if config.lend_stages else config.exchange_parts)
     if config.parameters == "auto" and not replace(costs, parameters="sharded").counts_weights:
         raise ValueError(
             f"parameters='auto' compares seconds with and without gathers of weights, but hardware={config.hardware!r} has "
@@ -451,6 +452,7 @@ def open_plan_source(
     lends = setup.planner.lend_stages
     sums_early = setup.costs.shard_ranks == 1 and not lends
     pool = GroupPool(blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early)
+    pool.exchange_parts = setup.costs.exchange_parts
     # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     alive_s = config.collective_timeout_s / 3

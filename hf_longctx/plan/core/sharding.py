@@ -222,6 +222,53 @@ def head_shares(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[Head
     return tuple(shares)
 
 
+# most parts in which the ranks of a block exchange their heads, and fewest bytes that a rank sends of a part in the forward of a
+# layer: less takes about as long as starting the kernels of another part
+MOST_HEAD_PARTS, HEAD_PART_BYTES = 4, 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """Equal parts of every rank's heads, which are exchanged one after another while attention of other parts runs."""
+
+    # number of parts
+    count: int
+    # query heads of a part on a rank, and KV heads that they read
+    num_q: int
+    num_kv: int
+    # parts that read the same KV heads, which travel with the first of them
+    per_kv: int
+
+    @property
+    def exposed(self) -> float:
+        """Share of the bytes of both exchanges that travel while no attention runs: the first inputs, and the last output."""
+        num_kv = 2 * self.num_kv * self.count // self.per_kv
+        return (2 * self.num_q + 2 * self.num_kv) / (2 * self.num_q * self.count + num_kv)
+
+    def share(self, whole: HeadShare, part: int) -> HeadShare:
+        """Returns the heads of a part of a rank's heads."""
+        q_start, kv_start = whole.q_start + part * self.num_q, whole.kv_start + part // self.per_kv * self.num_kv
+        return HeadShare(q_start, q_start + self.num_q, kv_start, kv_start + self.num_kv)
+
+
+@lru_cache(maxsize=256)
+def head_parts(num_heads: int, num_kv_heads: int, num_ranks: int, most: int) -> HeadParts | None:
+    """Returns the most equal parts of the heads of every rank, at most `most`; None if there is no more than one.
+
+    Ranks must divide heads evenly. A part has whole KV heads with all queries of the rank that read them, or some of the queries
+    of one KV head.
+    """
+    if num_heads % num_ranks or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
+        return None
+    num_q, num_kv = num_heads // num_ranks, max(1, num_kv_heads // num_ranks)
+    for count in range(min(most, num_q), 1, -1):
+        if num_kv % count == 0:
+            return HeadParts(count, num_q // count, num_kv // count, 1)
+        if count % num_kv == 0 and num_q % count == 0:
+            return HeadParts(count, num_q // count, 1, count // num_kv)
+    return None
+
+
 def _split_block(block: tuple[Piece, ...], num_ranks: int) -> list[tuple[Piece, ...]]:
     """Cuts a block's tokens into contiguous shards, one per rank; the block must have at least as many tokens as ranks."""
     ranks, waiting = [], list(reversed(block))

@@ -8,7 +8,7 @@ Planner, prediction and simulator use this model. One pass over n tokens with c 
 This is the formula of FlexSP (arXiv 2412.01523, section 4.1) with two changes: its s^2 is replaced by the pairs of a layer,
 averaged over layers (`attention_pairs.py`), and its all-to-all term by the bytes that a rank sends over each kind of link
 (`traffic.py`). So one set of coefficients applies to every method of attention, and a group uses the cheapest method that the
-model's heads allow. Bytes that a ring sends while it computes tiles count only if they take longer than these tiles, and keys
+model's heads allow. Bytes that a group sends while it computes count only if they take longer than what it computes, and keys
 that no token of another block sees through a window are not sent (`CostModel.hidden_s`). Keys and values of earlier slices,
 which travel around a ring once more for every slice, count in addition to the bytes of its own tokens.
 
@@ -29,7 +29,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
-from hf_longctx.plan.core.sharding import UNPACKING_BYTES, images_of, rank_media, run_images
+from hf_longctx.plan.core.sharding import MOST_HEAD_PARTS, UNPACKING_BYTES, images_of, rank_media, run_images
 from hf_longctx.plan.core.types import (
     Chunk,
     FloatArray,
@@ -47,6 +47,7 @@ from hf_longctx.plan.cost.traffic import (
     expert_traffic,
     feature_traffic,
     group_shapes,
+    head_traffic,
     hop_bytes,
     mean_traffic,
     ring_leaves_node,
@@ -127,6 +128,9 @@ def _saved(model: ModelSpec, width: int) -> tuple[tuple[int, int, int], tuple[in
     return (forward, backward, replay), _FUSED_GATES[width] if model.fuses_gates else (0, 0, 0)
 
 
+# share of the seconds of hidden collectives by which the kernels beside them take longer: NCCL's rings and trees run at least 16
+# blocks of threads, each of which takes one of the 108 processors of an A100, or of the 132 of an H100, while it sends
+SLOWED_SHARE = 0.125
 # factor on the exchange time of groups larger than `favoured_degree`, so that the planner avoids them
 _AVOIDED = 1e3
 
@@ -219,6 +223,8 @@ class CostModel:
     # exchanges of larger groups cost a thousand times more, so that only sequences that need such groups get them (0: none is
     # favoured)
     favoured_degree: int = 0
+    # most parts in which groups exchange heads beside attention; 1: all heads before and after it
+    exchange_parts: int = MOST_HEAD_PARTS
     # whether weights are replicated or sharded
     parameters: Parameters = "replicated"
     # number of ranks that share one copy of sharded weights
@@ -298,16 +304,16 @@ class CostModel:
         seconds = (costs.pair_s * pairs.of_chunk(chunk) + costs.token_s * tokens) / shape.degree + costs.chunk_s
         if is_backward:
             seconds += float(self.rescan_s(tokens / shape.degree))
-        if shape.num_blocks > 1:
+        if shape.degree > 1:
             seconds -= self.chunk_hidden_s(chunk, shape, is_backward)
         return seconds + self.document_s(shape, is_backward) * len(chunk.spans)
 
     def chunk_hidden_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
         """Returns the sum of `hidden_s` over the documents of a chunk."""
-        if shape.num_blocks == 1:
+        if shape.degree == 1:
             return 0.0
         lengths, starts = ([float(span.num_tokens) for span in chunk.spans], [float(span.start) for span in chunk.spans])
-        return float(self.hidden_s(lengths, shape, is_backward, starts).sum())
+        return float(self.hidden_s(lengths, shape, is_backward, starts, sum(lengths)).sum())
 
     def hidden_s(
         self,
@@ -315,13 +321,18 @@ class CostModel:
         shape: GroupShape,
         is_backward: bool,
         starts: Sequence[float] | FloatArray | float = 0.0,
+        chunk_tokens: float | None = None,
     ) -> FloatArray:
-        """Returns seconds by which every document shortens one pass over all layers, because a ring computes while it sends.
+        """Returns seconds by which every document shortens one pass over all layers, because a group computes while it sends.
 
-        In each hop a rank computes an equal share of the document's pairs. Meanwhile the keys and values of the next hop travel,
-        and in backward the gradients of the hop before; the last gradients travel alone. Each document counts as if it were
-        alone, a lower bound for several, since tiles of one may hide messages of another; so do the links of the best placement.
-        The start of a message is never hidden.
+        In a single block, heads of long chunks are exchanged in parts (`sharding.head_parts`). What is exchanged while attention
+        of other parts runs is hidden as far as that takes longer, but for the share by which it slows the kernels beside it.
+        chunk_tokens: those of the whole chunk; without it, of each document.
+
+        In each hop of a ring a rank computes an equal share of the document's pairs. Meanwhile the keys and values of the next
+        hop travel, and in backward the gradients of the hop before; the last gradients travel alone. Each document counts as if
+        it were alone, a lower bound for several, since tiles of one may hide messages of another; so do the links of the best
+        placement. The start of a message is never hidden.
 
         In layers with a window shorter than the document, what no other block sees does not travel, and the rest is not hidden.
 
@@ -329,9 +340,11 @@ class CostModel:
         the result, which may be negative.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
-        if shape.num_blocks == 1:
+        if shape.degree == 1:
             return np.zeros_like(tokens)
         earlier = np.asarray(starts, dtype=np.float64) + np.zeros_like(tokens)
+        if shape.num_blocks == 1:
+            return self._hidden_parts_s(tokens, earlier, shape, is_backward, tokens if chunk_tokens is None else chunk_tokens)
         kinds = self.model.layer_kinds(LayerRange(0, self.model.num_layers)) or (ATTENTION,)
         # states make no difference here
         counts = Counter(kind._replace(has_state=False) for kind in kinds if kind.attends)
@@ -345,6 +358,24 @@ class CostModel:
                 of_layers = np.where(earlier + tokens > kind.window, unsent_s, of_layers)
             total += of_layers
         return total
+
+    def _hidden_parts_s(
+        self, tokens: FloatArray, earlier: FloatArray, shape: GroupShape, is_backward: bool, chunk_tokens: FloatArray | float
+    ) -> FloatArray:
+        """Returns `hidden_s` of groups that divide heads; layers of all kinds count as the average one."""
+        every = np.zeros_like(tokens) + chunk_tokens
+        ranks, most = shape.degree, self.exchange_parts
+        parts = {each: self.model.head_parts(ranks, each / ranks, most) for each in set(every.tolist())}
+        if not any(parts.values()):
+            return np.zeros_like(tokens)
+        costs = self.coefficients.backward if is_backward else self.coefficients.forward
+        sent_s = costs.exchange_s(head_traffic(self.model, self.cluster, shape, 1.0)) * tokens
+        attention_s = costs.pair_s * tokens * self.attention_pairs().seen(earlier, earlier + tokens) / shape.degree
+        found = [parts[each] for each in every.tolist()]
+        hidden = np.array([0.0 if each is None else 1 - each.exposed for each in found])
+        beside = np.array([0.0 if each is None else 1 - 1 / each.count for each in found])
+        seconds: FloatArray = (1 - SLOWED_SHARE) * np.minimum(sent_s * hidden, attention_s * beside)
+        return seconds
 
     def _of_heads(self, heads: HeadSizes | None) -> CostModel:
         """Returns costs of the model with these heads in all layers; of the model itself for None."""
@@ -395,11 +426,11 @@ class CostModel:
         return in_all * keys, in_all * gradients
 
     def without_overlap(self, seconds: float, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
-        """Returns measured seconds of a pass of `chunk` as if its ring had not computed while it sent, for fits.
+        """Returns measured seconds of a pass of `chunk` as if its group had not computed while it sent, for fits.
 
         The added time is predicted, and then scaled by measured / predicted seconds.
         """
-        hidden_s = self.chunk_hidden_s(chunk, shape, is_backward) if shape.num_blocks > 1 else 0.0
+        hidden_s = self.chunk_hidden_s(chunk, shape, is_backward)
         if not hidden_s:
             return seconds
         return seconds * (1 + hidden_s / self._pass_s(chunk, shape, self.model.num_layers, is_backward, 0, None))
@@ -586,7 +617,7 @@ class CostModel:
         total, seen = np.zeros_like(tokens), self.attention_pairs().seen(np.zeros_like(tokens), tokens)
         for costs in (self.coefficients.forward, self.coefficients.backward):
             total += (costs.pair_s * tokens * seen + costs.token_s * tokens) / shape.degree
-        if shape.num_blocks > 1:
+        if shape.degree > 1:
             total -= sum(self.hidden_s(tokens, shape, is_backward) for is_backward in (False, True))
         # without short sequences that only together fill a block of a scan
         total += self.rescan_s(tokens / shape.degree)

@@ -126,10 +126,7 @@ def mean_traffic(
     num_attending = model.num_attending
     own = num_tokens / shape.degree
     neighbours = shape.ulysses - 1
-    exchanged = 0.0
-    for of_size, count in model.head_counts():
-        heads, element = HeadCounts.of(model.num_heads, of_size.num_kv_heads, shape.ulysses), _value_bytes(model)[0] * count
-        exchanged += own * neighbours / shape.ulysses * (sum(heads.queries) + sum(heads.kv)) * of_size.kv_head_size * element
+    exchanged = _head_bytes(model, shape, own)
     chosen, index_keys = _index_bytes_sent(model, shape, own, is_backward)
     exchanged += chosen + (index_keys if neighbours else 0)
     near_ranks = near_ranks or _most_near_ranks(shape.degree, cluster)
@@ -151,6 +148,21 @@ def mean_traffic(
         else:
             link += ring
     return Traffic(link + to_experts.link_bytes, network + to_experts.network_bytes, messages + to_experts.messages)
+
+
+def head_traffic(model: ModelSpec, cluster: ClusterSpec, shape: GroupShape, num_tokens: float) -> Traffic:
+    """Returns traffic of a rank that exchanges heads in one pass of all layers, on the best placement, without messages."""
+    near_ranks = _most_near_ranks(shape.degree, cluster)
+    return Traffic(*_by_links(_head_bytes(model, shape, num_tokens / shape.degree), shape.ulysses, near_ranks, cluster))
+
+
+def _head_bytes(model: ModelSpec, shape: GroupShape, own_tokens: float) -> float:
+    """Returns bytes that a rank sends to exchange heads of its tokens in one pass of all layers, on average."""
+    exchanged = 0.0
+    for of_size, count in model.head_counts():
+        heads, element = HeadCounts.of(model.num_heads, of_size.num_kv_heads, shape.ulysses), _value_bytes(model)[0] * count
+        exchanged += (sum(heads.queries) + sum(heads.kv)) * of_size.kv_head_size * element
+    return own_tokens * (shape.ulysses - 1) / shape.ulysses * exchanged
 
 
 def hop_bytes(model: ModelSpec, shape: GroupShape, num_tokens: float) -> tuple[float, float]:

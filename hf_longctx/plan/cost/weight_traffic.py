@@ -32,13 +32,9 @@ from numpy.typing import ArrayLike
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.sharding import sum_bytes
 from hf_longctx.plan.core.types import FloatArray, frees_every_round, gathers_every_pass, sums_every_backward
-from hf_longctx.plan.cost.cost_model import CostModel
+from hf_longctx.plan.cost.cost_model import SLOWED_SHARE, CostModel
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
-
-# share of the seconds of hidden collectives by which the kernels beside them take longer: NCCL's rings and trees run at least 16
-# blocks of threads, each of which takes one of the 108 processors of an A100, or of the 132 of an H100, while it sends
-SLOWED_SHARE = 0.125
 
 # least seconds of the first layer of a pass, as a share of those of a layer in the backward before it: a backward takes two to
 # two and a half times as long as a forward, and up to one more if it recomputes

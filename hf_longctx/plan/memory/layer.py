@@ -114,6 +114,7 @@ class LayerBytes:
     _OF_LOAD = frozenset(
         {
             *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
+            *("_exchange_ahead", "_exchange_back", "_num_parts"),
             *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
         }
     )
@@ -379,8 +380,9 @@ class LayerBytes:
 
     def _plain_forward(self) -> int:
         """Returns the most bytes in the forward of a layer that keeps everything."""
-        beside = self._passing + self._hops_ahead + self._scores + self._choice + self._travelling
-        return self.held + self._sizes[0] * self.tokens + beside
+        attention = self._hops_ahead + self._scores + self._choice
+        whole = self.held + self._passing + attention + self._travelling
+        return self._sizes[0] * self.tokens + max(whole, self.held - self._held_mlp + self._exchange_ahead + attention)
 
     @property
     def _passing(self) -> int:
@@ -415,7 +417,7 @@ class LayerBytes:
         # outputs of several documents are concatenated
         joined = a * self.tokens if len(documents) > 1 else 0
         attention = (2 * d + 2 * a + 2 * k) * self.tokens + max(expanded * max(documents, default=0), joined)
-        attention += self._exchange + self._hops_ahead + self._scores + self._choice + self._latents
+        attention += self._exchange_ahead + self._hops_ahead + self._scores + self._choice + self._latents
         # rotary embedding: queries and three more tensors of their size; then keys and as many, besides rotated queries
         rotation = (2 * d + 2 * k + max(4 * a, 2 * a + 3 * k)) * self.tokens
         return rotation, attention, a * self.tokens if self.model.gates_output else 0
@@ -451,6 +453,33 @@ class LayerBytes:
         """Returns bytes of one copy of the queries, keys and values sent between ranks."""
         _, a, k, _ = self._sizes
         return (a + 2 * k) * self.tokens if self.load.is_shared else 0
+
+    @cached_property
+    def _exchange_ahead(self) -> int:
+        """Returns bytes of exchanges in the forward, besides queries, keys, values and the output of attention.
+
+        Inputs are sent, received and joined, or the output is; in parts, inputs wait until all have left, while outputs arrive.
+        """
+        inputs, output = self._exchange, self._sizes[1] * self.tokens
+        if not inputs:
+            return 0
+        return max(2 * inputs - output, inputs + 2 * output) if self._num_parts == 1 else 2 * inputs + output
+
+    @cached_property
+    def _exchange_back(self) -> int:
+        """Returns bytes of exchanges while attention runs backward; in parts, what waits until all parts have left.
+
+        That is the gradient of the output, and what was received of the inputs' gradient.
+        """
+        more = self._sizes[1] * self.tokens + self._exchange if self._num_parts > 1 else 0
+        return self._exchange + more
+
+    @cached_property
+    def _num_parts(self) -> int:
+        """Returns the number of parts in which heads are exchanged beside attention."""
+        load = self.load
+        parts = self.model.head_parts(load.block_ranks, self.tokens) if load.is_shared and load.num_blocks == 1 else None
+        return 1 if parts is None else parts.count
 
     def _hops(self, num_sums: int) -> int:
         """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
@@ -556,7 +585,7 @@ class LayerBytes:
         # gradients of the residual and of the output; then for a single document sums over heads in fp32, else gradients of
         # queries, keys and values of all documents
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
-        outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange
+        outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange_back
         if self.is_plain:
             outside -= self._second_norm * self.tokens + self._results[1]
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
@@ -600,7 +629,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied if values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return most + self._hops_back + self._choice + self._scores
+        return most // self._num_parts + self._hops_back + self._choice + self._scores
 
     def _heads_at_once(self, num_tokens: int) -> float:
         """Returns the share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of keys."""
@@ -631,12 +660,13 @@ class LayerBytes:
         documents = self.load.documents
         if self.model.saves_kv_once:
             # the gradient of the output and, for several calls, gradients before they are in one tensor
-            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1] + self._exchange
+            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1] + self._exchange_back
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
-            return outside + joined + self._call_bytes * max((*documents, self._packed_rows))
+            return outside + joined + self._call_bytes * max((*documents, self._packed_rows)) // self._num_parts
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         freed = a if saves_attention(self.model) else 0
-        outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1] + self._exchange
+        outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1]
+        outside += self._exchange_back
         return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
 
 
@@ -692,6 +722,12 @@ class OutsideBytes:
         self.backward = max(normed, norm + hidden + (3 * wide + capped) * logits, last)
 
 
+class _PieceBytes(LayerBytes):
+    """Bytes of a layer with the heads of one piece, which are exchanged at once."""
+
+    _num_parts = 1
+
+
 class PiecedLayerBytes(LayerBytes):
     """Bytes of one layer under a policy with several pieces of heads; fields as in `LayerBytes`."""
 
@@ -699,7 +735,7 @@ class PiecedLayerBytes(LayerBytes):
     def _piece(self) -> LayerBytes:
         """Returns the bytes of a layer with only the heads of one piece."""
         model = piece_model(self.model, self.policy.head_pieces, max(1, self.load.block_ranks))
-        return LayerBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
+        return _PieceBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
 
     def _adapters(self) -> int:
         adapters, model = self.model.adapters, self.model

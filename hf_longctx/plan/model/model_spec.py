@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_longctx.families.registry import traits_of
-from hf_longctx.plan.core.sharding import RANK_BYTES, UNPACKED_AT_ONCE, UNPACKED_BYTES
+from hf_longctx.plan.core.sharding import (
+    HEAD_PART_BYTES,
+    MOST_HEAD_PARTS,
+    RANK_BYTES,
+    UNPACKED_AT_ONCE,
+    UNPACKED_BYTES,
+    HeadParts,
+    head_parts,
+)
 from hf_longctx.plan.core.types import LayerRange, Media, TensorClass
 from hf_longctx.plan.model.attention_pairs import FULL, AttentionPairs
 from hf_longctx.plan.model.config import (
@@ -506,6 +514,17 @@ class ModelSpec:
     def kv_size(self) -> int:
         """Elements of all keys and values of a token."""
         return self.num_kv_heads * self.kv_head_size
+
+    def head_parts(self, num_ranks: int, own_tokens: float, most: int = MOST_HEAD_PARTS) -> HeadParts | None:
+        """Returns the parts, at most `most`, in which ranks exchange heads beside attention; None if they exchange all at once.
+
+        own_tokens: tokens of a rank, whose heads must be worth cutting. All layers count as having the model's own heads.
+        """
+        if num_ranks == 1 or self.value_head_dim or self.drops_weights or not self.index.is_empty:
+            return None
+        element = self.bytes_sent_per_element or self.bytes_per_element
+        sent = own_tokens * (self.num_heads + self.num_kv_heads) * self.kv_head_size * element
+        return head_parts(self.num_heads, self.num_kv_heads, num_ranks, int(min(most, sent / HEAD_PART_BYTES)))
 
     @property
     def compresses_keys(self) -> bool:

@@ -221,10 +221,8 @@ class StagedStep:
         return np.array(found)
 
     def _hidden_s(self, tokens: FloatArray, degree: int) -> FloatArray:
-        """Seconds in which rings of a degree compute while they send, in all layers, for each of these sequences."""
+        """Seconds in which groups of a degree compute while they send, in all layers, for each of these sequences."""
         shape = self.shapes[degree]
-        if shape.num_blocks == 1:
-            return np.zeros_like(tokens)
         found: FloatArray = np.sum([self.costs.hidden_s(tokens, shape, is_back) for is_back in (False, True)], axis=0)
         return found
 

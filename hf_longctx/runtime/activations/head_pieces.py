@@ -203,6 +203,8 @@ class _Tensors:
 class _Noted(AttentionRecord):
     """Forwards to a piece's record, and keeps output and LSE for the piece's backward."""
 
+    takes_parts = False
+
     def __init__(self, record: AttentionRecord) -> None:
         super().__init__(record.share)
         self._record, self.is_replay = record, record.is_replay
@@ -221,6 +223,8 @@ class _Given(AttentionRecord):
 
     Attention's node holds this record and returns the output; a record that kept the output would make a reference cycle.
     """
+
+    takes_parts = False
 
     def __init__(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
         super().__init__(_KEPT)

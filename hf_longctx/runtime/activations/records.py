@@ -71,13 +71,41 @@ class AttentionRecord:
     """Output and LSE of one layer's attention in one forward, kept for its replay.
 
     The first run fills it, and the first replay empties it; a second replay (retain_graph) recomputes. The layer's slot owns it.
+    If attention of the layer runs in parts of its heads, each part has a record of its own.
     """
+
+    # whether attention may run in parts
+    takes_parts = True
 
     def __init__(self, share: TensorShare, tier: HostTier | None = None) -> None:
         self.share, self._tier = share, tier
-        self.is_replay = False
+        self._is_replay = False
         # output and LSE, tokens as the first dimension of both
-        self.held: tuple[SplitTensor, ...] = ()
+        self._own: tuple[SplitTensor, ...] = ()
+        self._parts: dict[int, AttentionRecord] = {}
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the layer is being replayed."""
+        return self._is_replay
+
+    @is_replay.setter
+    def is_replay(self, is_replay: bool) -> None:
+        self._is_replay = is_replay
+        for record in self._parts.values():
+            record.is_replay = is_replay
+
+    @property
+    def held(self) -> tuple[SplitTensor, ...]:
+        """Output and LSE that are held now, of all parts."""
+        return (*self._own, *(tensor for record in self._parts.values() for tensor in record.held))
+
+    def part(self, index: int) -> AttentionRecord:
+        """Returns the record of one part of the heads."""
+        if index not in self._parts:
+            self._parts[index] = AttentionRecord(self.share, self._tier)
+            self._parts[index].is_replay = self.is_replay
+        return self._parts[index]
 
     @property
     def is_all_or_nothing(self) -> bool:
@@ -87,11 +115,11 @@ class AttentionRecord:
     def put(self, out_ShE: Tensor, lse_hS: Tensor) -> None:
         """Keeps the planned share of a first run's result; does nothing in a replay."""
         if not self.is_replay and self.share.cuts(out_ShE.shape[0])[0] < out_ShE.shape[0]:
-            self.held = tuple(SplitTensor(tensor, self.share, self._tier) for tensor in (out_ShE, lse_hS.transpose(0, 1)))
+            self._own = tuple(SplitTensor(tensor, self.share, self._tier) for tensor in (out_ShE, lse_hS.transpose(0, 1)))
 
     def take(self) -> KeptOutput | None:
         """Hands over the output that the first run left; None in a first run, or if it has been taken already."""
-        if not self.is_replay or not self.held:
+        if not self.is_replay or not self._own:
             return None
-        (out, lse), self.held = self.held, ()
+        (out, lse), self._own = self._own, ()
         return KeptOutput(out.start, out.fetch(), lse.fetch().transpose(0, 1))

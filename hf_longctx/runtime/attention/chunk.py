@@ -204,6 +204,34 @@ def _parts(length: int, size: int) -> list[int]:
     return [size] * whole + [rest] * (rest > 0)
 
 
+class SharedKeys:
+    """Keys and values of slices that are read by several parts of a rank's query heads, one `ChunkAttention` each.
+
+    The first part writes them into the K/V book. Its backward, which comes last, hands over the gradients of all parts. Make one
+    for every call of a layer. num_parts: parts that read the same keys.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.num_parts = num_parts
+        # keys and values that each slice sees, until the forward of the last part
+        self.fronts: dict[Slice, tuple[KeyRun, ...]] = {}
+        # for each slice, parts that have run backward, and what they read and add to
+        self._opened: dict[Slice, tuple[int, Any]] = {}
+
+    def open(self, slice_: Slice, is_first: bool, opens: Callable[[], Any]) -> Any:
+        """Returns what `opens` found for the backward of the last part; the first one must come after all others."""
+        count, found = self._opened.pop(slice_, (0, None))
+        found = found if count else opens()
+        if is_first != (count + 1 == self.num_parts):
+            raise RuntimeError(
+                f"{count + 1} of {self.num_parts} parts of the heads of {slice_} ran backward, the first one "
+                f"{'among them' if is_first else 'not among them'}, which must be the last; run backward in one thread"
+            )
+        if not is_first:
+            self._opened[slice_] = count + 1, found
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
     """Attention of one layer within one chunk.
@@ -216,6 +244,9 @@ class ChunkAttention:
     record: AttentionRecord | None
     kv_book: KVBook
     layer: Hashable
+    # shared by parts of the query heads that read the same keys; is_first: this part is the first of them
+    shared: SharedKeys | None = None
+    is_first: bool = True
 
     def runs(self, q_hSD: Tensor, k_gSD: Tensor, v_gSE: Tensor) -> tuple[Run, ...]:
         """Documents that are computed together, if an operator takes several: short ones, and long ones of one length."""
@@ -326,8 +357,14 @@ class _ChunkAttention(torch.autograd.Function):
 
 def _front(slice_: Slice, k_gTD: Tensor, v_gTE: Tensor, call: ChunkAttention, has_gradient: bool) -> tuple[KeyRun, ...]:
     """Writes a slice's keys and values into the K/V book and returns the earlier keys and values that it sees."""
+    if not call.is_first:
+        assert call.shared is not None
+        return call.shared.fronts[slice_]
     keeps_own = has_gradient and (call.record is None or call.record.is_replay)
-    return call.kv_book.write(call.layer, slice_, k_gTD, v_gTE, pattern=call.rule.pattern, keeps_own=keeps_own)
+    front = call.kv_book.write(call.layer, slice_, k_gTD, v_gTE, pattern=call.rule.pattern, keeps_own=keeps_own)
+    if call.shared is not None:
+        call.shared.fronts[slice_] = front
+    return front
 
 
 def _document_backward(
@@ -358,16 +395,25 @@ def _slice_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of a slice's queries, keys and values, with those that later slices left for its keys and values.
 
-    Adds the gradients of the front to those in the K/V book.
+    Adds the gradients of the front to those in the K/V book. Of several parts that read the same keys, only the first returns
+    gradients of keys and values; the others return zeros.
     """
-    (front, own_gTW), num_tokens, head_dim = call.kv_book.read(call.layer, slice_), slice_.stop - slice_.start, q_hTD.shape[2]
-    front_sum_gUW, own_sum_gTW = call.kv_book.gradients(call.layer, slice_)
+
+    def opens() -> Any:
+        return call.kv_book.read(call.layer, slice_), call.kv_book.gradients(call.layer, slice_)
+
+    found = opens() if call.shared is None else call.shared.open(slice_, call.is_first, opens)
+    ((front, own_gTW), (front_sum_gUW, own_sum_gTW)), num_tokens = found, slice_.stop - slice_.start
+    head_dim = q_hTD.shape[2]
     own_sum, pattern = split_kv(own_sum_gTW, head_dim), rule.pattern
     pieces = [
         KeyPiece(split_kv(own_gTW, head_dim), pattern.own_tiles(slice_.start, num_tokens), own_sum, slice_.start),
         *front_pieces(front, front_sum_gUW, slice_.start, pattern, slice_.start, num_tokens, head_dim),
     ]
     dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, pieces, rule)
+    if not call.is_first:
+        dk_gTD, dv_gTE = (x.new_zeros(()).expand(x.shape) for x in own_sum)
+        return dq_hTD, dk_gTD, dv_gTE
     call.kv_book.backward_done(call.layer, slice_)
     dk_gTD, dv_gTE = own_sum
     return dq_hTD, dk_gTD, dv_gTE

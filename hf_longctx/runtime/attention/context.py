@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import HeadShare, Piece, longest_document, seen_pieces, travelling_pieces
+from hf_longctx.plan.core.sharding import (
+    HEAD_PART_BYTES,
+    MOST_HEAD_PARTS,
+    HeadShare,
+    Piece,
+    longest_document,
+    seen_pieces,
+    travelling_pieces,
+)
 from hf_longctx.runtime.activations.records import AttentionRecord
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.kv_book import KVBook, Slice
@@ -283,6 +291,9 @@ class GroupContext:
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
     # images and videos of this rank's tokens; None without any in the chunk's documents
     media: ChunkMedia | None = None
+    # most parts in which heads are exchanged beside attention, and fewest bytes of one, see `head_parts`
+    exchange_parts: int = MOST_HEAD_PARTS
+    part_bytes: int = HEAD_PART_BYTES
 
     def __post_init__(self) -> None:
         if self.ring.num_blocks == 1 and sum(self.block.tokens) != self.cu_seqlens[-1]:

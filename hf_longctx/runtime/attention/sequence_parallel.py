@@ -5,6 +5,9 @@ The attention function registered with transformers (`hf.models.attention`) call
 Heads and tokens may be divided unevenly: no number has to divide another. Every rank of a block receives exactly the KV heads
 that its query heads read. A KV head read by several ranks is sent to each of them, and the owner of the tokens sums gradients.
 
+If exchanges take long enough, they run beside attention: every rank's heads are cut into parts, and those of one part are
+exchanged while attention of another runs (`exchanges.PartExchange`).
+
 Shapes: H query heads, G KV heads, T tokens of this rank, S tokens of its block, D head size of queries and keys, E of
 values and outputs, h and g the query and KV heads that this rank computes.
 
@@ -16,8 +19,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
-from hf_longctx.plan.core.sharding import HeadShare, head_shares
-from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, documents_of
+from hf_longctx.plan.core.sharding import HeadParts, HeadShare, head_parts, head_shares
+from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, SharedKeys, documents_of
 from hf_longctx.runtime.attention.context import Block, GroupContext
+from hf_longctx.runtime.attention.exchanges import PartExchange
 from hf_longctx.runtime.attention.heads import KVReaders
 from hf_longctx.runtime.attention.ring import RingAttention
 from hf_longctx.runtime.attention.rows import AttentionRule
@@ -76,28 +80,102 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
     # autocast leaves q and k in fp32 after the rotary embedding; attention would round them anyway, so round before sending
     q_1HTD, k_1GTD = q_1HTD.to(v_1GTE.dtype), k_1GTD.to(v_1GTE.dtype)
     shares = head_shares(num_heads, num_kv_heads, context.block.num_ranks)
-    readers = context.readers(shares[context.block.index], num_heads // num_kv_heads, q_1HTD.device)
-    sinks_h = None
-    if call.sinks_H is not None:
-        mine = shares[context.block.index]
-        sinks_h = call.sinks_H[mine.q_start : mine.q_stop].to(torch.promote_types(v_1GTE.dtype, torch.float32))
-    head_dim = max(q_1HTD.shape[3], v_1GTE.shape[3])
-    blocks = context.blocks if call.sees_both_ways else ()
-    if blocks and context.ring.num_blocks > 1:
+    mine = shares[context.block.index]
+    if call.sees_both_ways and context.blocks and context.ring.num_blocks > 1:
         raise ValueError(
             "tokens of images see each other both ways, which rings do not compute; let groups divide heads (Ulysses)"
         )
-    is_masked = call.chosen_TK is not None or call.dropout > 0 or bool(blocks)
-    shares_calls = not is_masked and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
-    bounds, gather = context.bounds if shares_calls else None, partial(gather_tokens, block=context.block)
-    dropout = context.weight_dropout(call.dropout, call.name, shares[context.block.index])
-    scores = Scores(call.scale, call.softcap)
-    rule = AttentionRule(readers, scores, call.pattern, call.chosen_TK, gather, bounds, context.stacks, dropout, blocks)
+    rule = partial(_rule, q_1HTD, k_1GTD, v_1GTE, call, context)
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTE, sinks_h, rule, context, call.layer)
+        return _attention(q_1HTD, k_1GTD, v_1GTE, _sinks(call, mine, v_1GTE), rule(mine), context, call.layer)
+    if (parts := _parts(q_1HTD, k_1GTD, v_1GTE, call, context)) is not None:
+        return _in_parts(q_1HTD[0], k_1GTD[0], v_1GTE[0], parts, call, context, rule)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
-    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, sinks_h, rule, context, call.layer)
+    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, _sinks(call, mine, v_1GTE), rule(mine), context, call.layer)
     return gather_heads(out_1ShE, shares, context)
+
+
+def _rule(
+    q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext, share: HeadShare
+) -> AttentionRule:
+    """Returns the rule of attention of these heads; q, k and v: of all heads of the layer."""
+    readers = context.readers(share, q_1HTD.shape[1] // k_1GTD.shape[1], q_1HTD.device)
+    head_dim = max(q_1HTD.shape[3], v_1GTE.shape[3])
+    blocks = context.blocks if call.sees_both_ways else ()
+    shares_calls = not _is_masked(call, context) and takes_packs(v_1GTE.device, v_1GTE.dtype, head_dim, call.softcap > 0)
+    bounds, gather = context.bounds if shares_calls else None, partial(gather_tokens, block=context.block)
+    dropout = context.weight_dropout(call.dropout, call.name, share)
+    scores = Scores(call.scale, call.softcap)
+    return AttentionRule(readers, scores, call.pattern, call.chosen_TK, gather, bounds, context.stacks, dropout, blocks)
+
+
+def _is_masked(call: LayerCall, context: GroupContext) -> bool:
+    """Whether attention is masked by more than its pattern: by chosen keys, dropout, or images that see both ways."""
+    return call.chosen_TK is not None or call.dropout > 0 or (call.sees_both_ways and bool(context.blocks))
+
+
+def _sinks(call: LayerCall, share: HeadShare, values: Tensor) -> Tensor | None:
+    """Returns the sinks of these heads in fp32 or wider; None if there are none."""
+    if call.sinks_H is None:
+        return None
+    return call.sinks_H[share.q_start : share.q_stop].to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _parts(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> HeadParts | None:
+    """Returns the parts in which heads are exchanged beside attention; None for one exchange before it and one after it.
+
+    The same on all ranks of the block. Rings hide their own messages, and lent slices have exchanges of their own.
+    """
+    record = context.attention_record
+    is_plain = context.ring.num_blocks == 1 and context.lent_slice is None and not _is_masked(call, context)
+    if not is_plain or q_1HTD.shape[3] != v_1GTE.shape[3] or (record is not None and not record.takes_parts):
+        return None
+    num_heads, num_kv_heads, num_ranks = q_1HTD.shape[1], k_1GTD.shape[1], context.block.num_ranks
+    token_bytes = 2 * (num_heads + num_kv_heads) * q_1HTD.shape[3] * q_1HTD.element_size()
+    sent = max(context.block.tokens) * token_bytes
+    return head_parts(num_heads, num_kv_heads, num_ranks, min(context.exchange_parts, sent // context.part_bytes))
+
+
+def _in_parts(
+    q_HTD: Tensor,
+    k_GTD: Tensor,
+    v_GTE: Tensor,
+    parts: HeadParts,
+    call: LayerCall,
+    context: GroupContext,
+    rule: Callable[[HeadShare], AttentionRule],
+) -> Tensor:
+    """Returns attention of all heads for this rank's tokens, [1, T, H, E], with exchanges of parts beside attention of others."""
+    block, num_own, head_dim = context.block, context.num_tokens, q_HTD.shape[2]
+    shares = head_shares(q_HTD.shape[0], k_GTD.shape[0], block.num_ranks)
+    # all parts of the first rank, then those of the second one
+    heads = [parts.share(share, part) for share in shares for part in range(parts.count)]
+    # later parts that read the same KV heads get none
+    sent_kv = [parts.num_kv * (part % parts.per_kv == 0) for part in range(parts.count)] * block.num_ranks
+    kv_ranges = [bound for each, num in zip(heads, sent_kv, strict=True) for bound in (each.kv_start, each.kv_start + num)]
+    flat = scatter_heads(q_HTD, k_GTD, v_GTE, [0, *(each.q_stop for each in heads)], kv_ranges, parts.count)
+    # elements of a token in each part
+    widths = [(parts.num_q + 2 * num) * head_dim for num in sent_kv[: parts.count]]
+    sizes = [([size * num_own] * block.num_ranks, [size * count for count in block.tokens]) for size in widths]
+    come = PartExchange(sizes, block.process_group)
+    output = parts.num_q * head_dim
+    back = ([output * count for count in block.tokens], [output * num_own] * block.num_ranks)
+    go = PartExchange([back] * parts.count, block.process_group)
+    arriving, leaving = come.start_all(flat), []
+    # messages free it when all parts have arrived
+    del flat
+    for part, (ticket, num_kv) in enumerate(zip(arriving, sent_kv, strict=False)):
+        q_hSD, k_gSD, v_gSD = join_tokens(come.arrived(part, ticket), block.tokens, parts.num_q, num_kv, head_dim)
+        if num_kv:
+            k_1gSE, v_1gSE, shared = k_gSD[None], v_gSD[None], SharedKeys(parts.per_kv) if parts.per_kv > 1 else None
+        share = parts.share(shares[block.index], part)
+        own = replace(context, attention_record=context.attention_record and context.attention_record.part(part))
+        layer, sinks_h = (call.layer, part // parts.per_kv), _sinks(call, share, v_GTE)
+        inputs = q_hSD[None], k_1gSE, v_1gSE, sinks_h
+        out_1ShE = _attention(*inputs, rule(share), own, layer, shared=shared, is_first=num_kv > 0)
+        leaving.append(go.start(part, scatter_tokens(out_1ShE[0], block.tokens)))
+    whole = go.all_arrived(leaving).view(parts.count, block.num_ranks, num_own, parts.num_q, head_dim)
+    return whole.permute(2, 1, 0, 3, 4).reshape(1, num_own, -1, head_dim)
 
 
 def _attention(
@@ -108,8 +186,14 @@ def _attention(
     rule: AttentionRule,
     context: GroupContext,
     layer: Hashable,
+    *,
+    shared: SharedKeys | None = None,
+    is_first: bool = True,
 ) -> Tensor:
-    """Returns attention of this rank's heads for its block's tokens, [1, S, h, E]; a ring if the group has several blocks."""
+    """Returns attention of this rank's heads for its block's tokens, [1, S, h, E]; a ring if the group has several blocks.
+
+    shared, is_first: see `ChunkAttention`.
+    """
     record = context.attention_record
     if context.lent_slice is not None:
         assert rule.chosen_TK is None
@@ -127,7 +211,7 @@ def _attention(
         return packed_attention(q_1hSD, k_1gSD, v_1gSE, rule.readers, rule.scores.scale, context.cu_seqlens)
     documents = documents_of(context.cu_seqlens, context.slices)
     if record is not None or not is_plain:
-        attend = ChunkAttention(rule, documents, record, context.kv_book, layer)
+        attend = ChunkAttention(rule, documents, record, context.kv_book, layer, shared, is_first)
         return attend(q_1hSD[0], k_1gSD[0], v_1gSE[0], sinks_h).unsqueeze(0)
     outputs = []
     for document in documents:
@@ -137,7 +221,8 @@ def _attention(
             outputs.append(packed_attention(q, k, v, rule.readers, rule.scores.scale, (0, num_tokens)))
         else:
             alone = (Document(0, num_tokens, document.as_slice),)
-            outputs.append(ChunkAttention(rule, alone, None, context.kv_book, layer)(q[0], k[0], v[0]).unsqueeze(0))
+            attend = ChunkAttention(rule, alone, None, context.kv_book, layer, shared, is_first)
+            outputs.append(attend(q[0], k[0], v[0]).unsqueeze(0))
     # torch.cat would copy the output of a lone slice, and both would be kept for backward
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -165,10 +250,10 @@ def _scatter_heads(
     head_dim, num_own, mine = q_1HTD.shape[3], context.num_tokens, shares[context.block.index]
     q_bounds = [0, *(share.q_stop for share in shares)]
     kv_ranges = [bound for share in shares for bound in (share.kv_start, share.kv_stop)]
-    send = scatter_heads(q_1HTD[0], k_1GTD[0], v_1GTE[0], q_bounds, kv_ranges)
     send_sizes = [(share.num_q + 2 * share.num_kv) * num_own * head_dim for share in shares]
     receive_sizes = [(mine.num_q + 2 * mine.num_kv) * tokens * head_dim for tokens in context.block.tokens]
-    received = _exchange(send, send_sizes, receive_sizes, context)
+    # nothing holds what was sent while heads are joined
+    received = _exchange(scatter_heads(q_1HTD[0], k_1GTD[0], v_1GTE[0], q_bounds, kv_ranges), send_sizes, receive_sizes, context)
     q_hSD, k_gSD, v_gSE = join_tokens(received, context.block.tokens, mine.num_q, mine.num_kv, head_dim)
     return q_hSD.unsqueeze(0), k_gSD.unsqueeze(0), v_gSE.unsqueeze(0)
 

@@ -139,7 +139,8 @@ def build_setup(name: str, limit: int, num_gpus: int, profile: HardwareProfile) 
     usable_bytes = int(USABLE_SHARE * profile.spec.device_bytes)
     guessed = ModelCalibration(name, default_coefficients(model, cluster), saved_token_bytes(model), usable_bytes)
     calibration = profile.calibration(name) or guessed
-    costs = CostModel(model, cluster, calibration.coefficients, "ulysses", parameters="sharded", shard_ranks=num_gpus)
+    sharing = {"exchange_parts": 1, "parameters": "sharded", "shard_ranks": num_gpus}
+    costs = CostModel(model, cluster, calibration.coefficients, "ulysses", **sharing)
     setup = Setup(costs, calibration.tokens_per_rank(model, num_gpus), limit)
     largest = setup.degrees[-1]
     if limit > largest * setup.tokens_per_rank:

@@ -286,7 +286,8 @@ def settings_of(case: str, seeds: Sequence[int], batch: int) -> Iterator[Setting
     longest, usable_bytes = read_case(case)
     cluster = ClusterSpec(NUM_STAGES * RANKS_PER_STAGE, RANKS_PER_STAGE, HARDWARE)
     coefficients = default_coefficients(MODEL, cluster)
-    costs = CostModel(MODEL, cluster, coefficients, "ulysses", parameters="sharded", shard_ranks=RANKS_PER_STAGE)
+    sharing = {"exchange_parts": 1, "parameters": "sharded", "shard_ranks": RANKS_PER_STAGE}
+    costs = CostModel(MODEL, cluster, coefficients, "ulysses", **sharing)
     count = batch or (256 if longest <= 96 * 1024 else 128)
     for seed in seeds:
         yield Setting(draw_lengths(longest, count, seed), usable_bytes, costs)

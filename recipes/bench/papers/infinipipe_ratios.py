@@ -159,7 +159,8 @@ class Job:
         """Costs of Ulysses groups whose ranks share the parameters of a stage."""
         coefficients = default_coefficients(self.model, self.cluster)
         shards = self.cluster.num_ranks // num_stages
-        return CostModel(self.model, self.cluster, coefficients, "ulysses", parameters="sharded", shard_ranks=shards)
+        sharing = {"exchange_parts": 1, "parameters": "sharded", "shard_ranks": shards}
+        return CostModel(self.model, self.cluster, coefficients, "ulysses", **sharing)
 
     @property
     def usable_bytes(self) -> int:

@@ -51,12 +51,13 @@ class Found:
 
 
 def group_pool(num_stages: int) -> GroupPool:
-    """This rank's pool, made once per process."""
+    """This rank's pool, made once per process; heads are exchanged in parts."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() // num_stages + 1))
         _POOLS[num_stages] = lasting(
             lambda: GroupPool(degrees, 60.0, dist.new_group(backend="gloo"), num_stages=num_stages, sums_early=True)
         )
+        _POOLS[num_stages].part_bytes = 1
     return _POOLS[num_stages]
 
 

@@ -40,10 +40,11 @@ _POOLS: dict[int, GroupPool] = {}
 
 
 def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
-    """This rank's group pool for `num_stages` stages, made once per process."""
+    """This rank's group pool for `num_stages` stages, made once per process; heads are exchanged in parts if they can be."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
         _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages))
+        _POOLS[num_stages].part_bytes = 1
     return _POOLS[num_stages]
 
 

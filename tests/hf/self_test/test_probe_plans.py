@@ -40,12 +40,28 @@ def probes(
     [
         (1, {}, ["one rank", "slices, one rank, recomputed"]),
         (1, {"has_policies": False}, ["one rank"]),
-        (2, {}, ["ulysses of 2", "ring of 2", "slices, ulysses of 2, recomputed", "slices, ring of 2, recomputed"]),
+        (
+            2,
+            {},
+            [
+                *("ulysses of 2", "ring of 2", "slices, ulysses of 2, heads in parts"),
+                *("slices, ulysses of 2, recomputed", "slices, ring of 2, recomputed"),
+            ],
+        ),
+        (2, {"has_policies": False, "method": "ulysses"}, ["ulysses of 2", "ulysses of 2, heads in parts"]),
+        (
+            *(2, {"method": "ulysses", "exchange_parts": 1}),
+            ["ulysses of 2", "slices, ulysses of 2, recomputed"],
+        ),
         (2, {"method": "ring"}, ["ring of 2", "slices, one rank, recomputed", "slices, ring of 2, recomputed"]),
         (2, {"degrees": (1,)}, ["one rank", "slices, one rank, recomputed"]),
         (4, {"has_policies": False}, ["ulysses of 4", "hybrid of 4 in blocks of 2", "ring of 4"]),
         (4, {"degrees": (1, 3)}, ["ring of 3", "slices, one rank, recomputed", "slices, ring of 3, recomputed"]),
-        (4, {"num_layers": ((1,), (3,)), "method": "ulysses"}, ["ulysses of 2", "slices, ulysses of 2, recomputed"]),
+        (
+            4,
+            {"num_layers": ((1,), (3,)), "method": "ulysses"},
+            ["ulysses of 2", "slices, ulysses of 2, heads in parts", "slices, ulysses of 2, recomputed"],
+        ),
         (2, {"num_layers": ((1,), (1,)), "method": "ulysses", "has_policies": False}, ["one rank", "slices, one rank"]),
         (2, {"num_layers": ((1, 1), (1, 1)), "method": "ulysses"}, ["one rank", "slices, one rank, interleaved, recomputed"]),
         (

@@ -82,7 +82,8 @@ PLANTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "- ring of 2: hidden states: layer 0 (full_attention) is the first that differs",
             "- ring of 2: token 0: the last token's gradient at token 0 of its document differs",
-            "plans that passed (ulysses of 2; slices, ulysses of 2, recomputed; ulysses of 2, attention in 2 pieces of heads)",
+            "plans that passed (ulysses of 2; slices, ulysses of 2, heads in parts; slices, ulysses of 2, recomputed; "
+            "ulysses of 2, attention in 2 pieces of heads)",
         ],
     ),
     "gradients of keys and values dropped": (
@@ -203,8 +204,8 @@ def test_a_bug_in_lending_stops_the_run_before_step_1(ranks, bug: str) -> None:
 # name -> (ranks, model, settings, arguments, what is said of it)
 # plans of two ranks that may have slices and pieces of heads
 EVERY_PLAN = (
-    "plans (ulysses of 2; ring of 2; slices, ulysses of 2, recomputed; slices, ring of 2, recomputed; ulysses of 2, attention in "
-    "2 pieces of heads)"
+    "plans (ulysses of 2; ring of 2; slices, ulysses of 2, heads in parts; slices, ulysses of 2, recomputed; slices, ring of 2, "
+    "recomputed; ulysses of 2, attention in 2 pieces of heads)"
 )
 PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[str]]] = {
     "one rank, windows in some layers": (
@@ -237,7 +238,7 @@ PASSING: dict[str, tuple[int, ModelCase, dict[str, Any], dict[str, Any], list[st
         replace(MIXED, dtype=torch.float32),
         {"activations": "keep"},
         {"bf16": True},
-        ["plans (ulysses of 2; ring of 2)", "104 tokens in float64 and the run's precision"],
+        ["plans (ulysses of 2; ring of 2; ulysses of 2, heads in parts)", "104 tokens in float64 and the run's precision"],
     ),
     "bf16 weights": (1, replace(MIXED, dtype=torch.bfloat16), {}, {}, ["in float64 and the run's precision"]),
     "stages": (

@@ -9,7 +9,15 @@ from helpers.plans.cost_models import COST_KINDS, HARDWARE, MODEL, cost_model
 
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
-from hf_longctx.plan.cost.cost_model import CostCoefficients, CostModel, PassCoefficients, block_sizes, default_coefficients
+from hf_longctx.plan.cost.catalog import named_model
+from hf_longctx.plan.cost.cost_model import (
+    SLOWED_SHARE,
+    CostCoefficients,
+    CostModel,
+    PassCoefficients,
+    block_sizes,
+    default_coefficients,
+)
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import part_state_bytes
@@ -96,6 +104,36 @@ def test_each_hop_takes_the_longer_of_its_tiles_and_its_messages(shape: GroupSha
         hidden_s = one_by_one - round_by_round(blocks, tile_s, keys_s, gradients_s)
         assert costs.chunk_hidden_s(chunk, shape, is_backward) == pytest.approx(hidden_s, rel=1e-9, abs=1e-9)
         assert costs.without_overlap(1.0, chunk, shape, is_backward) >= 1.0
+
+
+@pytest.mark.parametrize("pair_s", [1e-13, 4e-13, 1e-9])
+@pytest.mark.parametrize("num_tokens", [5_000, 10_000, 14_000, 40_000])
+def test_exchanges_of_parts_hide_behind_attention_of_others(num_tokens: int, pair_s: float) -> None:
+    # 8 query heads for each of 8 KV heads; on 4 ranks 16 query heads and 2 KV heads
+    model = named_model("llama-3.1-70b")
+    rates = PassCoefficients(pair_s, 1e-6, 0.0, link_byte_s=1e-11, network_byte_s=1e-10)
+    cluster = ClusterSpec(8, 4, HARDWARE)
+    costs = CostModel(model, cluster, CostCoefficients(rates, rates, 0.0, "test"), "ulysses")
+    chunk, shape = Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(4, 4)
+    own, whole = num_tokens / 4, replace(costs, exchange_parts=1)
+    # queries, keys, values and outputs of a layer, of which a rank keeps a quarter
+    layer_bytes = own * 2 * 128 * (2 * 64 + 2 * 8)
+    sent_s = 80 * 0.75 * layer_bytes * 1e-11
+    attention_s = pair_s * num_tokens**2 / 2 / 4
+    # a part must be worth 32 MiB; two halves have a KV head each, a quarter has half of the readers of one
+    parts = min(4, int(layer_bytes // 2**25))
+    exposed = {1: 1.0, 2: 1 / 2, 3: 1 / 2, 4: (2 * 4 + 2) / 36}[parts]
+    beside = {1: 0.0, 2: 1 / 2, 3: 1 / 2, 4: 3 / 4}[parts]
+    hidden_s = (1 - SLOWED_SHARE) * min((1 - exposed) * sent_s, beside * attention_s)
+    assert parts == {5_000: 1, 10_000: 2, 14_000: 3, 40_000: 4}[num_tokens] and (hidden_s == 0.0) == (parts == 1)
+    for is_backward in (False, True):
+        assert costs.chunk_hidden_s(chunk, shape, is_backward) == pytest.approx(hidden_s)
+        assert whole.chunk_hidden_s(chunk, shape, is_backward) == 0.0
+    assert whole.forward_s(chunk, shape, 80) - costs.forward_s(chunk, shape, 80) == pytest.approx(hidden_s)
+    assert whole.sequences_s([num_tokens], shape)[0] - costs.sequences_s([num_tokens], shape)[0] == pytest.approx(2 * hidden_s)
+    # ranks that divide heads unevenly, and models whose attention is masked by more than its pattern, exchange all at once
+    for other, of_shape in ((costs, GroupShape(3, 3)), (replace(costs, model=replace(model, drops_weights=True)), shape)):
+        assert other.chunk_hidden_s(chunk, of_shape, False) == 0.0
 
 
 def test_bytes_to_other_nodes_go_over_the_network() -> None:

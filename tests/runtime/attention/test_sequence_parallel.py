@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.plan.core.sharding import HeadShare, head_shares
+from hf_longctx.plan.core.sharding import HEAD_PART_BYTES, HeadShare, head_parts, head_shares
 from hf_longctx.recipes.bench.gpu.packed_reference import packed_causal_attention
 from hf_longctx.runtime.attention import sequence_parallel
 from hf_longctx.runtime.attention.context import Block, GroupContext, Ring
@@ -118,9 +118,11 @@ def test_packed_attention_of_some_heads_is_the_reference(
         assert relative_error(ours.grad, theirs.grad[part]) <= TOLERANCE
 
 
-def block_context(group: Any, index: int, shards: tuple[int, ...], bounds: tuple[int, ...]) -> GroupContext:
+def block_context(
+    group: Any, index: int, shards: tuple[int, ...], bounds: tuple[int, ...], part_bytes: int = HEAD_PART_BYTES
+) -> GroupContext:
     """A context of one block whose ranks hold `shards` tokens each, with documents at `bounds`."""
-    return GroupContext(Block(group, index, shards), Ring(None, 0, (0,), ((),), ((),)), bounds)
+    return GroupContext(Block(group, index, shards), Ring(None, 0, (0,), ((),), ((),)), bounds, part_bytes=part_bytes)
 
 
 def attend(context: GroupContext, num_heads: int, num_kv_heads: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -152,14 +154,18 @@ def test_one_rank_is_the_reference(name: str, num_heads: int, num_kv_heads: int)
 
 
 def attend_on_rank(
-    positions: tuple[int, ...], shards: tuple[int, ...], bounds: tuple[int, ...], heads: list[tuple[int, int]]
+    positions: tuple[int, ...],
+    shards: tuple[int, ...],
+    bounds: tuple[int, ...],
+    heads: list[tuple[int, int]],
+    part_bytes: int = HEAD_PART_BYTES,
 ) -> list[tuple[Tensor, ...]] | None:
     """`attend` for every pair of head counts on the group at `positions`; None outside it."""
     pool = group_pool()
     if pool.rank not in positions:
         return None
-    index = positions.index(pool.rank)
-    return [attend(block_context(pool.group(positions), index, shards, bounds), *pair, bounds[-1]) for pair in heads]
+    index, group = positions.index(pool.rank), pool.group(positions)
+    return [attend(block_context(group, index, shards, bounds, part_bytes), *pair, bounds[-1]) for pair in heads]
 
 
 # head counts that divide the ranks and that do not, multi-query and grouped
@@ -183,6 +189,44 @@ def test_all_ranks_together_are_the_reference(ranks, name: str, shards: tuple[in
     results = ranks(num_ranks).run(attend_on_rank, tuple(range(num_ranks)), shards, bounds, HEADS[num_ranks])
     for number, (num_heads, num_kv_heads) in enumerate(HEADS[num_ranks]):
         check_shards([rank[number] for rank in results], reference(num_heads, num_kv_heads, bounds))
+
+
+# heads that ranks divide evenly: parts with KV heads of their own, parts that share them, and both
+PARTED = {2: [(8, 8), (8, 4), (8, 2), (6, 2), (12, 4), (8, 1)], 4: [(16, 16), (16, 8), (16, 4), (16, 2), (24, 4)]}
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_parts_are_all_heads_of_a_rank_with_what_they_read(num_kv: int, per_kv: int, num_ranks: int, most: int) -> None:
+    num_heads = num_kv * per_kv
+    parts = head_parts(num_heads, num_kv, num_ranks, most)
+    if parts is None:
+        return
+    assert 1 < parts.count <= most and 0 < parts.exposed < 1
+    for share in head_shares(num_heads, num_kv, num_ranks):
+        own = [parts.share(share, part) for part in range(parts.count)]
+        assert [head for each in own for head in range(each.q_start, each.q_stop)] == list(range(share.q_start, share.q_stop))
+        for place, each in enumerate(own):
+            read = {head // per_kv for head in range(each.q_start, each.q_stop)}
+            assert read == set(range(each.kv_start, each.kv_stop)) and each.num_kv == parts.num_kv
+            # neighbours read the same keys until they have `per_kv` parts
+            is_new = place == 0 or own[place - 1].kv_start != each.kv_start
+            assert is_new == (place % parts.per_kv == 0)
+        sent = 2 * share.num_q + 2 * share.num_kv
+        assert parts.exposed == pytest.approx((own[0].num_q + 2 * own[0].num_kv + own[-1].num_q) / sent)
+
+
+@pytest.mark.parametrize("shards", [(12, 11), (22, 1), (6, 6, 6, 5), (3, 9, 4, 7)], ids=str)
+def test_exchanges_in_parts_beside_attention_are_the_reference(ranks, shards: tuple[int, ...]) -> None:
+    num_ranks, bounds = len(shards), BOUNDS["documents"]
+    assert all((parts := head_parts(*heads, num_ranks, 4)) and parts.count > 1 for heads in PARTED[num_ranks])
+    found, whole = (
+        ranks(num_ranks).run(attend_on_rank, tuple(range(num_ranks)), shards, bounds, PARTED[num_ranks], part_bytes)
+        for part_bytes in (1, HEAD_PART_BYTES)
+    )
+    for number, heads in enumerate(PARTED[num_ranks]):
+        check_shards([rank[number] for rank in found], reference(*heads, bounds))
+        # each head is computed as in one exchange
+        assert all(torch.equal(mine[number][0], other[number][0]) for mine, other in zip(found, whole, strict=True))
 
 
 @pytest.mark.parametrize("positions", [(0, 1), (2, 3)])
