@@ -20,11 +20,13 @@ group go in one direction and in the order of the plan, so that the streams on w
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -196,7 +198,7 @@ class GroupPool:
     A collective that waits longer than `timeout_s` (on NCCL: `group_limit`) fails on the waiting ranks. lends: stages may lend
     ranks to slices of other stages, which needs groups of equal positions in the stages from the first to any one and from any
     one to the last. sums_early: gradients of replicated weights are summed during the last backward of a step, in a separate
-    group (`early`).
+    group (`early`). exchange_parts: most parts in which heads are exchanged beside attention; one if stages lend ranks.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class GroupPool:
         num_stages: int = 1,
         lends: bool = False,
         sums_early: bool = False,
+        exchange_parts: int = MOST_HEAD_PARTS,
     ) -> None:
         self.rank, self.num_ranks, self.num_stages = 0, 1, num_stages
         self.everyone: dist.ProcessGroup | None = None
@@ -218,7 +221,7 @@ class GroupPool:
         # verdicts of the device, which last for the run
         self.stacks = StackChecks()
         # most parts in which heads are exchanged beside attention, and fewest bytes of one, see `head_parts`
-        self.exchange_parts, self.part_bytes = 1 if lends else MOST_HEAD_PARTS, HEAD_PART_BYTES
+        self.exchange_parts, self.part_bytes = 1 if lends else exchange_parts, HEAD_PART_BYTES
         self._readers: dict[tuple[HeadShare, int, torch.device], KVReaders] = {}
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -316,9 +319,9 @@ class GroupPool:
         return self._groups[ranks]
 
     @contextmanager
-    def small_parts(self) -> Iterator[None]:
-        """Context in which heads are exchanged in parts, if they can be, however few bytes these have."""
-        usual, self.part_bytes = self.part_bytes, 1
+    def small_parts(self, part_bytes: int = 1) -> Iterator[None]:
+        """Context in which heads are exchanged in parts, if they can be, of so few bytes."""
+        usual, self.part_bytes = self.part_bytes, part_bytes
         try:
             yield
         finally:
@@ -376,6 +379,7 @@ class GroupPool:
             kv_book=KVBook() if kv_book is None else kv_book,
             sequences=tuple(chunk.spans[piece.document].sequence if piece.document < len(chunk.spans) else -1 for piece in own),
             chunk_sequences=tuple(span.sequence for span in chunk.spans),
+            mean_tokens=math.ceil(fmean(each.num_tokens for each in group.chunks or (chunk,)) / shape.degree),
             exchange_parts=self.exchange_parts,
             part_bytes=self.part_bytes,
         )

@@ -153,7 +153,7 @@ class Machine:
 def ablation(lengths: Sequence[int], machine: Machine) -> tuple[AblationRow, ...]:
     """Returns rows for one step of these sequences; the row of all systems together comes last."""
     # none of them exchanges heads beside attention
-    alone = replace(machine, costs=replace(machine.costs, exchange_parts=1))
+    alone = replace(machine, costs=replace(machine.costs, model=replace(machine.costs.model, exchange_parts=1)))
     return (
         _flexsp(lengths, alone),
         _quickest("Seq1F1B alone", _checkpointed(_options(lengths, alone, _quarters, 0), alone), has_policies=False),
@@ -188,9 +188,8 @@ def lent_row(lengths: Sequence[int], machine: Machine) -> AblationRow | None:
     """
     if machine.costs.model.adapters.is_empty or not machine.stage_counts():
         return None
-    model = replace(machine.costs.model, keeps_all_stages=True)
+    model = replace(machine.costs.model, keeps_all_stages=True, exchange_parts=1)
     costs = replace(machine.costs, model=model, method="ulysses", parameters="replicated", shard_ranks=1)
-    costs = replace(costs, exchange_parts=1)
 
     def setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
         if num_ranges > 1:

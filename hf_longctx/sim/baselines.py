@@ -504,7 +504,8 @@ class CheckpointedCosts(CostModel):
     @classmethod
     def of(cls, costs: CostModel, checkpointing: Checkpointing) -> CheckpointedCosts:
         """Makes costs of the same model and cluster with these replays; other systems exchange all heads before attention."""
-        values = {field.name: getattr(costs, field.name) for field in fields(CostModel)} | {"exchange_parts": 1}
+        values = {field.name: getattr(costs, field.name) for field in fields(CostModel)}
+        values["model"] = replace(costs.model, exchange_parts=1)
         return cls(**values, checkpointing=checkpointing)
 
     def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:

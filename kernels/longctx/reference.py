@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,33 +34,43 @@ def _weigh_(out_HTD: Tensor, own_lse_HT: Tensor, lse_HT: Tensor) -> Tensor:
     return out_HTD.masked_fill_(is_empty_HT1, 0.0) if is_empty_HT1.any() else out_HTD
 
 
-def flat_order(num_blocks: int, num_parts: int) -> list[int]:
-    """Returns the blocks of heads in the order of the flat buffer: the first part of every rank, then the second one, and so on.
+def flat_blocks(q_bounds: Sequence[int], kv_ranges: Sequence[int], part: Sequence[int] = ()) -> list[tuple[slice, slice]]:
+    """Returns the query heads and KV heads of every block of the flat buffer, in order.
 
-    Blocks count by rank, and within a rank by part.
+    Each rank has one block. With `part` (query heads of a part, KV heads that they read, and parts that read the same), the first
+    parts of all ranks come first, and so on; KV heads are with the first part that reads them.
     """
-    return [block for part in range(num_parts) for block in range(part, num_blocks, num_parts)]
+    ranks = [
+        (slice(start, stop), slice(kv_ranges[2 * rank], kv_ranges[2 * rank + 1]))
+        for rank, (start, stop) in enumerate(pairwise(q_bounds))
+    ]
+    if not part:
+        return ranks
+    num_q, num_kv, per_kv = part
+    blocks = []
+    for index in range(q_bounds[1] // num_q):
+        for queries, keys in ranks:
+            first, first_kv = queries.start + index * num_q, keys.start + index // per_kv * num_kv
+            blocks.append((slice(first, first + num_q), slice(first_kv, first_kv + num_kv * (index % per_kv == 0))))
+    return blocks
 
 
 def scatter_heads(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int = 1
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], part: Sequence[int] = ()
 ) -> Tensor:
-    """Makes flat blocks [heads, T, D], in `flat_order`: query heads, then keys and then values of their KV heads.
+    """Makes the `flat_blocks` [heads, T, D]: query heads, then keys and then values of their KV heads.
 
-    Block b has query heads [q_bounds[b], q_bounds[b + 1]) and KV heads [kv_ranges[2 b], kv_ranges[2 b + 1]).
+    Rank r has query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]).
     """
-    heads = []
-    for block in flat_order(len(q_bounds) - 1, num_parts):
-        kv = slice(kv_ranges[2 * block], kv_ranges[2 * block + 1])
-        heads += [q_HTD[q_bounds[block] : q_bounds[block + 1]], k_GTD[kv], v_GTD[kv]]
-    return torch.cat(heads).reshape(-1)
+    blocks = flat_blocks(q_bounds, kv_ranges, part)
+    return torch.cat([x for heads, kv in blocks for x in (q_HTD[heads], k_GTD[kv], v_GTD[kv])]).reshape(-1)
 
 
 def sum_heads(
     flat: Tensor,
     q_bounds: Sequence[int],
     kv_ranges: Sequence[int],
-    num_parts: int,
+    part: Sequence[int],
     num_kv: int,
     num_tokens: int,
     head_dim: int,
@@ -69,11 +80,11 @@ def sum_heads(
     q_HTD = flat.new_zeros((q_bounds[-1], num_tokens, head_dim), dtype=wide)
     k_GTD, v_GTD = (flat.new_zeros((num_kv, num_tokens, head_dim), dtype=wide) for _ in range(2))
     offset = 0
-    for block in flat_order(len(q_bounds) - 1, num_parts):
-        (start, stop), (kv_start, kv_stop) = q_bounds[block : block + 2], kv_ranges[2 * block : 2 * block + 2]
-        for total_NTD, first, last in ((q_HTD, start, stop), (k_GTD, kv_start, kv_stop), (v_GTD, kv_start, kv_stop)):
-            num_values = (last - first) * num_tokens * head_dim
-            total_NTD[first:last] += flat[offset : offset + num_values].view(last - first, num_tokens, head_dim)
+    for heads, kv in flat_blocks(q_bounds, kv_ranges, part):
+        for total_NTD, own in ((q_HTD, heads), (k_GTD, kv), (v_GTD, kv)):
+            count = own.stop - own.start
+            num_values = count * num_tokens * head_dim
+            total_NTD[own] += flat[offset : offset + num_values].view(count, num_tokens, head_dim)
             offset += num_values
     return q_HTD.to(flat.dtype), k_GTD.to(flat.dtype), v_GTD.to(flat.dtype)
 

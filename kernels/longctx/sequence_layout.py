@@ -53,28 +53,33 @@ def _heads_kernel(
     q, k, v, flat, strides, table, num_blocks, num_q, num_kv, num_tokens,
     DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr, IS_SUM: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    PART_Q: tl.constexpr, PART_KV: tl.constexpr, PER_KV: tl.constexpr,
 ):  # fmt: skip
     """Copies BLOCK_T tokens of one head of q, k or v per program to all its places in `flat`, or (IS_SUM) sums these.
 
-    table, for each of q, k, v and each block: (first head, one past the last, offset of the first in `flat`, counted in heads).
+    table, for each of q, k, v and each rank: (first head, one past the last, offset of the first in `flat`, counted in heads).
+    PART_Q, PART_KV, PER_KV: `part` of `reference.flat_blocks`; 0 if ranks have one block each, whose offset is in the table.
     """
     head, block = _place(tl.program_id(0), num_q + 2 * num_kv, num_blocks, ROWS_FIRST)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     if head < num_q:
-        _copy_head(q, flat, strides, table, head, tokens, num_tokens, 0, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
+        _copy_head(q, flat, strides, table, head, tokens, num_tokens, 0, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM,
+                   PART_Q, PART_KV, PER_KV)  # fmt: skip
     elif head < num_q + num_kv:
         head -= num_q
-        _copy_head(k, flat, strides, table, head, tokens, num_tokens, 1, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
+        _copy_head(k, flat, strides, table, head, tokens, num_tokens, 1, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM,
+                   PART_Q, PART_KV, PER_KV)  # fmt: skip
     else:
         head -= num_q + num_kv
-        _copy_head(v, flat, strides, table, head, tokens, num_tokens, 2, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM)
+        _copy_head(v, flat, strides, table, head, tokens, num_tokens, 2, DEGREE, HEAD_DIM, BLOCK_T, BLOCK_D, WIDE, IS_SUM,
+                   PART_Q, PART_KV, PER_KV)  # fmt: skip
 
 
 @jit()
 def _copy_head(
     x, flat, strides, table, head, tokens, num_tokens,
     PART: tl.constexpr, DEGREE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr, IS_SUM: tl.constexpr,
+    WIDE: tl.constexpr, IS_SUM: tl.constexpr, PART_Q: tl.constexpr, PART_KV: tl.constexpr, PER_KV: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)
     tile = (tokens < num_tokens)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -86,12 +91,24 @@ def _copy_head(
     for rank in tl.static_range(DEGREE):
         first = unpack(table[3 * (PART * DEGREE + rank)])
         if (head >= first) & (head < unpack(table[3 * (PART * DEGREE + rank) + 1])):
-            row = (unpack(table[3 * (PART * DEGREE + rank) + 2]) + head - first) * num_tokens + tokens
-            place = flat + row[:, None] * HEAD_DIM + columns[None, :]
-            if IS_SUM:
-                total += tl.load(place, mask=tile, other=0.0).to(WIDE)
+            if PART_Q == 0:
+                place = unpack(table[3 * (PART * DEGREE + rank) + 2]) + head - first
+            elif PART == 0:
+                part = (head - first) // PART_Q
+                # the heads of all ranks in earlier parts; of earlier ranks in this one; and of this rank
+                place = DEGREE * (part * PART_Q + 2 * PART_KV * ((part + PER_KV - 1) // PER_KV))
+                place += rank * (PART_Q + 2 * PART_KV * (part % PER_KV == 0)) + (head - first) % PART_Q
             else:
-                tl.store(place, values, mask=tile)
+                # keys travel with the first part of their readers, behind its queries
+                index = (head - first) // PART_KV
+                place = DEGREE * index * (PER_KV * PART_Q + 2 * PART_KV) + rank * (PART_Q + 2 * PART_KV)
+                place += PART_Q + (PART - 1) * PART_KV + (head - first) % PART_KV
+            row = place * num_tokens + tokens
+            there = flat + row[:, None] * HEAD_DIM + columns[None, :]
+            if IS_SUM:
+                total += tl.load(there, mask=tile, other=0.0).to(WIDE)
+            else:
+                tl.store(there, values, mask=tile)
     if IS_SUM:
         tl.store(x + offsets, total.to(x.dtype.element_ty), mask=tile)
 
@@ -144,15 +161,14 @@ def _tiling(num_indices: int, head_dim: int) -> tuple[int, int, int]:
     return -(-num_indices // block), block, block_d
 
 
-def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int) -> list[int]:
-    """Returns (first head, one past the last, offset of the first in the flat buffer) of every block, for q, k and v."""
-    queries, keys = list(pairwise(q_bounds)), list(zip(kv_ranges[::2], kv_ranges[1::2], strict=True))
+def _head_table(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> list[int]:
+    """Returns (first head, one past the last, offset of the first in the flat buffer) of every rank, for q, k and v."""
     tables: list[list[int]] = [[], [], []]
     offset = 0
-    for block in reference.flat_order(len(queries), num_parts):
-        for table, (first, stop) in zip(tables, (queries[block], keys[block], keys[block]), strict=True):
-            table += [first, stop, offset]
-            offset += stop - first
+    for queries, keys in reference.flat_blocks(q_bounds, kv_ranges):
+        for table, heads in zip(tables, (queries, keys, keys), strict=True):
+            table += [heads.start, heads.stop, offset]
+            offset += heads.stop - heads.start
     return tables[0] + tables[1] + tables[2]
 
 
@@ -161,31 +177,33 @@ def _launch_heads(
     flat: Tensor,
     q_bounds: Sequence[int],
     kv_ranges: Sequence[int],
-    num_parts: int,
+    part: Sequence[int],
     is_sum: bool,
 ) -> None:
     q_HTD, k_GTD, v_GTD = parts_NTD
     num_q, num_tokens, head_dim = q_HTD.shape
     num_blocks, block_t, block_d = _tiling(num_tokens, head_dim)
     grid = ((num_q + 2 * k_GTD.shape[0]) * num_blocks,)
+    part_q, part_kv, per_kv = part or (0, 0, 0)
     if num_tokens == 0 or head_dim == 0:
         return
     with device_of(flat):
         _heads_kernel[grid](
             q_HTD, k_GTD, v_GTD, flat, tuple(stride for part in parts_NTD for stride in part.stride()),
-            pack(_head_table(q_bounds, kv_ranges, num_parts)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
+            pack(_head_table(q_bounds, kv_ranges)), num_blocks, num_q, k_GTD.shape[0], num_tokens,
             DEGREE=len(q_bounds) - 1, HEAD_DIM=head_dim, BLOCK_T=block_t, BLOCK_D=block_d,
             WIDE=wide_type(flat.dtype), IS_SUM=is_sum, ROWS_FIRST=_rows_first(q_HTD),
+            PART_Q=part_q, PART_KV=part_kv, PER_KV=per_kv,
         )  # fmt: skip
 
 
 def launch_scatter_heads(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int = 1
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], part: Sequence[int] = ()
 ) -> Tensor:
     """Computes `reference.scatter_heads` with the Triton kernel."""
     num_heads = _num_scattered(q_bounds, kv_ranges)
     flat = torch.empty(num_heads * q_HTD.shape[1] * q_HTD.shape[2], dtype=q_HTD.dtype, device=q_HTD.device)
-    _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, num_parts, is_sum=False)
+    _launch_heads((q_HTD, k_GTD, v_GTD), flat, q_bounds, kv_ranges, part, is_sum=False)
     return flat
 
 
@@ -193,7 +211,7 @@ def launch_sum_heads(
     flat: Tensor,
     q_bounds: Sequence[int],
     kv_ranges: Sequence[int],
-    num_parts: int,
+    part: Sequence[int],
     num_kv: int,
     num_tokens: int,
     head_dim: int,
@@ -201,7 +219,7 @@ def launch_sum_heads(
     """Computes `reference.sum_heads` with the Triton kernel."""
     heads = (q_bounds[-1], num_kv, num_kv)
     q, k, v = (torch.empty((num, num_tokens, head_dim), dtype=flat.dtype, device=flat.device) for num in heads)
-    _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, num_parts, is_sum=True)
+    _launch_heads((q, k, v), flat.contiguous(), q_bounds, kv_ranges, part, is_sum=True)
     return q, k, v
 
 
@@ -241,15 +259,15 @@ def _num_scattered(q_bounds: Sequence[int], kv_ranges: Sequence[int]) -> int:
 
 
 @torch.library.custom_op("hf_longctx::scatter_heads", mutates_args=(), device_types="cpu")
-def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int) -> Tensor:
-    return reference.scatter_heads(q, k, v, q_bounds, kv_ranges, num_parts)
+def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], part: list[int]) -> Tensor:
+    return reference.scatter_heads(q, k, v, q_bounds, kv_ranges, part)
 
 
 @torch.library.custom_op("hf_longctx::sum_heads", mutates_args=(), device_types="cpu")
 def _sum_heads(
-    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int, num_kv: int, num_tokens: int, head_dim: int
+    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], part: list[int], num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.sum_heads(flat, q_bounds, kv_ranges, num_parts, num_kv, num_tokens, head_dim)
+    return reference.sum_heads(flat, q_bounds, kv_ranges, part, num_kv, num_tokens, head_dim)
 
 
 @torch.library.custom_op("hf_longctx::join_blocks", mutates_args=(), device_types="cpu")
@@ -269,13 +287,13 @@ _split_blocks.register_kernel("cuda")(launch_split_blocks)
 
 
 @_scatter_heads.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], part: list[int]) -> Tensor:
     return q.new_empty(_num_scattered(q_bounds, kv_ranges) * q.shape[1] * q.shape[2])
 
 
 @_sum_heads.register_fake
 def _(
-    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int, num_kv: int, num_tokens: int, head_dim: int
+    flat: Tensor, q_bounds: list[int], kv_ranges: list[int], part: list[int], num_kv: int, num_tokens: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (flat.new_empty((num, num_tokens, head_dim)) for num in (q_bounds[-1], num_kv, num_kv))
     return q, k, v
@@ -357,12 +375,12 @@ def _launched(launch: Callable[..., Any], operator: Callable[..., Any], values: 
     return (operator if torch.is_grad_enabled() or not launches_directly(first) else launch)(values, *settings)
 
 
-def _scatter(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], num_parts: int = 1) -> Tensor:
+def _scatter(q: Tensor, k: Tensor, v: Tensor, q_bounds: list[int], kv_ranges: list[int], part: Sequence[int] = ()) -> Tensor:
     if not all(map(launches_directly, (q, k, v))):
-        return _scatter_heads(q, k, v, q_bounds, kv_ranges, num_parts)
+        return _scatter_heads(q, k, v, q_bounds, kv_ranges, list(part))
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scatter: Callable[..., Tensor] = _DirectScatter.apply if needs_gradient else launch_scatter_heads
-    return scatter(q, k, v, q_bounds, kv_ranges, num_parts)
+    return scatter(q, k, v, q_bounds, kv_ranges, part)
 
 
 def _join(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> Sequence[Tensor]:
@@ -374,15 +392,15 @@ def _join(flat: Tensor, sizes: list[int], rows: list[int], head_dim: int) -> Seq
 
 
 def scatter_heads(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], num_parts: int = 1
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, q_bounds: Sequence[int], kv_ranges: Sequence[int], part: Sequence[int] = ()
 ) -> Tensor:
     """Makes the flat send buffer: per rank its query heads, then keys and values of its KV heads, each [heads, T, D].
 
     Differentiable. Rank r gets query heads [q_bounds[r], q_bounds[r + 1]) and KV heads [kv_ranges[2 r], kv_ranges[2 r + 1]). A KV
     head may go to several ranks; its gradient is the sum over them. Raises ValueError if the ranges do not fit the tensors.
 
-    num_parts: every rank has so many consecutive blocks of heads instead, its parts. In the buffer come the first parts of all
-    ranks, then the second ones, and so on.
+    part: query heads of each of equal parts of every rank's heads, KV heads that they read, and parts that read the same. In the
+    buffer come the first parts of all ranks, then the second ones, and so on; KV heads are with the first part that reads them.
     """
     num_q, num_kv = q_HTD.shape[0], k_GTD.shape[0]
     if q_HTD.shape[1:] != k_GTD.shape[1:] or k_GTD.shape != v_GTD.shape or not q_HTD.dtype == k_GTD.dtype == v_GTD.dtype:
@@ -391,14 +409,15 @@ def scatter_heads(
     if q_bounds[0] != 0 or q_bounds[-1] != num_q or any(start > stop for start, stop in pairwise(q_bounds)):
         raise ValueError(f"q_bounds {list(q_bounds)} must rise from 0 to the {num_q} query heads")
     ranges = list(zip(kv_ranges[::2], kv_ranges[1::2], strict=False))
-    if (len(q_bounds) - 1) % num_parts:
-        raise ValueError(f"{len(q_bounds) - 1} blocks of heads are not {num_parts} for each rank")
     if len(kv_ranges) != 2 * (len(q_bounds) - 1) or not all(0 <= start <= stop <= num_kv for start, stop in ranges):
         raise ValueError(
             f"kv_ranges {list(kv_ranges)} must hold, for each of the {len(q_bounds) - 1} ranks, a start and a stop within the "
             f"{num_kv} KV heads"
         )
-    return _scatter(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges), num_parts)
+    sizes = {(q_bounds[rank + 1] - q_bounds[rank], stop - start) for rank, (start, stop) in enumerate(ranges)}
+    if part and sizes != {(count * part[0], -(-count // part[2]) * part[1]) for count in (q_bounds[1] // part[0],)}:
+        raise ValueError(f"ranks have {sorted(sizes)} query and KV heads, which are not equal parts of {list(part)}")
+    return _scatter(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges), part)
 
 
 def join_tokens(received: Tensor, tokens: Sequence[int], num_q: int, num_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

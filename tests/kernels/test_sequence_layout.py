@@ -62,11 +62,15 @@ def test_scattered_heads_are_those_of_each_rank_in_turn(num_heads: int, num_kv: 
 def test_first_parts_of_all_ranks_come_first_in_the_buffer() -> None:
     q, k, v = heads(4, 2, 1)
     # two ranks with two parts of one head each, which read one KV head; it travels with the first part
-    flat = scatter_heads(q, k, v, [0, 1, 2, 3, 4], [0, 1, 0, 0, 1, 2, 1, 1], 2)
+    flat = scatter_heads(q, k, v, [0, 2, 4], [0, 1, 1, 2], (1, 1, 2))
     in_order = [q[0], k[0], v[0], q[2], k[1], v[1], q[1], q[3]]
     assert torch.equal(flat, torch.cat(in_order).reshape(-1))
-    with pytest.raises(ValueError, match="4 blocks of heads are not 3 for each rank"):
-        scatter_heads(q, k, v, [0, 1, 2, 3, 4], [0, 1, 0, 0, 1, 2, 1, 1], 3)
+    # a rank with two parts, each with a KV head
+    flat = scatter_heads(q, k, v, [0, 4], [0, 2], (2, 1, 1))
+    assert torch.equal(flat, torch.cat([q[:2], k[:1], v[:1], q[2:], k[1:], v[1:]]).reshape(-1))
+    for bounds, ranges, part in (([0, 1, 4], [0, 1, 0, 2], (1, 1, 2)), ([0, 2, 4], [0, 1, 1, 2], (1, 1, 1))):
+        with pytest.raises(ValueError, match="not equal parts of"):
+            scatter_heads(q, k, v, bounds, ranges, part)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv", "tokens"), GROUPS)
@@ -146,8 +150,8 @@ def test_gradients_are_those_of_finite_differences_twice() -> None:
     parts = [part.requires_grad_() for part in heads(3, 1, 2)]
     flat = random(5 * 3 * HEAD_DIM).requires_grad_()
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        for num_parts in (1, 2):
-            assert check(lambda *parts, num=num_parts: scatter_heads(*parts, q_bounds, kv_ranges, num), parts)
+        assert check(lambda *parts: scatter_heads(*parts, q_bounds, kv_ranges), parts)
+        assert check(lambda *parts: scatter_heads(*parts, [0, 3], [0, 1], (1, 1, 3)), parts)
         assert check(lambda flat: join_tokens(flat, [2, 0, 1], 3, 1, HEAD_DIM), flat)
         assert check(lambda flat: join_heads(flat, [2, 1], 5, HEAD_DIM), flat)
         assert check(lambda part: scatter_tokens(part, [1, 1]), parts[0].transpose(0, 1))
@@ -169,8 +173,8 @@ def test_operators_keep_the_rules_of_torch(dtype: torch.dtype) -> None:
     parts = [part.detach().to(dtype).requires_grad_() for part in heads(6, 2, 2)]
     num_heads = 6 + 2 * (sum(kv_ranges[1::2]) - sum(kv_ranges[::2]))
     flat, joined = (random(num * 2 * HEAD_DIM).to(dtype).requires_grad_() for num in (num_heads, 10))
-    torch.library.opcheck(op._scatter_heads, (*parts, q_bounds, kv_ranges, 2))
-    torch.library.opcheck(op._sum_heads, (flat, q_bounds, kv_ranges, 2, 2, 2, HEAD_DIM))
+    torch.library.opcheck(op._scatter_heads, (*parts, q_bounds, kv_ranges, []))
+    torch.library.opcheck(op._sum_heads, (flat, q_bounds, kv_ranges, [], 2, 2, HEAD_DIM))
     torch.library.opcheck(op._join_blocks, (joined, [2, 0], [6, 2, 2], HEAD_DIM))
     torch.library.opcheck(op._split_blocks, (parts, [1, 1]))
 
@@ -220,7 +224,7 @@ def test_kernels_compile_for_hopper_with_wide_memory_access(monkeypatch: pytest.
     q_bounds, kv_ranges = tables(6, 2, 4)
     parts = [torch.zeros(num, 33, 128, dtype=torch.bfloat16) for num in (6, 2, 2)]
     flat = op.launch_scatter_heads(*parts, q_bounds, kv_ranges)
-    op.launch_sum_heads(flat, q_bounds, kv_ranges, 1, 2, 33, 128)
+    op.launch_sum_heads(flat, q_bounds, kv_ranges, [], 2, 33, 128)
     joined = op.launch_join_blocks(torch.zeros(10 * 33 * 128, dtype=torch.bfloat16), [30, 3], [6, 2, 2], 128)
     op.launch_split_blocks(joined, [30, 3])
     assert len(ptx) == 4

@@ -41,7 +41,7 @@ LENGTHS = lognormal_lengths(1, 64, 6000, median=300.0)
 def gpu_costs(model: ModelSpec, num_ranks: int = 16) -> CostModel:
     cluster = ClusterSpec(num_ranks, 8, GPU)
     # exchanges that attention hides would change which groups pairs decide
-    return CostModel(model, cluster, default_coefficients(model, cluster), "ulysses", exchange_parts=1)
+    return CostModel(replace(model, exchange_parts=1), cluster, default_coefficients(model, cluster), "ulysses")
 
 
 def test_a_long_sequence_under_windows_needs_fewer_ranks() -> None:

@@ -93,7 +93,7 @@ def probe_plans(
     ]
     in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
     has_slices = has_policies or len(num_layers) > 1
-    if costs.model.head_parts(in_one_block.ulysses, math.inf, costs.exchange_parts) is not None:
+    if costs.model.head_parts(in_one_block.ulysses, math.inf) is not None:
         chunks = _slices(sequences) if has_slices else whole
         group = SequenceGroup.of(in_one_block, range(in_one_block.degree), chunks)
         name = ("slices, " if has_slices else "") + f"{_name(in_one_block)}, heads in parts"

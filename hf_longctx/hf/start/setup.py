@@ -24,6 +24,7 @@ from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
 from hf_longctx.hf.models.facts import ModelFacts
+from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.positions import absent_token_ids
 from hf_longctx.hf.models.quantised import largest_packed
 from hf_longctx.hf.models.spec import cluster_spec, frozen_parameters, model_spec, trained_tower
@@ -179,8 +180,10 @@ def choose_setup(
     if beside.teacher is not None:
         spec = beside_teacher(spec, config.distillation_beta, config.distillation_top_k)
     cluster, coefficients = starting_costs(config.hardware, spec, cluster, control)
-    # lent ranks read keys of all heads of earlier slices at once
-    costs = CostModel(spec, cluster, coefficients, exchange_parts=1 if config.lend_stages else config.exchange_parts)
+    # lent ranks read keys of all heads of earlier slices at once, and so do images that see both ways
+    at_once = config.lend_stages or (not spec.tower.is_empty and sees_images_both_ways(model))
+    spec = replace(spec, exchange_parts=1 if at_once else config.exchange_parts)
+    costs = CostModel(spec, cluster, coefficients)
     if config.parameters == "auto" and not replace(costs, parameters="sharded").counts_weights:
         raise ValueError(
             f"parameters='auto' compares seconds with and without gathers of weights, but hardware={config.hardware!r} has "
@@ -451,8 +454,8 @@ def open_plan_source(
     blocks = block_sizes(setup.planner.degrees, setup.costs)
     lends = setup.planner.lend_stages
     sums_early = setup.costs.shard_ranks == 1 and not lends
-    pool = GroupPool(blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early)
-    pool.exchange_parts = setup.costs.exchange_parts
+    parts = setup.costs.model.exchange_parts
+    pool = GroupPool(blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early, exchange_parts=parts)
     # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     alive_s = config.collective_timeout_s / 3

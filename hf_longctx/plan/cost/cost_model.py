@@ -21,6 +21,7 @@ residuals), without attention's own operators. The numbers are those of transfor
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hf_longctx.plan.core.settings import ASSUMED_FP8_RATIO, ClusterSpec, GroupMethod
-from hf_longctx.plan.core.sharding import MOST_HEAD_PARTS, UNPACKING_BYTES, images_of, rank_media, run_images
+from hf_longctx.plan.core.sharding import UNPACKING_BYTES, images_of, rank_media, run_images
 from hf_longctx.plan.core.types import (
     Chunk,
     FloatArray,
@@ -223,8 +224,6 @@ class CostModel:
     # exchanges of larger groups cost a thousand times more, so that only sequences that need such groups get them (0: none is
     # favoured)
     favoured_degree: int = 0
-    # most parts in which groups exchange heads beside attention; 1: all heads before and after it
-    exchange_parts: int = MOST_HEAD_PARTS
     # whether weights are replicated or sharded
     parameters: Parameters = "replicated"
     # number of ranks that share one copy of sharded weights
@@ -313,7 +312,7 @@ class CostModel:
         if shape.degree == 1:
             return 0.0
         lengths, starts = ([float(span.num_tokens) for span in chunk.spans], [float(span.start) for span in chunk.spans])
-        return float(self.hidden_s(lengths, shape, is_backward, starts, sum(lengths)).sum())
+        return float(self.hidden_s(lengths, shape, is_backward, starts).sum())
 
     def hidden_s(
         self,
@@ -321,13 +320,13 @@ class CostModel:
         shape: GroupShape,
         is_backward: bool,
         starts: Sequence[float] | FloatArray | float = 0.0,
-        chunk_tokens: float | None = None,
     ) -> FloatArray:
         """Returns seconds by which every document shortens one pass over all layers, because a group computes while it sends.
 
-        In a single block, heads of long chunks are exchanged in parts (`sharding.head_parts`). What is exchanged while attention
-        of other parts runs is hidden as far as that takes longer, but for the share by which it slows the kernels beside it.
-        chunk_tokens: those of the whole chunk; without it, of each document.
+        In a single block, heads are exchanged in parts (`sharding.head_parts`). What travels while attention of other parts runs
+        is hidden as far as that takes longer, but for the share by which it slows the kernels beside it. All messages start
+        ahead, so only the starts of the first inputs and the last output count. Short chunks are exchanged at once, which takes
+        little time and is not told apart here, so that seconds of sequences add up.
 
         In each hop of a ring a rank computes an equal share of the document's pairs. Meanwhile the keys and values of the next
         hop travel, and in backward the gradients of the hop before; the last gradients travel alone. Each document counts as if
@@ -343,11 +342,15 @@ class CostModel:
         if shape.degree == 1:
             return np.zeros_like(tokens)
         earlier = np.asarray(starts, dtype=np.float64) + np.zeros_like(tokens)
-        if shape.num_blocks == 1:
-            return self._hidden_parts_s(tokens, earlier, shape, is_backward, tokens if chunk_tokens is None else chunk_tokens)
         kinds = self.model.layer_kinds(LayerRange(0, self.model.num_layers)) or (ATTENTION,)
         # states make no difference here
         counts = Counter(kind._replace(has_state=False) for kind in kinds if kind.attends)
+        if shape.num_blocks == 1:
+            found = [
+                self._hidden_parts_s(tokens, earlier, kind, shape, is_backward) * (count / len(kinds))
+                for kind, count in counts.items()
+            ]
+            return sum(found, np.zeros_like(tokens))
         costs = {heads: self._of_heads(heads) for heads in dict.fromkeys(kind.heads for kind in counts)}
         every_s = {heads: each._hidden_hops_s(tokens, earlier, shape, is_backward) for heads, each in costs.items()}
         total = np.zeros_like(tokens)
@@ -360,21 +363,17 @@ class CostModel:
         return total
 
     def _hidden_parts_s(
-        self, tokens: FloatArray, earlier: FloatArray, shape: GroupShape, is_backward: bool, chunk_tokens: FloatArray | float
+        self, tokens: FloatArray, earlier: FloatArray, kind: LayerKind, shape: GroupShape, is_backward: bool
     ) -> FloatArray:
-        """Returns `hidden_s` of groups that divide heads; layers of all kinds count as the average one."""
-        every = np.zeros_like(tokens) + chunk_tokens
-        ranks, most = shape.degree, self.exchange_parts
-        parts = {each: self.model.head_parts(ranks, each / ranks, most) for each in set(every.tolist())}
-        if not any(parts.values()):
+        """Returns `hidden_s` of groups that divide heads, as if all layers were of this kind."""
+        model, costs = self.model.of_kind(kind), self.coefficients.backward if is_backward else self.coefficients.forward
+        if (parts := model.head_parts(shape.ulysses, math.inf)) is None:
             return np.zeros_like(tokens)
-        costs = self.coefficients.backward if is_backward else self.coefficients.forward
-        sent_s = costs.exchange_s(head_traffic(self.model, self.cluster, shape, 1.0)) * tokens
-        attention_s = costs.pair_s * tokens * self.attention_pairs().seen(earlier, earlier + tokens) / shape.degree
-        found = [parts[each] for each in every.tolist()]
-        hidden = np.array([0.0 if each is None else 1 - each.exposed for each in found])
-        beside = np.array([0.0 if each is None else 1 - 1 / each.count for each in found])
-        seconds: FloatArray = (1 - SLOWED_SHARE) * np.minimum(sent_s * hidden, attention_s * beside)
+        in_all = self.model.num_layers / max(1, self.model.num_attending)
+        sent_s = in_all * costs.exchange_s(head_traffic(model, self.cluster, shape, 1.0)) * tokens
+        attention_s = costs.pair_s * tokens * self.pairs_of((kind,)).seen(earlier, earlier + tokens) / shape.degree
+        hidden_s = np.minimum((1 - parts.exposed) * sent_s, (1 - 1 / parts.count) * attention_s)
+        seconds: FloatArray = (1 - SLOWED_SHARE) * hidden_s
         return seconds
 
     def _of_heads(self, heads: HeadSizes | None) -> CostModel:

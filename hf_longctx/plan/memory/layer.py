@@ -24,6 +24,7 @@ from typing import Any
 from hf_longctx.plan.core.sharding import (
     ADAPTER_ELEMENTS,
     PACKED_ROWS,
+    HeadParts,
     expert_rows,
     head_shares,
     heads_at_once,
@@ -114,7 +115,7 @@ class LayerBytes:
     _OF_LOAD = frozenset(
         {
             *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
-            *("_exchange_ahead", "_exchange_back", "_num_parts"),
+            *("_exchange_ahead", "_exchange_back", "_parts", "_one_part"),
             *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
         }
     )
@@ -463,7 +464,7 @@ class LayerBytes:
         inputs, output = self._exchange, self._sizes[1] * self.tokens
         if not inputs:
             return 0
-        return max(2 * inputs - output, inputs + 2 * output) if self._num_parts == 1 else 2 * inputs + output
+        return max(2 * inputs - output, inputs + 2 * output) if self._parts is None else 2 * inputs + output
 
     @cached_property
     def _exchange_back(self) -> int:
@@ -471,15 +472,23 @@ class LayerBytes:
 
         That is the gradient of the output, and what was received of the inputs' gradient.
         """
-        more = self._sizes[1] * self.tokens + self._exchange if self._num_parts > 1 else 0
+        more = 0 if self._parts is None else self._sizes[1] * self.tokens + self._exchange
         return self._exchange + more
 
     @cached_property
-    def _num_parts(self) -> int:
-        """Returns the number of parts in which heads are exchanged beside attention."""
+    def _parts(self) -> HeadParts | None:
+        """Returns the parts in which heads are exchanged beside attention; None if they are exchanged at once."""
         load = self.load
-        parts = self.model.head_parts(load.block_ranks, self.tokens) if load.is_shared and load.num_blocks == 1 else None
-        return 1 if parts is None else parts.count
+        return self.model.head_parts(load.block_ranks, self.tokens) if load.is_shared and load.num_blocks == 1 else None
+
+    @cached_property
+    def _one_part(self) -> LayerBytes:
+        """Returns the bytes of a layer with the heads whose attention runs at once: all, or those of one part."""
+        if (parts := self._parts) is None:
+            return self
+        ranks = self.load.block_ranks
+        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
+        return _PieceBytes(model, self.load, self.policy, self.tile)
 
     def _hops(self, num_sums: int) -> int:
         """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
@@ -589,7 +598,7 @@ class LayerBytes:
         if self.is_plain:
             outside -= self._second_norm * self.tokens + self._results[1]
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
-        return outside + self._operator_backward
+        return outside + self._one_part._operator_backward
 
     @property
     def _lone_sums(self) -> int:
@@ -629,7 +638,7 @@ class LayerBytes:
         longest = max(load.documents, default=0)
         # values, outputs and their gradients are copied if values are widened to the head size of keys, or keys to theirs
         most += 3 * a * longest if self.model.value_head_dim else 0
-        return most // self._num_parts + self._hops_back + self._choice + self._scores
+        return most + self._hops_back + self._choice + self._scores
 
     def _heads_at_once(self, num_tokens: int) -> float:
         """Returns the share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of keys."""
@@ -662,7 +671,7 @@ class LayerBytes:
             # the gradient of the output and, for several calls, gradients before they are in one tensor
             outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1] + self._exchange_back
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
-            return outside + joined + self._call_bytes * max((*documents, self._packed_rows)) // self._num_parts
+            return outside + joined + self._one_part._call_bytes * max((*documents, self._packed_rows))
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         freed = a if saves_attention(self.model) else 0
         outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1]
@@ -723,9 +732,9 @@ class OutsideBytes:
 
 
 class _PieceBytes(LayerBytes):
-    """Bytes of a layer with the heads of one piece, which are exchanged at once."""
+    """Bytes of a layer with the heads of one piece, or of one part that is exchanged by itself."""
 
-    _num_parts = 1
+    _parts = None
 
 
 class PiecedLayerBytes(LayerBytes):

@@ -262,6 +262,8 @@ class ModelSpec:
     caps_scores: bool = False
     # attention weights have dropout
     drops_weights: bool = False
+    # most parts in which ranks exchange heads beside attention; 1: all heads before and after it
+    exchange_parts: int = MOST_HEAD_PARTS
     # matrix parameters of a layer that one token does not pass
     idle_parameters: int = 0
     # elements per token and layer that routing to experts and back saves for backward, besides those that experts save inside
@@ -515,8 +517,8 @@ class ModelSpec:
         """Elements of all keys and values of a token."""
         return self.num_kv_heads * self.kv_head_size
 
-    def head_parts(self, num_ranks: int, own_tokens: float, most: int = MOST_HEAD_PARTS) -> HeadParts | None:
-        """Returns the parts, at most `most`, in which ranks exchange heads beside attention; None if they exchange all at once.
+    def head_parts(self, num_ranks: int, own_tokens: float) -> HeadParts | None:
+        """Returns the parts in which ranks exchange heads beside attention; None if they exchange all at once.
 
         own_tokens: tokens of a rank, whose heads must be worth cutting. All layers count as having the model's own heads.
         """
@@ -524,7 +526,7 @@ class ModelSpec:
             return None
         element = self.bytes_sent_per_element or self.bytes_per_element
         sent = own_tokens * (self.num_heads + self.num_kv_heads) * self.kv_head_size * element
-        return head_parts(self.num_heads, self.num_kv_heads, num_ranks, int(min(most, sent / HEAD_PART_BYTES)))
+        return head_parts(self.num_heads, self.num_kv_heads, num_ranks, int(min(self.exchange_parts, sent / HEAD_PART_BYTES)))
 
     @property
     def compresses_keys(self) -> bool:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,10 +214,18 @@ class SharedKeys:
 
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
-        # keys and values that each slice sees, until the forward of the last part
-        self.fronts: dict[Slice, tuple[KeyRun, ...]] = {}
+        # results of the first part's forward, and the number of parts that have not read them yet
+        self._made: dict[Slice | None, tuple[Any, int]] = {}
         # for each slice, parts that have run backward, and what they read and add to
         self._opened: dict[Slice, tuple[int, Any]] = {}
+
+    def made(self, slice_: Slice | None, make: Callable[[], Any]) -> Any:
+        """Returns what `make` made of a slice (None: of whole documents) in the forward of the first part."""
+        found, left = self._made.pop(slice_, (None, 0))
+        found, left = (found, left - 1) if left else (make(), self.num_parts - 1)
+        if left:
+            self._made[slice_] = found, left
+        return found
 
     def open(self, slice_: Slice, is_first: bool, opens: Callable[[], Any]) -> Any:
         """Returns what `opens` found for the backward of the last part; the first one must come after all others."""
@@ -309,7 +318,9 @@ class _ChunkAttention(torch.autograd.Function):
         out_ShE, lse_hS = _joined(outs, 0), _joined(lses, 1)
         if call.record is not None:
             call.record.put(out_ShE, lse_hS)
-        ctx.save_for_backward(q_hSD, out_ShE, lse_hS, sinks_h, chosen_TK, *_whole_documents(k_gSD, v_gSE, call.documents))
+        whole = partial(_whole_documents, k_gSD, v_gSE, call.documents)
+        whole_kv = whole() if call.shared is None else call.shared.made(None, whole)
+        ctx.save_for_backward(q_hSD, out_ShE, lse_hS, sinks_h, chosen_TK, *whole_kv)
         return out_ShE
 
     @staticmethod
@@ -331,6 +342,7 @@ class _ChunkAttention(torch.autograd.Function):
             tokens = run.tokens
             gradient_hTE, out_hTE = gradient_ShE[tokens].transpose(0, 1), out_ShE[tokens].transpose(0, 1)
             q_hTD, lse_hT, rule = q_hSD[:, tokens], lse_hS[:, tokens], whole_rule.of_rows(tokens, *run.place)
+            found: tuple[Tensor | None, ...]
             if run.as_slice is not None:
                 found = _slice_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, run.as_slice, rule, call)
             else:
@@ -348,23 +360,21 @@ class _ChunkAttention(torch.autograd.Function):
                     found = _document_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, k, v, rule)
                 num_whole = saved.stop
             if len(runs) == 1:
-                dq, dk, dv = (x.to(q_hSD.dtype) for x in found)
-                return dq, dk, dv, dsinks_h, None, None
+                return *(None if x is None else x.to(q_hSD.dtype) for x in found), dsinks_h, None, None
             for gradients, gradient in zip((dq_hSD, dk_gSD, dv_gSE), found, strict=True):
-                gradients[:, tokens] = gradient
+                gradients[:, tokens] = 0 if gradient is None else gradient
         return dq_hSD, dk_gSD, dv_gSE, dsinks_h, None, None
 
 
 def _front(slice_: Slice, k_gTD: Tensor, v_gTE: Tensor, call: ChunkAttention, has_gradient: bool) -> tuple[KeyRun, ...]:
     """Writes a slice's keys and values into the K/V book and returns the earlier keys and values that it sees."""
-    if not call.is_first:
-        assert call.shared is not None
-        return call.shared.fronts[slice_]
     keeps_own = has_gradient and (call.record is None or call.record.is_replay)
-    front = call.kv_book.write(call.layer, slice_, k_gTD, v_gTE, pattern=call.rule.pattern, keeps_own=keeps_own)
-    if call.shared is not None:
-        call.shared.fronts[slice_] = front
-    return front
+
+    def write() -> tuple[KeyRun, ...]:
+        return call.kv_book.write(call.layer, slice_, k_gTD, v_gTE, pattern=call.rule.pattern, keeps_own=keeps_own)
+
+    found: tuple[KeyRun, ...] = write() if call.shared is None else call.shared.made(slice_, write)
+    return found
 
 
 def _document_backward(
@@ -392,11 +402,11 @@ def _slice_backward(
     slice_: Slice,
     rule: AttentionRule,
     call: ChunkAttention,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of a slice's queries, keys and values, with those that later slices left for its keys and values.
 
     Adds the gradients of the front to those in the K/V book. Of several parts that read the same keys, only the first returns
-    gradients of keys and values; the others return zeros.
+    gradients of keys and values; the others return None.
     """
 
     def opens() -> Any:
@@ -412,8 +422,7 @@ def _slice_backward(
     ]
     dq_hTD = rows_backward(gradient_hTE, q_hTD, out_hTE, lse_hT, pieces, rule)
     if not call.is_first:
-        dk_gTD, dv_gTE = (x.new_zeros(()).expand(x.shape) for x in own_sum)
-        return dq_hTD, dk_gTD, dv_gTE
+        return dq_hTD, None, None
     call.kv_book.backward_done(call.layer, slice_)
     dk_gTD, dv_gTE = own_sum
     return dq_hTD, dk_gTD, dv_gTE

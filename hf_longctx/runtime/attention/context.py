@@ -291,6 +291,9 @@ class GroupContext:
     blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
     # images and videos of this rank's tokens; None without any in the chunk's documents
     media: ChunkMedia | None = None
+    # tokens of a rank in the chunks of its group, on average; 0: those of this chunk. They decide on parts of the heads, and all
+    # slices of a sequence have equal parts
+    mean_tokens: int = 0
     # most parts in which heads are exchanged beside attention, and fewest bytes of one, see `head_parts`
     exchange_parts: int = MOST_HEAD_PARTS
     part_bytes: int = HEAD_PART_BYTES

@@ -124,7 +124,8 @@ def _sinks(call: LayerCall, share: HeadShare, values: Tensor) -> Tensor | None:
 def _parts(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, context: GroupContext) -> HeadParts | None:
     """Returns the parts in which heads are exchanged beside attention; None for one exchange before it and one after it.
 
-    The same on all ranks of the block. Rings hide their own messages, and lent slices have exchanges of their own.
+    The same on all ranks of the block, and for all chunks of a group, whose slices share keys in the K/V book; runs with images
+    that see both ways have no parts at all. Rings hide their own messages, and lent slices have exchanges of their own.
     """
     record = context.attention_record
     is_plain = context.ring.num_blocks == 1 and context.lent_slice is None and not _is_masked(call, context)
@@ -132,7 +133,7 @@ def _parts(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, call: LayerCall, cont
         return None
     num_heads, num_kv_heads, num_ranks = q_1HTD.shape[1], k_1GTD.shape[1], context.block.num_ranks
     token_bytes = 2 * (num_heads + num_kv_heads) * q_1HTD.shape[3] * q_1HTD.element_size()
-    sent = max(context.block.tokens) * token_bytes
+    sent = (context.mean_tokens or max(context.block.tokens)) * token_bytes
     return head_parts(num_heads, num_kv_heads, num_ranks, min(context.exchange_parts, sent // context.part_bytes))
 
 
@@ -148,14 +149,15 @@ def _in_parts(
     """Returns attention of all heads for this rank's tokens, [1, T, H, E], with exchanges of parts beside attention of others."""
     block, num_own, head_dim = context.block, context.num_tokens, q_HTD.shape[2]
     shares = head_shares(q_HTD.shape[0], k_GTD.shape[0], block.num_ranks)
-    # all parts of the first rank, then those of the second one
-    heads = [parts.share(share, part) for share in shares for part in range(parts.count)]
-    # later parts that read the same KV heads get none
-    sent_kv = [parts.num_kv * (part % parts.per_kv == 0) for part in range(parts.count)] * block.num_ranks
-    kv_ranges = [bound for each, num in zip(heads, sent_kv, strict=True) for bound in (each.kv_start, each.kv_start + num)]
-    flat = scatter_heads(q_HTD, k_GTD, v_GTE, [0, *(each.q_stop for each in heads)], kv_ranges, parts.count)
+    q_bounds, kv_ranges = (
+        [0, *(share.q_stop for share in shares)],
+        [x for share in shares for x in (share.kv_start, share.kv_stop)],
+    )
+    flat = scatter_heads(q_HTD, k_GTD, v_GTE, q_bounds, kv_ranges, (parts.num_q, parts.num_kv, parts.per_kv))
+    # KV heads that each part brings: later parts that read the same bring none
+    sent_kv = [parts.num_kv * (part % parts.per_kv == 0) for part in range(parts.count)]
     # elements of a token in each part
-    widths = [(parts.num_q + 2 * num) * head_dim for num in sent_kv[: parts.count]]
+    widths = [(parts.num_q + 2 * num) * head_dim for num in sent_kv]
     sizes = [([size * num_own] * block.num_ranks, [size * count for count in block.tokens]) for size in widths]
     come = PartExchange(sizes, block.process_group)
     output = parts.num_q * head_dim
@@ -164,7 +166,7 @@ def _in_parts(
     arriving, leaving = come.start_all(flat), []
     # messages free it when all parts have arrived
     del flat
-    for part, (ticket, num_kv) in enumerate(zip(arriving, sent_kv, strict=False)):
+    for part, (ticket, num_kv) in enumerate(zip(arriving, sent_kv, strict=True)):
         q_hSD, k_gSD, v_gSD = join_tokens(come.arrived(part, ticket), block.tokens, parts.num_q, num_kv, head_dim)
         if num_kv:
             k_1gSE, v_1gSE, shared = k_gSD[None], v_gSD[None], SharedKeys(parts.per_kv) if parts.per_kv > 1 else None

@@ -73,8 +73,8 @@ def cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
     whole = reference.join_blocks(back, shares, [own], head_dim)
     found = [
         ("accumulate_attention_", partial_results, bytes_of(partial_results, partial_results[:2])),
-        ("scatter_heads", (q, k, v, q_bounds, kv_ranges, 1), bytes_of(q, k, v, sent)),
-        ("sum_heads", (sent, q_bounds, kv_ranges, 1, num_kv, own, head_dim), bytes_of(q, k, v, sent)),
+        ("scatter_heads", (q, k, v, q_bounds, kv_ranges, []), bytes_of(q, k, v, sent)),
+        ("sum_heads", (sent, q_bounds, kv_ranges, [], num_kv, own, head_dim), bytes_of(q, k, v, sent)),
         ("join_blocks (tokens)", (received, tokens, rows, head_dim), 2 * bytes_of(received)),
         ("split_blocks (tokens)", (parts, tokens), 2 * bytes_of(received)),
         ("join_blocks (heads)", (back, shares, [own], head_dim), 2 * bytes_of(back)),

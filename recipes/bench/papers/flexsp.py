@@ -134,13 +134,12 @@ def build_setup(name: str, limit: int, num_gpus: int, profile: HardwareProfile) 
         raise ValueError(f"--limit is {limit}; give at least {PADDING} tokens, because lengths are padded to multiples of that")
     if num_gpus < 1:
         raise ValueError(f"--gpus is {num_gpus}; give at least 1")
-    model = read_model(name, limit)
+    model = replace(read_model(name, limit), exchange_parts=1)
     cluster = ClusterSpec(num_gpus, min(num_gpus, RANKS_PER_NODE), profile.spec)
     usable_bytes = int(USABLE_SHARE * profile.spec.device_bytes)
     guessed = ModelCalibration(name, default_coefficients(model, cluster), saved_token_bytes(model), usable_bytes)
     calibration = profile.calibration(name) or guessed
-    sharing = {"exchange_parts": 1, "parameters": "sharded", "shard_ranks": num_gpus}
-    costs = CostModel(model, cluster, calibration.coefficients, "ulysses", **sharing)
+    costs = CostModel(model, cluster, calibration.coefficients, "ulysses", parameters="sharded", shard_ranks=num_gpus)
     setup = Setup(costs, calibration.tokens_per_rank(model, num_gpus), limit)
     largest = setup.degrees[-1]
     if limit > largest * setup.tokens_per_rank:

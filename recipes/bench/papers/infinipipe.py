@@ -52,7 +52,7 @@ SIGMA, MEAN_TOKENS, LEAST_TOKENS = 1.6, 3800.0, 32
 CASES = ("96K/50", "96K/35", "192K/50")
 METHODS = ("paper", "elastic + recompute", "elastic + joint", "fixed chunks")
 
-MODEL = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 18, bytes_per_element=2, gated_mlp=False)
+MODEL = ModelSpec(40, 5120, 20480, 40, 40, 128, 50304, 1 << 18, bytes_per_element=2, gated_mlp=False, exchange_parts=1)
 # an A800 that reaches 0.5 of its peak in matrix products and 0.6 in attention; copies over PCIe are as fast as while all GPUs of
 # a node copy, and half of a node's 2 TB of memory may hold activations
 HARDWARE = HardwareSpec(
@@ -286,8 +286,7 @@ def settings_of(case: str, seeds: Sequence[int], batch: int) -> Iterator[Setting
     longest, usable_bytes = read_case(case)
     cluster = ClusterSpec(NUM_STAGES * RANKS_PER_STAGE, RANKS_PER_STAGE, HARDWARE)
     coefficients = default_coefficients(MODEL, cluster)
-    sharing = {"exchange_parts": 1, "parameters": "sharded", "shard_ranks": RANKS_PER_STAGE}
-    costs = CostModel(MODEL, cluster, coefficients, "ulysses", **sharing)
+    costs = CostModel(MODEL, cluster, coefficients, "ulysses", parameters="sharded", shard_ranks=RANKS_PER_STAGE)
     count = batch or (256 if longest <= 96 * 1024 else 128)
     for seed in seeds:
         yield Setting(draw_lengths(longest, count, seed), usable_bytes, costs)

@@ -152,15 +152,14 @@ class Job:
     @property
     def model(self) -> ModelSpec:
         num_layers, hidden, mlp, heads = LLAMA[self.name]
-        spec = ModelSpec(num_layers, hidden, mlp, heads, heads, 128, 32000, self.limit, bytes_per_element=2)
+        spec = ModelSpec(num_layers, hidden, mlp, heads, heads, 128, 32000, self.limit, bytes_per_element=2, exchange_parts=1)
         return on_gpus(spec)
 
     def costs(self, num_stages: int) -> CostModel:
         """Costs of Ulysses groups whose ranks share the parameters of a stage."""
         coefficients = default_coefficients(self.model, self.cluster)
         shards = self.cluster.num_ranks // num_stages
-        sharing = {"exchange_parts": 1, "parameters": "sharded", "shard_ranks": shards}
-        return CostModel(self.model, self.cluster, coefficients, "ulysses", **sharing)
+        return CostModel(self.model, self.cluster, coefficients, "ulysses", parameters="sharded", shard_ranks=shards)
 
     @property
     def usable_bytes(self) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def gains(
 ) -> dict[str, float]:
     """Time that lending saves, as shares of the plain pipeline's time; negative where it costs more than it saves."""
     cluster = ClusterSpec(num_stages * ranks_per_stage, ranks_per_stage, GENERIC_GPU)
-    costs = CostModel(model, cluster, default_coefficients(model, cluster), exchange_parts=1)
+    costs = CostModel(replace(model, exchange_parts=1), cluster, default_coefficients(model, cluster))
     forward = costs.coefficients.forward
     bounds = slice_bounds(num_tokens, num_slices, SpanRates(forward.pair_s, forward.token_s))
     chunks = tuple(Chunk(index, (Span(0, a, b),)) for index, (a, b) in enumerate(pairwise(bounds)))

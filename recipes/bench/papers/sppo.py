@@ -105,9 +105,9 @@ def cost_model(model: ModelSpec, num_ranks: int, layer_s: float, copy_bytes_per_
     )
     backward = replace(forward, pair_s=2.5 * forward.pair_s, token_s=2 * forward.token_s, chunk_s=2 * forward.chunk_s)
     hardware = HardwareSpec("a100-80g", 1.0, 1.0, 80 * 2**30, 1.0, 1.0, 0.0, copy_bytes_per_s=copy_bytes_per_s)
-    return CostModel(
-        model, ClusterSpec(num_ranks, 8, hardware), CostCoefficients(forward, backward, 0.0, "rates"), "ulysses", exchange_parts=1
-    )
+    # the paper exchanges all heads at once
+    model = replace(model, exchange_parts=1)
+    return CostModel(model, ClusterSpec(num_ranks, 8, hardware), CostCoefficients(forward, backward, 0.0, "rates"), "ulysses")
 
 
 def slices_of(num_tokens: int, count: int, costs: CostModel) -> tuple[Chunk, ...]:

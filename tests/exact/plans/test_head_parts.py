@@ -18,14 +18,18 @@ from helpers.plans.layouts import LAYOUTS, plan_of
 from helpers.plans.policies import offloading, policies_for, replayed, same_policy
 from helpers.plans.sliced_plans import few, random_slicings, sliced_plan
 from helpers.ranks.rank_pool import RankFailure
-from helpers.ranks.rank_steps import group_pool, step_on_rank
+from helpers.ranks.rank_steps import group_pool, rank_inputs, step_on_rank
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_longctx.plan.core.serialize import plan_to_json
+from hf_longctx.hf.models.attention import num_attention_layers
+from hf_longctx.hf.models.patch import patch_model
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import StepPlan
 from hf_longctx.runtime.attention import exchanges, sequence_parallel
+from hf_longctx.runtime.execution.executor import StepExecutor
+from hf_longctx.runtime.execution.stage_model import whole_model
 
 # slices of a long sequence, packed with whole ones
 SLICED = [[(0, 0, 12)], [(0, 12, 23)], [(0, 23, 30), (1, 0, 7), (2, 0, 5)]]
@@ -49,24 +53,29 @@ def sent_on_rank(case: ModelCase, plan_json: str, rows: Any) -> list[int]:
     return found[::-1]
 
 
-def parted_step_on_rank(case: ModelCase, plan_json: str, rows: Any, bug: str = "") -> tuple[float, dict[str, Tensor], int]:
-    """Runs `step_on_rank` with heads in parts; also returns the number of times that attention ran in parts."""
-    pool, in_parts, calls = group_pool(), sequence_parallel._in_parts, []
+def parted_step_on_rank(
+    case: ModelCase, plan_json: str, rows: Any, bug: str = "", part_bytes: int = 1
+) -> tuple[float, dict[str, Tensor], set[int]]:
+    """Runs `step_on_rank` with heads in parts; also returns the numbers of parts in which attention ran."""
+    pool, in_parts, counts = group_pool(), sequence_parallel._in_parts, set()
 
     def counted(*arguments: Any) -> Tensor:
-        calls.append(arguments[3].count)
+        counts.add(arguments[3].count)
         return in_parts(*arguments)
 
-    with pool.small_parts(), patch.object(sequence_parallel, "_in_parts", counted), BUGS[bug]():
-        return *step_on_rank(case, plan_json, rows), len(calls)
+    with pool.small_parts(part_bytes), patch.object(sequence_parallel, "_in_parts", counted), BUGS[bug]():
+        return *step_on_rank(case, plan_json, rows), counts
 
 
-def check(ranks: Any, case: ModelCase, plan: StepPlan, bug: str = "") -> None:
+def check(ranks: Any, case: ModelCase, plan: StepPlan, bug: str = "", part_bytes: int = 1) -> set[int]:
+    """Asserts the loss and gradients of one plain process; returns the numbers of parts."""
     rows = random_rows(list(plan.lengths))
     expected = reference_step(build_model(case), rows, case.loss)
-    for loss, gradients, calls in ranks(plan.num_ranks).run(parted_step_on_rank, case, plan_to_json(plan), rows, bug):
-        assert calls
+    found = ranks(plan.num_ranks).run(parted_step_on_rank, case, plan_to_json(plan), rows, bug, part_bytes)
+    for loss, gradients, counts in found:
+        assert counts == found[0][2] != set()
         assert worst_error((loss, gradients), expected) <= TOLERANCE
+    return found[0][2]
 
 
 @pytest.mark.daily("both-sharded")
@@ -94,6 +103,34 @@ def test_any_slices_and_policies_match(ranks, slicing: Any, heads: str, data: st
     lengths, chunks, words = slicing
     case = ModelCase(num_heads=HEADS[heads][0], num_kv_heads=HEADS[heads][1], promoted=True)
     check(ranks, case, data.draw(policies_for(sliced_plan(lengths, chunks, words, num_ranks=2))))
+
+
+def test_slices_of_any_size_have_equal_parts(ranks) -> None:
+    case = ModelCase(num_heads=8, num_kv_heads=4)
+    plan = sliced_plan([30], [[(0, 0, 18)], [(0, 18, 26)], [(0, 26, 30)]], num_ranks=2)
+    token_bytes = 2 * (8 + 4) * build_model(case).config.head_dim * case.dtype.itemsize
+    # alone, the slices would have 4, 2 and 1 parts; 5 tokens of a rank on average have 2
+    assert [min(4, tokens * token_bytes // (2 * token_bytes)) for tokens in (9, 4, 2, 5)] == [4, 2, 1, 2]
+    assert check(ranks, case, plan, part_bytes=2 * token_bytes) == {2}
+    assert check(ranks, case, plan, part_bytes=token_bytes) == {4}
+
+
+def scores_on_rank(case: ModelCase, plan_json: str, rows: Any, part_bytes: int) -> float:
+    """Loss of forwards alone, whose K/V book drops what no later token sees."""
+    pool, plan = group_pool(), plan_from_json(plan_json)
+    patch_model(model := build_model(case))
+    executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
+    with pool.small_parts(part_bytes):
+        return float(executor.evaluate(plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]))
+
+
+@pytest.mark.parametrize("heads", ["own keys", "both"])
+def test_scores_of_slices_under_windows_match(ranks, heads: str) -> None:
+    num_heads, num_kv_heads = HEADS[heads]
+    case = ModelCase("mistral", num_heads=num_heads, num_kv_heads=num_kv_heads, window=6)
+    plan, rows = sliced_plan([30, 7], [[(0, 0, 18)], [(0, 18, 26)], [(0, 26, 30), (1, 0, 7)]], num_ranks=2), random_rows([30, 7])
+    whole, *found = (ranks(2).run(scores_on_rank, case, plan_to_json(plan), rows, part_bytes) for part_bytes in (10**9, 1500, 1))
+    assert all(each == pytest.approx(whole, rel=TOLERANCE) for each in found)
 
 
 @pytest.mark.daily("gpt_oss", "gemma3")
@@ -133,21 +170,10 @@ def _lost_front() -> Any:
     return patch.object(sequence_parallel.SharedKeys, "open", opened)
 
 
-def _first_part_first() -> Any:
-    """The first part's backward comes before those of others."""
-    original = sequence_parallel.SharedKeys.open
-    return patch.object(
-        sequence_parallel.SharedKeys,
-        "open",
-        lambda shared, slice_, is_first, opens: original(shared, slice_, not is_first, opens),
-    )
-
-
 BUGS: dict[str, Any] = {
     "": nullcontext,
     "swapped parts": _swapped_parts,
     "lost front": _lost_front,
-    "first part first": _first_part_first,
 }
 
 

@@ -50,7 +50,7 @@ def probes(
         ),
         (2, {"has_policies": False, "method": "ulysses"}, ["ulysses of 2", "ulysses of 2, heads in parts"]),
         (
-            *(2, {"method": "ulysses", "exchange_parts": 1}),
+            *(2, {"method": "ulysses", "model": replace(MODEL, exchange_parts=1)}),
             ["ulysses of 2", "slices, ulysses of 2, recomputed"],
         ),
         (2, {"method": "ring"}, ["ring of 2", "slices, one rank, recomputed", "slices, ring of 2, recomputed"]),

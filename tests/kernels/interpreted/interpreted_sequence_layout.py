@@ -15,6 +15,15 @@ from hf_longctx.kernels import sequence_layout as op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # query heads of each rank, KV heads of each rank, KV heads, tokens, head size
+# the same, with parts of each rank's heads: query heads, KV heads that they read, and parts that read the same
+PARTS = [
+    (([0, 4, 8], [0, 1, 1, 2], 2, 5, 8), (1, 1, 4)),
+    (([0, 4, 8, 12], [0, 2, 2, 4, 4, 6], 6, 33, 24), (2, 1, 1)),
+    (([0, 4, 8], [0, 2, 2, 4], 4, 3, 8), (1, 1, 2)),
+    (([0, 8, 16], [0, 4, 4, 8], 8, 3, 8), (4, 2, 1)),
+    # ranks that read one KV head together
+    (([0, 2, 4], [0, 1, 0, 1], 1, 6, 8), (1, 1, 2)),
+]
 SCATTERS = [
     ([0, 1], [0, 1], 1, 1, 1),
     ([0, 3, 5, 7], [0, 1, 0, 1, 1, 2], 2, 5, 8),
@@ -23,6 +32,7 @@ SCATTERS = [
     ([0, 4], [0, 2], 2, 3, 24),
     ([0, 1, 2], [0, 1, 0, 1], 1, 0, 8),
 ]
+ALL = [*((case, ()) for case in SCATTERS), *PARTS]
 # sizes of the blocks, rows of each part, head size
 JOINS = [
     ([1], [1], 1),
@@ -52,33 +62,26 @@ def strided(rows: int, middle: int, head_dim: int, dtype: torch.dtype, seed: int
     return torch.randn(middle, rows, head_dim + 1, generator=generator).to(dtype)[:, :, 1:].transpose(0, 1)
 
 
-def parts_of(q_bounds: list[int]) -> list[int]:
-    """Numbers of parts into which blocks of heads can be divided, as if ranks had several each."""
-    return [count for count in (1, 2, 3) if (len(q_bounds) - 1) % count == 0]
-
-
-@pytest.mark.parametrize(("case", "dtype"), with_dtypes(SCATTERS), ids=str)
-def test_scatter_heads_is_the_reference(case: tuple[list[int], list[int], int, int, int], dtype: torch.dtype) -> None:
-    q_bounds, kv_ranges, num_kv, num_tokens, head_dim = case
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(ALL), ids=str)
+def test_scatter_heads_is_the_reference(case: Any, dtype: torch.dtype) -> None:
+    (q_bounds, kv_ranges, num_kv, num_tokens, head_dim), part = case
     parts = [strided(num, num_tokens, head_dim, dtype, i) for i, num in enumerate((q_bounds[-1], num_kv, num_kv))]
-    for num_parts in parts_of(q_bounds):
-        found = op.launch_scatter_heads(*parts, q_bounds, kv_ranges, num_parts)
-        assert torch.equal(found, reference.scatter_heads(*parts, q_bounds, kv_ranges, num_parts))
+    found = op.launch_scatter_heads(*parts, q_bounds, kv_ranges, part)
+    assert torch.equal(found, reference.scatter_heads(*parts, q_bounds, kv_ranges, part))
 
 
-@pytest.mark.parametrize(("case", "dtype"), with_dtypes(SCATTERS), ids=str)
-def test_sum_heads_is_the_reference(case: tuple[list[int], list[int], int, int, int], dtype: torch.dtype) -> None:
-    q_bounds, kv_ranges, num_kv, num_tokens, head_dim = case
+@pytest.mark.parametrize(("case", "dtype"), with_dtypes(ALL), ids=str)
+def test_sum_heads_is_the_reference(case: Any, dtype: torch.dtype) -> None:
+    (q_bounds, kv_ranges, num_kv, num_tokens, head_dim), part = case
     num_heads = q_bounds[-1] + 2 * (sum(kv_ranges[1::2]) - sum(kv_ranges[::2]))
     flat = torch.randn(num_heads * num_tokens * head_dim * 2, generator=torch.Generator().manual_seed(0)).to(dtype)[::2]
-    for num_parts in parts_of(q_bounds):
-        found = op.launch_sum_heads(flat, q_bounds, kv_ranges, num_parts, num_kv, num_tokens, head_dim)
-        expected = reference.sum_heads(flat, q_bounds, kv_ranges, num_parts, num_kv, num_tokens, head_dim)
-        for one, other in zip(found, expected, strict=True):
-            # equal sums, of several parts in another order; the interpreter truncates when it rounds to half precision
-            rtol = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 4 * (num_parts > 1))
-            assert one.is_contiguous()
-            torch.testing.assert_close(one, other, rtol=rtol, atol=0)
+    found = op.launch_sum_heads(flat, q_bounds, kv_ranges, part, num_kv, num_tokens, head_dim)
+    expected = reference.sum_heads(flat, q_bounds, kv_ranges, part, num_kv, num_tokens, head_dim)
+    for one, other in zip(found, expected, strict=True):
+        # equal sums in equal order; the interpreter truncates when it rounds to half precision
+        rtol = torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
+        assert one.is_contiguous()
+        torch.testing.assert_close(one, other, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize(("case", "dtype"), with_dtypes(JOINS), ids=str)

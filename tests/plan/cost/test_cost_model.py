@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans.cost_models import COST_KINDS, HARDWARE, MODEL, cost_model
 
-from hf_longctx.plan.core.settings import ClusterSpec
+from hf_longctx.plan.core.settings import ClusterSpec, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, Span
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import (
@@ -18,15 +18,18 @@ from hf_longctx.plan.cost.cost_model import (
     block_sizes,
     default_coefficients,
 )
+from hf_longctx.plan.cost.profiles import read_profile
 from hf_longctx.plan.cost.traffic import mean_traffic
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import part_state_bytes
 from hf_longctx.plan.model.attention_pairs import FULL
 from hf_longctx.plan.model.config import ExpertSpec
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec
+from hf_longctx.plan.planner import plan_step
 
-# a model of one layer with 4 query heads and 2 KV heads of size 1, and one byte per element, so that bytes are elements
-TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1)
+# a model of one layer with 4 query heads and 2 KV heads of size 1, and one byte per element, so that bytes are
+# elements; heads are exchanged at once
+TINY = ModelSpec(1, 4, 8, 4, 2, 1, 10, 100, bytes_per_element=1, exchange_parts=1)
 FORWARD = PassCoefficients(2.0, 10.0, 100.0, 1000.0, 7.0, 70.0)
 BACKWARD = PassCoefficients(5.0, 20.0, 300.0, 4000.0, 9.0, 90.0)
 COEFFICIENTS = CostCoefficients(FORWARD, BACKWARD, 0.0, "test")
@@ -107,25 +110,21 @@ def test_each_hop_takes_the_longer_of_its_tiles_and_its_messages(shape: GroupSha
 
 
 @pytest.mark.parametrize("pair_s", [1e-13, 4e-13, 1e-9])
-@pytest.mark.parametrize("num_tokens", [5_000, 10_000, 14_000, 40_000])
-def test_exchanges_of_parts_hide_behind_attention_of_others(num_tokens: int, pair_s: float) -> None:
-    # 8 query heads for each of 8 KV heads; on 4 ranks 16 query heads and 2 KV heads
-    model = named_model("llama-3.1-70b")
-    rates = PassCoefficients(pair_s, 1e-6, 0.0, link_byte_s=1e-11, network_byte_s=1e-10)
-    cluster = ClusterSpec(8, 4, HARDWARE)
-    costs = CostModel(model, cluster, CostCoefficients(rates, rates, 0.0, "test"), "ulysses")
-    chunk, shape = Chunk(0, (Span(0, 0, num_tokens),)), GroupShape(4, 4)
-    own, whole = num_tokens / 4, replace(costs, exchange_parts=1)
-    # queries, keys, values and outputs of a layer, of which a rank keeps a quarter
-    layer_bytes = own * 2 * 128 * (2 * 64 + 2 * 8)
-    sent_s = 80 * 0.75 * layer_bytes * 1e-11
+@pytest.mark.parametrize("most,exposed", [(1, 1.0), (2, 1 / 2), (3, 1 / 2), (4, (2 * 4 + 2) / 36), (9, (2 * 2 + 2) / 36)])
+def test_exchanges_of_parts_hide_behind_attention_of_others(most: int, exposed: float, pair_s: float) -> None:
+    # 8 query heads for each of 8 KV heads. On 4 ranks, 16 query heads and 2 KV heads: two halves have a KV head each, a quarter
+    # has half of the readers of one, an eighth a quarter of them
+    model = replace(named_model("llama-3.1-70b"), exchange_parts=most)
+    rates = PassCoefficients(pair_s, 1e-6, 0.0, 1e-5, 1e-11, 1e-10)
+    coefficients = CostCoefficients(rates, rates, 0.0, "test")
+    costs = CostModel(model, ClusterSpec(8, 4, HARDWARE), coefficients, "ulysses")
+    num_tokens, shape = 40_000, GroupShape(4, 4)
+    chunk, whole = Chunk(0, (Span(0, 0, num_tokens),)), replace(costs, model=replace(model, exchange_parts=1))
+    # queries, keys, values and outputs of all layers, of which a rank keeps a quarter
+    sent_s = 80 * 0.75 * num_tokens / 4 * 2 * 128 * (2 * 64 + 2 * 8) * 1e-11
     attention_s = pair_s * num_tokens**2 / 2 / 4
-    # a part must be worth 32 MiB; two halves have a KV head each, a quarter has half of the readers of one
-    parts = min(4, int(layer_bytes // 2**25))
-    exposed = {1: 1.0, 2: 1 / 2, 3: 1 / 2, 4: (2 * 4 + 2) / 36}[parts]
-    beside = {1: 0.0, 2: 1 / 2, 3: 1 / 2, 4: 3 / 4}[parts]
-    hidden_s = (1 - SLOWED_SHARE) * min((1 - exposed) * sent_s, beside * attention_s)
-    assert parts == {5_000: 1, 10_000: 2, 14_000: 3, 40_000: 4}[num_tokens] and (hidden_s == 0.0) == (parts == 1)
+    count = {1: 1, 2: 2, 3: 2, 4: 4, 9: 8}[most]
+    hidden_s = (1 - SLOWED_SHARE) * min((1 - exposed) * sent_s, (1 - 1 / count) * attention_s)
     for is_backward in (False, True):
         assert costs.chunk_hidden_s(chunk, shape, is_backward) == pytest.approx(hidden_s)
         assert whole.chunk_hidden_s(chunk, shape, is_backward) == 0.0
@@ -134,6 +133,28 @@ def test_exchanges_of_parts_hide_behind_attention_of_others(num_tokens: int, pai
     # ranks that divide heads unevenly, and models whose attention is masked by more than its pattern, exchange all at once
     for other, of_shape in ((costs, GroupShape(3, 3)), (replace(costs, model=replace(model, drops_weights=True)), shape)):
         assert other.chunk_hidden_s(chunk, of_shape, False) == 0.0
+
+
+def test_layers_with_windows_hide_no_more_than_their_own_attention() -> None:
+    full = replace(named_model("gemma-3-12b"), windows=())
+    windows = tuple([512, None] * (full.num_layers // 2))
+    rates = PassCoefficients(1e-11, 1e-6, 0.0, 0.0, 1e-11, 1e-10)
+    chunk, shape, hidden = Chunk(0, (Span(0, 0, 40_000),)), GroupShape(4, 4), []
+    for model in (full, replace(full, windows=windows), replace(full, windows=(512,) * full.num_layers)):
+        costs = CostModel(model, ClusterSpec(4, 4, HARDWARE), CostCoefficients(rates, rates, 0.0, "test"), "ulysses")
+        hidden.append(costs.chunk_hidden_s(chunk, shape, False))
+    all_full, half, none_full = hidden
+    assert half == pytest.approx((all_full + none_full) / 2) and none_full < all_full / 2
+
+
+@pytest.mark.parametrize("lengths", [[6_000] * 8, [4_000] * 16, [30_000, *[3_000] * 10]], ids=str)
+def test_sequences_that_hide_more_together_take_no_less_than_the_bound(lengths: list[int]) -> None:
+    # alone, each sequence would be exchanged at once or in few parts; packed they have four
+    model, cluster = named_model("llama-3.1-8b"), ClusterSpec(8, 8, read_profile("a100-40g").spec)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster), "ulysses")
+    plan = plan_step(0, lengths, costs, PlannerConfig(8_192, (8,)))
+    assert any(costs.chunk_hidden_s(chunk, GroupShape(8, 8), False) for b in plan.micro_batches for chunk in b.groups[0].chunks)
+    assert plan.estimate.lower_bound_s <= plan.estimate.step_s
 
 
 def test_bytes_to_other_nodes_go_over_the_network() -> None:

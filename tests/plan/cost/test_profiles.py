@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +359,9 @@ def test_the_a100_profile_gives_flexsps_terms_at_every_degree(name: str, degree:
     found = read_profile("a100-40g")
     calibration = found.calibration(name)
     assert calibration is not None
-    costs = CostModel(named_model(name), ClusterSpec(64, 8, found.spec), calibration.coefficients, "ulysses", exchange_parts=1)
+    costs = CostModel(
+        replace(named_model(name), exchange_parts=1), ClusterSpec(64, 8, found.spec), calibration.coefficients, "ulysses"
+    )
     lengths = [1.0, 128.0, 4096.0, 100_000.0, 384_000.0]
     # eight exchanges per layer, two bytes per element; a single rank exchanges nothing
     volume = 8 * num_layers * hidden_size * 2 / 2**20

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks.forked import FORKED
 
-from hf_longctx.recipes.bench.cpu.slow_links import compare, methods, network
+from hf_longctx.recipes.bench.cpu.slow_links import compare, head_parts, methods, network
 
 SENT_BYTES = 1 << 20
 
@@ -102,6 +102,15 @@ def test_stages_are_judged_on_the_last_links_and_their_choice_on_the_first(chang
     found = compare.missed_stages(rows, 1.3)
     assert [text.split(" as fast")[0] for text in found] == missed
     assert compare.missed_stages(rows, None) == []
+
+
+@pytest.mark.wide
+def test_heads_in_parts_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    head_parts.main(["--links", "0", "--core-share", "0", "--tokens", "64", "--rounds", "1"])
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [int(row[1]) for row in rows] == list(head_parts.KV_HEADS)
+    # attention and exchanges alone, both ways, and a prediction of what parts hide, which may be nothing
+    assert all(float(row[place]) > 0 for row in rows for place in (2, 3, 4, 5)) and all(float(row[7]) >= 1 for row in rows)
 
 
 def send_to_all(folder: Path) -> None:
