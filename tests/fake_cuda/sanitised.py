@@ -90,7 +90,7 @@ def test_sums_of_every_backward_race_with_nothing(traced: sanitizer.CUDASanitize
 def test_planted_sums_that_do_not_follow_their_reduction_race(
     traced: sanitizer.CUDASanitizerDispatchMode, two_ranks: None
 ) -> None:
-    unordered = Removal("runtime.parameters.sharded", "wait_for_passes(self.model._get_fsdp_state(), _groups(self.model))")
+    unordered = Removal("runtime.parameters.sharded", "wait_for_passes(self.model._get_fsdp_state(), self._groups)")
     with (
         steps_of(sharded_model(), "gathered_per_step", SEVERAL_CHUNKS) as run,
         reading_shards(),
