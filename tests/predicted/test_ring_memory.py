@@ -125,4 +125,4 @@ def test_heads_in_parts_take_the_bytes_that_are_predicted(
     predicted = held + found.forward_workspace, held + found.backward_workspace + book
     # gloo frees buffers late on some ranks, which a device does not
     for expected, *peaks in zip(predicted, *ranks(degree).run(measured_peaks, group, is_recomputed, num_kv), strict=True):
-        assert 0.9 * min(peaks) <= expected <= 1.6 * min(peaks)
+        assert 0.9 * min(peaks) <= expected <= 1.7 * min(peaks)

@@ -16,6 +16,7 @@ along the sequence, or with only an MLP.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -115,7 +116,7 @@ class LayerBytes:
     _OF_LOAD = frozenset(
         {
             *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
-            *("_exchange_ahead", "_exchange_back", "_parts", "_one_part"),
+            *("_exchange_ahead", "_parts"),
             *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
         }
     )
@@ -466,29 +467,25 @@ class LayerBytes:
             return 0
         return max(2 * inputs - output, inputs + 2 * output) if self._parts is None else 2 * inputs + output
 
-    @cached_property
-    def _exchange_back(self) -> int:
-        """Returns bytes of exchanges while attention runs backward; in parts, what waits until all parts have left.
+    def _exchanging_back(self, work: Callable[[LayerBytes], int]) -> int:
+        """Returns bytes of exchanges in the backward, with those that attention needs meanwhile for these heads.
 
-        That is the gradient of the output, and what was received of the inputs' gradient.
+        While one part runs, the gradients of the output and of the inputs of all parts wait. All at once counts, too, since a
+        chunk that is longer than others of its group may be exchanged like these.
         """
-        more = 0 if self._parts is None else self._sizes[1] * self.tokens + self._exchange
-        return self._exchange + more
+        at_once = self._exchange + work(self)
+        if (parts := self._parts) is None:
+            return at_once
+        ranks = self.load.block_ranks
+        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
+        waiting = 2 * self._exchange + self._sizes[1] * self.tokens
+        return max(at_once, waiting + work(LayerBytes(model, self.load, self.policy, self.tile)))
 
     @cached_property
     def _parts(self) -> HeadParts | None:
         """Returns the parts in which heads are exchanged beside attention; None if they are exchanged at once."""
         load = self.load
         return self.model.head_parts(load.block_ranks, self.tokens) if load.is_shared and load.num_blocks == 1 else None
-
-    @cached_property
-    def _one_part(self) -> LayerBytes:
-        """Returns the bytes of a layer with the heads whose attention runs at once: all, or those of one part."""
-        if (parts := self._parts) is None:
-            return self
-        ranks = self.load.block_ranks
-        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
-        return _PieceBytes(model, self.load, self.policy, self.tile)
 
     def _hops(self, num_sums: int) -> int:
         """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
@@ -594,11 +591,11 @@ class LayerBytes:
         # gradients of the residual and of the output; then for a single document sums over heads in fp32, else gradients of
         # queries, keys and values of all documents
         is_lone = len(load.documents) == 1 and not load.sliced_tokens
-        outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens + self._exchange_back
+        outside = self._replayed_attention - self._held_mlp + (d + a) * self.tokens
         if self.is_plain:
             outside -= self._second_norm * self.tokens + self._results[1]
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
-        return outside + self._one_part._operator_backward
+        return outside + self._exchanging_back(lambda layer: layer._operator_backward)
 
     @property
     def _lone_sums(self) -> int:
@@ -669,14 +666,15 @@ class LayerBytes:
         documents = self.load.documents
         if self.model.saves_kv_once:
             # the gradient of the output and, for several calls, gradients before they are in one tensor
-            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1] + self._exchange_back
+            outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1]
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
-            return outside + joined + self._one_part._call_bytes * max((*documents, self._packed_rows))
+            rows = max((*documents, self._packed_rows))
+            return outside + joined + self._exchanging_back(lambda layer: layer._call_bytes * rows)
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         freed = a if saves_attention(self.model) else 0
         outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1]
-        outside += self._exchange_back
-        return outside + a * max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
+        rows = max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
+        return outside + self._exchanging_back(lambda layer: layer._sizes[1] * rows)
 
 
 class OutsideBytes:
@@ -731,12 +729,6 @@ class OutsideBytes:
         self.backward = max(normed, norm + hidden + (3 * wide + capped) * logits, last)
 
 
-class _PieceBytes(LayerBytes):
-    """Bytes of a layer with the heads of one piece, or of one part that is exchanged by itself."""
-
-    _parts = None
-
-
 class PiecedLayerBytes(LayerBytes):
     """Bytes of one layer under a policy with several pieces of heads; fields as in `LayerBytes`."""
 
@@ -744,7 +736,7 @@ class PiecedLayerBytes(LayerBytes):
     def _piece(self) -> LayerBytes:
         """Returns the bytes of a layer with only the heads of one piece."""
         model = piece_model(self.model, self.policy.head_pieces, max(1, self.load.block_ranks))
-        return _PieceBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
+        return LayerBytes(model, self.load, replace(self.policy, head_pieces=1), self.tile)
 
     def _adapters(self) -> int:
         adapters, model = self.model.adapters, self.model

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hf_longctx.kernels.sequence_layout import join_heads, join_tokens, scatter_heads, scatter_tokens
 from hf_longctx.plan.core.sharding import HeadParts, HeadShare, head_parts, head_shares
+from hf_longctx.runtime.activations.records import AttentionRecord
 from hf_longctx.runtime.attention.chunk import ChunkAttention, Document, SharedKeys, documents_of
 from hf_longctx.runtime.attention.context import Block, GroupContext
 from hf_longctx.runtime.attention.exchanges import PartExchange
@@ -87,11 +88,13 @@ def sequence_parallel_attention(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, 
         )
     rule = partial(_rule, q_1HTD, k_1GTD, v_1GTE, call, context)
     if context.block.num_ranks == 1:
-        return _attention(q_1HTD, k_1GTD, v_1GTE, _sinks(call, mine, v_1GTE), rule(mine), context, call.layer)
+        inputs = q_1HTD, k_1GTD, v_1GTE, _sinks(call, mine, v_1GTE)
+        return _attention(*inputs, rule(mine), context, call.layer, record=context.attention_record)
     if (parts := _parts(q_1HTD, k_1GTD, v_1GTE, call, context)) is not None:
         return _in_parts(q_1HTD[0], k_1GTD[0], v_1GTE[0], parts, call, context, rule)
     q_1hSD, k_1gSD, v_1gSE = _scatter_heads(q_1HTD, k_1GTD, v_1GTE, shares, context)
-    out_1ShE = _attention(q_1hSD, k_1gSD, v_1gSE, _sinks(call, mine, v_1GTE), rule(mine), context, call.layer)
+    inputs = q_1hSD, k_1gSD, v_1gSE, _sinks(call, mine, v_1GTE)
+    out_1ShE = _attention(*inputs, rule(mine), context, call.layer, record=context.attention_record)
     return gather_heads(out_1ShE, shares, context)
 
 
@@ -147,37 +150,42 @@ def _in_parts(
     rule: Callable[[HeadShare], AttentionRule],
 ) -> Tensor:
     """Returns attention of all heads for this rank's tokens, [1, T, H, E], with exchanges of parts beside attention of others."""
-    block, num_own, head_dim = context.block, context.num_tokens, q_HTD.shape[2]
+    block, num_own, head_dim, record = context.block, context.num_tokens, q_HTD.shape[2], context.attention_record
     shares = head_shares(q_HTD.shape[0], k_GTD.shape[0], block.num_ranks)
-    q_bounds, kv_ranges = (
-        [0, *(share.q_stop for share in shares)],
-        [x for share in shares for x in (share.kv_start, share.kv_stop)],
-    )
-    flat = scatter_heads(q_HTD, k_GTD, v_GTE, q_bounds, kv_ranges, (parts.num_q, parts.num_kv, parts.per_kv))
+    flat = scatter_heads(q_HTD, k_GTD, v_GTE, *_bounds(shares), (parts.num_q, parts.num_kv, parts.per_kv))
     # KV heads that each part brings: later parts that read the same bring none
-    sent_kv = [parts.num_kv * (part % parts.per_kv == 0) for part in range(parts.count)]
-    # elements of a token in each part
-    widths = [(parts.num_q + 2 * num) * head_dim for num in sent_kv]
-    sizes = [([size * num_own] * block.num_ranks, [size * count for count in block.tokens]) for size in widths]
-    come = PartExchange(sizes, block.process_group)
-    output = parts.num_q * head_dim
-    back = ([output * count for count in block.tokens], [output * num_own] * block.num_ranks)
-    go = PartExchange([back] * parts.count, block.process_group)
-    arriving, leaving = come.start_all(flat), []
+    num_sent = [parts.num_kv * (part % parts.per_kv == 0) for part in range(parts.count)]
+    # elements of a token in each part, and in its output
+    inputs, output = [(parts.num_q + 2 * num) * head_dim for num in num_sent], parts.num_q * head_dim
+    own, others = [num_own] * block.num_ranks, block.tokens
+    to_heads = PartExchange(
+        [([x * count for count in own], [x * count for count in others]) for x in inputs], block.process_group
+    )
+    back = [output * count for count in others], [output * count for count in own]
+    to_tokens = PartExchange([back] * parts.count, block.process_group)
+    arriving, leaving = to_heads.start_all(flat), []
     # messages free it when all parts have arrived
     del flat
-    for part, (ticket, num_kv) in enumerate(zip(arriving, sent_kv, strict=True)):
-        q_hSD, k_gSD, v_gSD = join_tokens(come.arrived(part, ticket), block.tokens, parts.num_q, num_kv, head_dim)
+    for part, (ticket, num_kv) in enumerate(zip(arriving, num_sent, strict=True)):
+        q_hSD, k_gSD, v_gSD = join_tokens(to_heads.arrived(part, ticket), block.tokens, parts.num_q, num_kv, head_dim)
         if num_kv:
             k_1gSE, v_1gSE, shared = k_gSD[None], v_gSD[None], SharedKeys(parts.per_kv) if parts.per_kv > 1 else None
         share = parts.share(shares[block.index], part)
-        own = replace(context, attention_record=context.attention_record and context.attention_record.part(part))
-        layer, sinks_h = (call.layer, part // parts.per_kv), _sinks(call, share, v_GTE)
-        inputs = q_hSD[None], k_1gSE, v_1gSE, sinks_h
-        out_1ShE = _attention(*inputs, rule(share), own, layer, shared=shared, is_first=num_kv > 0)
-        leaving.append(go.start(part, scatter_tokens(out_1ShE[0], block.tokens)))
-    whole = go.all_arrived(leaving).view(parts.count, block.num_ranks, num_own, parts.num_q, head_dim)
+        out_1ShE = _attention(
+            *(q_hSD[None], k_1gSE, v_1gSE, _sinks(call, share, v_GTE)),
+            *(rule(share), context, (call.layer, part // parts.per_kv)),
+            record=record and record.part(part),
+            shared=shared,
+            is_first=num_kv > 0,
+        )
+        leaving.append(to_tokens.start(part, scatter_tokens(out_1ShE[0], block.tokens)))
+    whole = to_tokens.all_arrived(leaving).view(parts.count, block.num_ranks, num_own, parts.num_q, head_dim)
     return whole.permute(2, 1, 0, 3, 4).reshape(1, num_own, -1, head_dim)
+
+
+def _bounds(shares: Sequence[HeadShare]) -> tuple[list[int], list[int]]:
+    """Returns bounds of the query heads of ranks, and starts and stops of their KV heads, for `scatter_heads`."""
+    return [0, *(share.q_stop for share in shares)], [x for share in shares for x in (share.kv_start, share.kv_stop)]
 
 
 def _attention(
@@ -189,14 +197,14 @@ def _attention(
     context: GroupContext,
     layer: Hashable,
     *,
+    record: AttentionRecord | None,
     shared: SharedKeys | None = None,
     is_first: bool = True,
 ) -> Tensor:
     """Returns attention of this rank's heads for its block's tokens, [1, S, h, E]; a ring if the group has several blocks.
 
-    shared, is_first: see `ChunkAttention`.
+    record, shared, is_first: see `ChunkAttention`.
     """
-    record = context.attention_record
     if context.lent_slice is not None:
         assert rule.chosen_TK is None
         own = q_1hSD[0], k_1gSD[0], v_1gSE[0]
@@ -250,12 +258,10 @@ def _scatter_heads(
     if q_1HTD.shape[3] != v_1GTE.shape[3]:
         return _scatter_heads_of_two_sizes(q_1HTD[0], k_1GTD[0], v_1GTE[0], shares, context)
     head_dim, num_own, mine = q_1HTD.shape[3], context.num_tokens, shares[context.block.index]
-    q_bounds = [0, *(share.q_stop for share in shares)]
-    kv_ranges = [bound for share in shares for bound in (share.kv_start, share.kv_stop)]
     send_sizes = [(share.num_q + 2 * share.num_kv) * num_own * head_dim for share in shares]
     receive_sizes = [(mine.num_q + 2 * mine.num_kv) * tokens * head_dim for tokens in context.block.tokens]
     # nothing holds what was sent while heads are joined
-    received = _exchange(scatter_heads(q_1HTD[0], k_1GTD[0], v_1GTE[0], q_bounds, kv_ranges), send_sizes, receive_sizes, context)
+    received = _exchange(scatter_heads(q_1HTD[0], k_1GTD[0], v_1GTE[0], *_bounds(shares)), send_sizes, receive_sizes, context)
     q_hSD, k_gSD, v_gSE = join_tokens(received, context.block.tokens, mine.num_q, mine.num_kv, head_dim)
     return q_hSD.unsqueeze(0), k_gSD.unsqueeze(0), v_gSE.unsqueeze(0)
 
