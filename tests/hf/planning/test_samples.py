@@ -23,7 +23,7 @@ from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.runtime.core.clock import Interval
 
 # most of the layers with windows are on the first stage
-SPEC = ModelSpec(8, 32, 48, 4, 2, 8, 200, 512, windows=(20, 20, 9, None, None, 20, None, None))
+SPEC = ModelSpec(8, 32, 48, 4, 2, 8, 200, 512, windows=(20, 20, 9, None, None, 20, None, None), exchange_parts=1)
 # a share of 29 % of the matrix products: the head takes 49 % of a token's forward, and 15 % of its backward
 TRUTH = CostCoefficients(
     PassCoefficients(3e-6, 4e-4, 0.02, 3e-3, 4e-7, 0.0, 0.0, 1.7),
