@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_longctx.plan.core.messages import shown
 from hf_longctx.plan.core.settings import GROUP_METHODS, SOLVERS
+from hf_longctx.plan.core.sharding import MOST_HEAD_PARTS
 from hf_longctx.plan.core.types import PARAMETERS
 
 # more tokens, ranks or steps than any run has; beyond it, arithmetic in 64 bits would overflow somewhere
@@ -284,7 +285,7 @@ class LongContextConfig:
         },
     )
     exchange_parts: int = field(
-        default=4,
+        default=MOST_HEAD_PARTS,
         metadata={
             "help": "Most parts in which the ranks of a group exchange attention heads (Ulysses) while attention of other parts "
             "runs, if a chunk is long enough for that and the heads can be divided. 1: all heads before and after attention."

@@ -414,9 +414,11 @@ def scatter_heads(
             f"kv_ranges {list(kv_ranges)} must hold, for each of the {len(q_bounds) - 1} ranks, a start and a stop within the "
             f"{num_kv} KV heads"
         )
-    sizes = {(q_bounds[rank + 1] - q_bounds[rank], stop - start) for rank, (start, stop) in enumerate(ranges)}
-    if part and sizes != {(count * part[0], -(-count // part[2]) * part[1]) for count in (q_bounds[1] // part[0],)}:
-        raise ValueError(f"ranks have {sorted(sizes)} query and KV heads, which are not equal parts of {list(part)}")
+    if part:
+        sizes = {(q_bounds[rank + 1] - q_bounds[rank], stop - start) for rank, (start, stop) in enumerate(ranges)}
+        count = q_bounds[1] // part[0]
+        if sizes != {(count * part[0], -(-count // part[2]) * part[1])}:
+            raise ValueError(f"ranks have {sorted(sizes)} query and KV heads, which are not equal parts of {list(part)}")
     return _scatter(q_HTD, k_GTD, v_GTD, list(q_bounds), list(kv_ranges), part)
 
 

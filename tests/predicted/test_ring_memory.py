@@ -65,13 +65,13 @@ def measured_peaks(group: SequenceGroup, is_recomputed: bool, num_kv: int = HEAD
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     policy, books, pool = policy_of(is_recomputed), [KVBook(), KVBook()], group_pool()
-    # heads that are divided are exchanged in parts
-    pool.part_bytes = 1
     engine = None if policy is None else ActivationEngine(layer_modules(model), HostTier(2**20, SlowlyLeaving()))
     ids, labels = (torch.randint(0, VOCABULARY, (1, TOKENS_PER_RANK)) for _ in range(2))
 
     def forward(index: int, book: KVBook) -> Tensor:
-        context = pool.context(group, group.chunks[index], book)
+        # heads that are divided are exchanged in parts
+        with pool.small_parts():
+            context = pool.context(group, group.chunks[index], book)
         first = group.chunks[index].spans[0].start if group.shape.num_blocks == 1 else 0
         own = context.layout.own if group.shape.num_blocks == 1 else context.ring.pieces
         positions = torch.cat([torch.arange(first + piece.start, first + piece.stop) for piece in own])[None]

@@ -63,10 +63,16 @@ def test_replays_by_hand() -> None:
 
 
 @pytest.mark.wide
+def at_once(kind: str) -> CostModel:
+    """Costs of our own plans that exchange all heads before and after attention, as other systems do."""
+    costs = cost_model(kind, 8)
+    return replace(costs, method="auto", model=replace(costs.model, exchange_parts=1))
+
+
 @given(lists, st.sampled_from(COST_KINDS), st.sampled_from(SHAPES))
 @settings(max_examples=60, deadline=None)
 def test_seconds_are_those_of_our_own_plans_under_the_same_policy(lengths: list[int], kind: str, shape: GroupShape) -> None:
-    costs = replace(cost_model(kind, 8), method="auto")
+    costs = at_once(kind)
     chunk = group_of(lengths, shape, costs).chunks[0]
     for checkpointing in CHECKPOINTINGS:
         own = CheckpointedCosts.of(costs, checkpointing)
@@ -84,7 +90,7 @@ def test_seconds_are_those_of_our_own_plans_under_the_same_policy(lengths: list[
 @given(lists, st.sampled_from(COST_KINDS), st.sampled_from(SHAPES))
 @settings(max_examples=60, deadline=None)
 def test_recomputing_more_takes_no_less_time(lengths: list[int], kind: str, shape: GroupShape) -> None:
-    costs = replace(cost_model(kind, 8), method="auto", model=replace(MODEL, exchange_parts=1))
+    costs = at_once(kind)
     kept, selective, full = (CheckpointedCosts.of(costs, each).sequences_s(lengths, shape) for each in CHECKPOINTINGS)
     assert (kept == costs.sequences_s(lengths, shape)).all()
     # windows and linear costs may leave attention no seconds

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_longctx.plan.core.sharding import head_parts, head_shares
 from hf_longctx.plan.core.types import Chunk, SequenceGroup, Span
-from hf_longctx.recipes.bench.cpu.slow_links.network import LIMITED, Machine, problems_of, run_ranks
+from hf_longctx.recipes.bench.cpu.slow_links.network import Machine, limit_cores, problems_of, run_ranks
 from hf_longctx.runtime.attention import sequence_parallel
 from hf_longctx.runtime.attention.sequence_parallel import LayerCall, sequence_parallel_attention
 from hf_longctx.runtime.process_groups import GroupPool
@@ -93,18 +93,13 @@ def measure(folder: Path, num_tokens: int, rounds: int) -> None:
         }
         for way in ways.values():
             way()
-        if dist.get_rank() == 0:
-            (folder / LIMITED).touch()
-        dist.barrier()
-        time.sleep(0.3)
+        limit_cores(folder, True)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
                 seconds[name].append(slowest_s(way))
         found[num_kv] = seconds
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (folder / LIMITED).unlink()
+        limit_cores(folder, False)
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()

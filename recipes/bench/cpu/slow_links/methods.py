@@ -57,7 +57,7 @@ from hf_longctx.plan.planner import build_plan, plan_step
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.plan.predict.planning import Planning, weight_seconds
 from hf_longctx.plan.setup import Setup
-from hf_longctx.recipes.bench.cpu.slow_links.network import LIMITED
+from hf_longctx.recipes.bench.cpu.slow_links.network import limit_cores
 
 PLANNED, FIXED, DEEPSPEED, FLATTENING = "planned", "fixed", "DeepSpeed", "flattening, DDP"
 SHARDED = f"{PLANNED}, sharded"
@@ -128,20 +128,10 @@ def run_job(job: Job) -> None:
     for number in range(job.rounds):
         for name, tokens_per_rank in job.methods if number % 2 == 0 else reversed(job.methods):
             found = replace(measure(job, name, tokens_per_rank), round=number)
-            limit_cores(job, False)
+            limit_cores(Path(job.folder), False)
             if dist.get_rank() == 0:
                 with job.results.open("a") as file:
                     file.write(json.dumps(asdict(found)) + "\n")
-    dist.barrier()
-
-
-def limit_cores(job: Job, is_limited: bool) -> None:
-    """Asks for limits of the ranks' cores, or for an end of them, and waits until that is done. Collective."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        file = Path(job.folder) / LIMITED
-        file.touch() if is_limited else file.unlink(missing_ok=True)
-        time.sleep(0.2)
     dist.barrier()
 
 
@@ -150,13 +140,13 @@ def measure_machine(job: Job) -> None:
     file = Path(job.folder) / "config.json"
     if dist.get_rank() == 0:
         file.write_text(json.dumps({"model_type": "llama", **job.config}))
-    limit_cores(job, True)
+    limit_cores(Path(job.folder), True)
     calibration = calibrate(CalibrationRequest(str(file), "float32", time.time() + job.calibrate_s, _REPEATS))
     if dist.get_rank() == 0:
         job.profile.write_text(profile_to_json(calibration.profile))
         job.rates.write_text(profile_to_json(replace(calibration.profile, models=())))
         job.calibration.write_text(calibration_text(calibration))
-    limit_cores(job, False)
+    limit_cores(Path(job.folder), False)
 
 
 def documents(job: Job) -> list[list[list[int]]]:
@@ -190,7 +180,7 @@ class StepEnds(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if not self.times_s:
-            limit_cores(self.job, True)
+            limit_cores(Path(self.job.folder), True)
         self.times_s.append(time.perf_counter())
 
 
@@ -313,7 +303,7 @@ def with_deepspeed(job: Job, name: str, degree: int) -> Measurement:
             optimizer.zero_grad()
             losses.append(float(total))
             if not place:
-                limit_cores(job, True)
+                limit_cores(Path(job.folder), True)
             times_s.append(time.perf_counter())
     for group in groups:
         dist.destroy_process_group(group)

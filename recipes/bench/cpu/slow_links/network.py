@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import torch.distributed as dist
+
 # file whose presence says that cores are limited now
 LIMITED = "limited"
 
@@ -115,6 +117,16 @@ def run_ranks(machine: Machine, work: Callable[[], None], folder: Path, timeout_
         for each in ranks:
             each.start()
         _wait(ranks, shares, machine, folder, timeout_s)
+
+
+def limit_cores(folder: Path, is_limited: bool) -> None:
+    """Asks for limits of the ranks' cores, or for an end of them, and waits until that is done. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = folder / LIMITED
+        file.touch() if is_limited else file.unlink(missing_ok=True)
+        time.sleep(0.2)
+    dist.barrier()
 
 
 def _rank(environment: dict[str, str], space: str, share: Path | None, work: Callable[[], None], log: Path) -> None:
