@@ -37,15 +37,22 @@ Several micro-batches can follow one schedule (`in_turns`), in which no stage dr
 chunks of all micro-batches, one micro-batch after the other; the chunks of a micro-batch's groups at one place share a slot. Two
 slots are in one family if they are for any of these groups, since all of them run one order.
 
+The output head may be spread over all stages (`head_shares`), since whole layers leave the last stage, which alone has the head,
+busier than the mean. Chunks take turns: the last stage sends the hidden states of most chunks to other stages, which send back
+their gradients (H). So that it need not wait for these, every stage is one more forward ahead, as if the head were one more stage.
+Vocabulary parallelism (arXiv 2411.05288) divides the vocabulary in place of chunks, with two collectives over all stages for each
+chunk.
+
 A receive comes right before the action that needs the message, and a send right after the action that makes it. Sends do not
 block. A stage sends over a link in the order of its own compute actions; these schedules give both ends of a link the same order
-of chunks, so receives get messages in the order of sending, without deadlocks.
+of chunks, so receives get messages in the order of sending, without deadlocks. Only gradients of the head come in the order of
+forwards and are needed in that of backwards: the last stage takes those that came before from the link first, and keeps them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
@@ -53,6 +60,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from hf_longctx.plan.core.types import (
+    PASSES,
     Action,
     ActionKind,
     Chunk,
@@ -64,19 +72,27 @@ from hf_longctx.plan.core.types import (
     StagePlan,
 )
 
+# codes of action kinds: those of F, B and H are the ones of passes; backwards are odd, receives come before sends
+ACTION_CODES: dict[ActionKind, int] = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5, "H": 6}
+_PASS_KINDS: dict[int, ActionKind] = {ACTION_CODES[kind]: kind for kind in PASSES}
+# code, chunk and layer range of a pass, and whether another stage runs the head of its chunk
+_Pass = tuple[int, int, int, bool]
+
 # action -> (receive before it, send after it)
-_AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB")}
+_AROUND: dict[str, tuple[ActionKind, ActionKind]] = {"F": ("RF", "SF"), "B": ("RB", "SB"), "H": ("RF", "SB")}
 
 
-def _messaged(action: Action, num_stages: int, num_places: int) -> tuple[Action, ...]:
-    """Returns an F or B with the receive before it and the send after it, if its neighbours are on other stages.
+def _messaged(action: Action, num_stages: int, num_ranges: int, is_away: bool) -> tuple[Action, ...]:
+    """Returns an F, B or H with the receive before it and the send after it, if its neighbours are on other stages.
 
-    num_places: number of layer ranges of all stages.
+    is_away: whether another stage than the last one runs the head of the chunk.
     """
     place = action.layer_range * num_stages + action.stage
     has_front = num_stages > 1 and place > 0
-    has_behind = num_stages > 1 and place < num_places - 1
-    receives, sends = (has_front, has_behind) if action.kind == "F" else (has_behind, has_front)
+    has_behind = num_stages > 1 and place < num_ranges * num_stages - (not is_away)
+    receives, sends = (has_behind, has_front) if action.kind == "B" else (has_front, has_behind)
+    if action.kind == "H":
+        receives = sends = True
     receive, send = _AROUND[action.kind]
     before = (Action(receive, action.stage, action.chunk, action.layer_range),) if receives else ()
     after = (Action(send, action.stage, action.chunk, action.layer_range),) if sends else ()
@@ -91,23 +107,19 @@ class MessagedPasses:
 
     def __init__(self) -> None:
         self.stages: dict[Hashable, list[tuple[Action, ...]]] = {}
-        # forwards and backwards of all chunks so far, by (stage, layer range, number of stages, number of layer ranges)
-        self._known: dict[tuple[int, int, int, int], tuple[list[tuple[Action, ...]], list[tuple[Action, ...]]]] = {}
+        # by number of stages, number of layer ranges and stage
+        self._known: dict[tuple[int, int, int], dict[_Pass, tuple[Action, ...]]] = {}
 
-    def actions(
-        self, stage: int, num_stages: int, num_ranges: int, passes: Iterable[tuple[bool, int, int]]
-    ) -> tuple[Action, ...]:
-        """Returns the actions of a stage that runs these passes (whether it is a backward, chunk, layer range)."""
-        known = [
-            self._known.setdefault((stage, layer_range, num_stages, num_ranges), ([], [])) for layer_range in range(num_ranges)
-        ]
+    def actions(self, stage: int, num_stages: int, num_ranges: int, passes: Iterable[_Pass]) -> tuple[Action, ...]:
+        """Returns the actions of a stage that runs these passes."""
+        known = self._known.setdefault((num_stages, num_ranges, stage), {})
         found: list[Action] = []
-        for is_backward, chunk, layer_range in passes:
-            made = known[layer_range][is_backward]
-            while len(made) <= chunk:
-                action = Action("B" if is_backward else "F", stage, len(made), layer_range)
-                made.append(_messaged(action, num_stages, num_ranges * num_stages))
-            found += made[chunk]
+        for each in passes:
+            if each not in known:
+                code, chunk, layer_range, is_away = each
+                action = Action(_PASS_KINDS[code], stage, chunk, layer_range)
+                known[each] = _messaged(action, num_stages, num_ranges, is_away)
+            found += known[each]
         return tuple(found)
 
 
@@ -116,7 +128,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 # chunk and layer range of one forward or backward of a stage
 Unit = tuple[int, int]
-# three arrays with an entry for every action of a stage: 1 for a backward or 0 for a forward; chunk; layer range
+# three arrays with an entry for every pass of a stage: its code, chunk and layer range
 ComputeOrder = tuple[IntArray, IntArray, IntArray]
 
 
@@ -141,11 +153,10 @@ def compute_actions(
     chunks: Sequence[Chunk], num_stages: int, schedule: Schedule = "elastic", num_ranges: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """Returns forwards and backwards of every stage in order, without messages."""
-    kinds: tuple[ActionKind, ActionKind] = ("F", "B")
     return tuple(
         tuple(
-            Action(kinds[is_backward], stage, chunk, layer_range)
-            for is_backward, chunk, layer_range in zip(*(each.tolist() for each in order), strict=True)
+            Action(_PASS_KINDS[code], stage, chunk, layer_range)
+            for code, chunk, layer_range in zip(*(each.tolist() for each in order), strict=True)
         )
         for stage, order in enumerate(compute_orders(chunks, num_stages, schedule, num_ranges))
     )
@@ -172,23 +183,31 @@ def family_orders(
     num_ranges: int,
     lead: float,
     most_ahead: Sequence[int] = (),
+    head_shares: Sequence[float] = (),
 ) -> tuple[ComputeOrder, ...]:
     """Computes the `compute_orders` of chunks in these families.
 
-    most_ahead: most forwards before each backward with "1f1b" and "elastic"; (): as many as the schedule wants.
+    most_ahead: most forwards before each backward with "1f1b" and "elastic"; (): as many as the schedule wants. head_shares:
+    share of the output head's work that each stage does, for stages of one layer range; (): the last stage does all of it.
     """
     num_chunks = sum(map(len, members))
     _check_request(num_chunks, num_stages, schedule, num_ranges, lead)
+    heads = spread_heads(num_chunks, head_shares)
+    if heads and (num_ranges > 1 or len(head_shares) != num_stages):
+        raise ValueError(
+            f"{len(head_shares)} shares of the output head for {num_stages} stages of {num_ranges} layer range(s); give a share "
+            f"for every stage, and leave the head on the last one if stages have several layer ranges"
+        )
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
     longest = max(len(family) for family in members)
-    # stages after each one, by which it runs ahead of the last
-    later = range(num_stages)[::-1]
+    # stages after each one, by which it runs ahead of the last; heads on other stages count as one more
+    later = [count + bool(heads) for count in range(num_stages)[::-1]]
     if schedule == "gpipe":
         backwards = forwards[::-1]
         ahead, leads = [num_chunks] * num_chunks, [0] * num_stages
     elif schedule == "1f1b":
-        ahead, leads = _window(num_chunks, longest), [*later]
+        ahead, leads = _window(num_chunks, longest), later
     elif schedule == "elastic":
         ahead, leads = _elastic_window(members), [math.ceil(lead * count) for count in later]
     else:
@@ -200,7 +219,75 @@ def family_orders(
     needed: IntArray = np.add.outer(np.array(leads, dtype=np.int64), ahead)
     if most_ahead and schedule in ("1f1b", "elastic"):
         needed = np.minimum(needed, most_ahead)
-    return _merged(np.array(forwards, dtype=np.int64), np.array(backwards, dtype=np.int64), needed)
+    orders = _merged(np.array(forwards, dtype=np.int64), np.array(backwards, dtype=np.int64), needed)
+    return _with_heads(orders, heads) if heads else orders
+
+
+def spread_heads(num_chunks: int, head_shares: Sequence[float]) -> dict[int, int]:
+    """Deals the output heads of chunks to stages by their shares of the work; returns the stages of those not on the last one.
+
+    Chunks are dealt one after the other, to the stage that lags behind its share the most, the last stage first.
+    """
+    if not sum(head_shares[:-1]):
+        return {}
+    shares = np.array(head_shares[::-1]) / sum(head_shares)
+    done, found, last = np.zeros(len(shares)), {}, len(shares) - 1
+    for chunk in range(num_chunks):
+        place = int(np.argmax(np.round((chunk + 1) * shares - done, 9)))
+        done[place] += 1
+        if place:
+            found[chunk] = last - place
+    return found
+
+
+def _with_heads(orders: Sequence[ComputeOrder], heads: Mapping[int, int]) -> tuple[ComputeOrder, ...]:
+    """Inserts the output heads of chunks on these stages.
+
+    A head runs where its stage is when the chunk's forward on the last stage ends, if a forward takes one unit of time, a
+    backward two and a head none. All that it needs comes before it in time, and all that needs it comes after it, so that stages
+    cannot wait for one another in a circle.
+    """
+    begins, ends = _unit_times(orders)
+    found = []
+    for stage, (kinds, chunks, ranges) in enumerate(orders):
+        # forwards of the last stage end in the order of chunks
+        own = np.array([chunk for chunk, head_stage in sorted(heads.items()) if head_stage == stage], dtype=np.int64)
+        places = np.searchsorted(begins[stage], ends[own], side="left")
+        found.append(
+            (
+                np.insert(kinds, places, ACTION_CODES["H"]),
+                np.insert(chunks, places, own),
+                np.insert(ranges, places, 1),
+            )
+        )
+    return tuple(found)
+
+
+def _unit_times(orders: Sequence[ComputeOrder]) -> tuple[list[list[int]], IntArray]:
+    """Returns when each pass of every stage of one layer range begins, and when every chunk's forward on the last stage ends.
+
+    A forward takes one unit of time, and a backward two.
+    """
+    passes = [list(zip(kinds.tolist(), chunks.tolist(), strict=True)) for kinds, chunks, _ in orders]
+    last = len(passes) - 1
+    begins: list[list[int]] = [[] for _ in passes]
+    # ends of passes
+    done: list[dict[tuple[int, int], int]] = [{} for _ in passes]
+    clocks, ready = [0] * len(passes), list(range(len(passes)))[::-1]
+    while ready:
+        stage = ready.pop()
+        count = len(begins[stage])
+        for is_backward, chunk in passes[stage][count:]:
+            source = stage + (1 if is_backward else -1)
+            if 0 <= source <= last and (is_backward, chunk) not in done[source]:
+                break
+            begin = max(clocks[stage], done[source][is_backward, chunk] if 0 <= source <= last else 0)
+            begins[stage].append(begin)
+            clocks[stage] = done[stage][is_backward, chunk] = begin + 1 + is_backward
+        if len(begins[stage]) > count:
+            ready += [other for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    ends = np.array([done[last][0, chunk] for chunk in range(len(passes[last]) // 2)], dtype=np.int64)
+    return begins, ends
 
 
 def pipelined(
@@ -209,10 +296,11 @@ def pipelined(
     schedule: Schedule = "elastic",
     known: MessagedPasses | None = None,
     lead: float = 1.0,
+    head_shares: Sequence[float] = (),
 ) -> SequenceGroup:
     """Gives the group a stage plan (compute actions, messages) per entry of `ranges`; nothing is offloaded or recomputed.
 
-    known: actions made for other groups. lead: see `compute_orders`.
+    known: actions made for other groups. lead: see `compute_orders`. head_shares: see `family_orders`.
     """
     sizes = {len(own) for own in ranges}
     if len(sizes) != 1:
@@ -222,11 +310,13 @@ def pipelined(
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), sizes.pop()
     members = families(group.chunks)
     # chunks in equal families run in the same order
-    key = num_stages, num_ranges, schedule, lead, *map(len, members)
+    key = num_stages, num_ranges, schedule, lead, tuple(head_shares), *map(len, members)
     if key not in known.stages:
-        orders = family_orders(members, num_stages, schedule, num_ranges, lead)
-        passes = (zip(*(each.tolist() for each in order), strict=True) for order in orders)
-        known.stages[key] = [known.actions(stage, num_stages, num_ranges, each) for stage, each in enumerate(passes)]
+        orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), head_shares)
+        heads = spread_heads(len(group.chunks), head_shares)
+        known.stages[key] = [
+            known.actions(stage, num_stages, num_ranges, _passes(order, heads)) for stage, order in enumerate(orders)
+        ]
     actions = zip(ranges, known.stages[key], strict=True)
     return replace(group, stages=tuple(StagePlan(stage, tuple(own), each) for stage, (own, each) in enumerate(actions)))
 
@@ -238,13 +328,14 @@ def in_turns(
     known: MessagedPasses | None = None,
     lead: float = 1.0,
     reach: int | None = None,
+    head_shares: Sequence[float] = (),
 ) -> tuple[tuple[MicroBatch, ...], tuple[tuple[int, ...], ...]]:
     """Gives all groups stage plans of one schedule through the micro-batches, and returns the turns of `StepPlan`.
 
     The groups of a micro-batch get one order of passes. A single micro-batch needs no turns, nor does a single stage. Nothing is
     offloaded or recomputed. known: actions made for other groups. lead: see `compute_orders`. reach: most forwards of later
-    micro-batches before a backward with "1f1b" and "elastic", to limit what is in flight; None: any number. Raises ValueError if
-    the groups of a micro-batch have different numbers of chunks.
+    micro-batches before a backward with "1f1b" and "elastic", to limit what is in flight; None: any number. head_shares: see
+    `family_orders`. Raises ValueError if the groups of a micro-batch have different numbers of chunks.
     """
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), len(ranges[0])
     members: list[tuple[int, ...]] = []
@@ -262,15 +353,16 @@ def in_turns(
     stages: list[list[StagePlan]] = [[] for _ in micro_batches]
     turns: list[tuple[int, ...]] = []
     ends = [] if reach is None else [stop + reach for first, stop in pairwise(firsts) for _ in range(first, stop)]
-    orders = family_orders(members, num_stages, schedule, num_ranges, lead, ends)
+    orders = family_orders(members, num_stages, schedule, num_ranges, lead, ends, head_shares)
+    heads = spread_heads(firsts[-1], head_shares)
     for stage, (kinds, slots, of_ranges) in enumerate(orders):
         owners = np.searchsorted(firsts, slots, side="right") - 1
         turns.append(tuple(owners.tolist()))
         for index, first in enumerate(firsts[:-1]):
             own_passes = owners == index
-            columns = kinds[own_passes], slots[own_passes] - first, of_ranges[own_passes]
-            passes = zip(*(each.tolist() for each in columns), strict=True)
-            actions = known.actions(stage, num_stages, num_ranges, passes)
+            order = kinds[own_passes], slots[own_passes] - first, of_ranges[own_passes]
+            away = {slot - first for slot in heads}
+            actions = known.actions(stage, num_stages, num_ranges, _passes(order, away))
             stages[index].append(StagePlan(stage, tuple(ranges[stage]), actions))
     made = tuple(
         MicroBatch(tuple(replace(group, stages=tuple(own_stages)) for group in micro_batch.groups))
@@ -279,11 +371,17 @@ def in_turns(
     return made, tuple(turns) if len(made) > 1 and num_stages > 1 else ()
 
 
+def _passes(order: ComputeOrder, away: Container[int]) -> Iterator[_Pass]:
+    """Yields passes for `MessagedPasses`. away: chunks whose head another stage than the last one runs."""
+    for code, chunk, layer_range in zip(*(each.tolist() for each in order), strict=True):
+        yield code, chunk, layer_range, chunk in away
+
+
 def running_order(actions: Sequence[Sequence[Action]], turns: Sequence[int]) -> list[tuple[int, Action]]:
     """Returns every action with the index of its micro-batch, in running order on one stage.
 
-    actions: those of each micro-batch in order. turns: micro-batch of each forward and backward, (): one micro-batch after the
-    other. An F or B takes with it the receives before it and the sends after it.
+    actions: those of each micro-batch in order. turns: micro-batch of each pass, (): one micro-batch after the other. A pass takes
+    with it the receives before it and the sends after it.
     """
     if not turns:
         return [(index, action) for index, own in enumerate(actions) for action in own]
@@ -306,7 +404,7 @@ def joined_stages(micro_batches: Sequence[MicroBatch], turns: Sequence[Sequence[
 
 
 def _with_messages(actions: Sequence[Action]) -> list[list[Action]]:
-    """Splits actions into one list per F and B, which begins with its receives and ends with its sends."""
+    """Splits actions into one list per pass, which begins with its receives and ends with its sends."""
     blocks: list[list[Action]] = []
     has_pass = True
     for action in actions:
@@ -314,7 +412,7 @@ def _with_messages(actions: Sequence[Action]) -> list[list[Action]]:
             blocks.append([])
             has_pass = False
         blocks[-1].append(action)
-        has_pass |= action.kind in ("F", "B")
+        has_pass |= action.kind in PASSES
     return blocks
 
 

@@ -22,12 +22,14 @@ Method = Literal["local", "ulysses", "ring", "hybrid"]
 # when ranks gather weights, and when they sum gradients: see the four predicates below
 Parameters = Literal["replicated", "gathered_per_round", "gathered_per_step", "sharded"]
 TensorClass = Literal["layer_input", "attention_output", "qkv", "mlp"]
-ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB"]
+ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB", "H"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 PARAMETERS: tuple[str, ...] = get_args(Parameters)
 TENSOR_CLASSES: tuple[TensorClass, ...] = get_args(TensorClass)
 ACTION_KINDS: tuple[str, ...] = get_args(ActionKind)
+# kinds of actions that compute
+PASSES: tuple[ActionKind, ...] = ("F", "B", "H")
 
 
 def meets_in_every_pass(parameters: Parameters) -> bool:
@@ -59,7 +61,7 @@ def sums_every_backward(parameters: Parameters, num_stages: int) -> bool:
     return parameters == "gathered_per_step" or (gathers_every_pass(parameters) and num_stages > 1)
 
 
-_ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
+_ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB|H)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,10 @@ class Action:
     """One instruction of one stage for one chunk.
 
     F and B compute. SF sends activations to the next layer range of the model and RF receives them from the previous one; SB and
-    RB do the same for gradients in the other direction. layer_range: index of one of the stage's (several with interleaving).
-    lenders: (stage, position) of ranks that would idle and take part in the chunk's tokens (lending: SPPO's multiplexed sequence
+    RB do the same for gradients in the other direction. H computes output head and loss of a chunk, forward and backward, on a
+    stage before the last one; the forward of a chunk without H on the last stage includes them. layer_range: index of one of the
+    stage's (several with interleaving); for H and its messages RF and SB, the number of these, since the head comes after all
+    layer ranges. lenders: (stage, position) of ranks that would idle and take part in the chunk's tokens (lending: SPPO's multiplexed sequence
     partitioning).
     """
 
@@ -323,6 +327,13 @@ class SequenceGroup:
         return len(self.positions)
 
     @property
+    def head_stages(self) -> dict[int, int]:
+        """Returns the stage that runs the output head of each chunk, in the order of these stages, without the last stage's."""
+        if len(self.stages) < 2:
+            return {}
+        return {action.chunk: stage.stage for stage in self.stages for action in stage.actions if action.kind == "H"}
+
+    @property
     def shape(self) -> GroupShape:
         """Degree and method together; raises ValueError for a hybrid whose blocks do not divide its ranks."""
         ulysses = {"local": 1, "ulysses": self.degree, "ring": 1, "hybrid": self.ulysses_degree}[self.method]
@@ -411,7 +422,7 @@ class RankPlan:
     rounds: tuple[tuple[SequenceGroup, StagePlan], ...]
     # property of the whole plan, which a rank cannot derive from its own path
     forwards_first: bool = False
-    # index in `rounds` of every forward and backward in running order; (): one round after the other
+    # index in `rounds` of every pass (F, B and H) in running order; (): one round after the other
     turns: tuple[int, ...] = ()
     # those of the plan
     blocks: tuple[Blocks, ...] = ()
@@ -436,8 +447,8 @@ class StepPlan:
     # with sharded parameters, the number of consecutive positions that share one copy of them and run every micro-batch
     # together; 0: all positions of a stage
     shard_ranks: int = 0
-    # one schedule through the step: for every stage, the micro-batch of each of its forwards and backwards in running order, so
-    # that a micro-batch begins while those before it still drain; (): one micro-batch after the other
+    # one schedule through the step: for every stage, the micro-batch of each of its passes (F, B and H) in running order, so that
+    # a micro-batch begins while those before it still drain; (): one micro-batch after the other
     turns: tuple[tuple[int, ...], ...] = ()
     # the blocks of every sequence, in which no slice ends; (): no sequence has any
     blocks: tuple[Blocks, ...] = ()

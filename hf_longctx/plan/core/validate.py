@@ -8,7 +8,8 @@ The planner validates every plan it makes, and the command line every plan it re
   parameters sharded in blocks of ranks they may leave whole blocks out
 - slices of a sequence are in order within one group, and their backwards run in reverse order
 - every forward precedes its backward
-- sends and receives between two stages come in the same order
+- output heads on other stages than the last one have their messages; the last stage computes those of all other chunks
+- sends and receives between two stages come in the same order, except for gradients of output heads
 - layer ranges and policies fit the layers of the stage
 - if ranks meet in every pass (`meets_in_every_pass`), all groups of a micro-batch run the same order of action kinds
 - with turns, all groups of a micro-batch run one order of passes with messages beside them, turns name every pass once, and the
@@ -25,13 +26,14 @@ from dataclasses import replace
 
 from hf_longctx.plan.core.lending import lender_fault
 from hf_longctx.plan.core.messages import shortened
-from hf_longctx.plan.core.orders import MessagedPasses, joined_stages
+from hf_longctx.plan.core.orders import ACTION_CODES, MessagedPasses, joined_stages
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.sharding import images_of
 from hf_longctx.plan.core.types import (
     ACTION_KINDS,
     METHODS,
     PARAMETERS,
+    PASSES,
     TENSOR_CLASSES,
     Action,
     ActionKind,
@@ -51,7 +53,8 @@ _BEFORE: dict[str, tuple[ActionKind, ...]] = {
     "F": ("RF",),
     "SF": ("F",),
     "B": ("RB",),
-    "SB": ("B",),
+    "SB": ("B", "H"),
+    "H": ("RF",),
 }
 
 
@@ -90,11 +93,23 @@ def _check_compute(
     """Checks that every chunk runs F, then B, once per layer range, and slices of a sequence F in order and B in reverse."""
     done: set[tuple[str, int, int]] = set()
     num_chunks, num_ranges, num_computed = len(group.chunks), len(stage.layer_ranges), 0
+    is_inner = num_ranges == 1 and stage.stage < len(group.stages) - 1
     for index, action in enumerate(stage.actions):
         if action.kind not in ACTION_KINDS or action.stage != stage.stage:
             raise _fault(name, group, stage, index, f"does not belong to stage {stage.stage}")
-        if not 0 <= action.chunk < num_chunks or not 0 <= action.layer_range < num_ranges:
+        # an output head comes after all layer ranges
+        is_head = action.kind == "H" or (action.kind in ("RF", "SB") and action.layer_range == num_ranges)
+        fitting = range(num_ranges, num_ranges + 1) if is_head else range(num_ranges)
+        if not 0 <= action.chunk < num_chunks or action.layer_range not in fitting:
             raise _fault(name, group, stage, index, "names a chunk or layer range that does not exist")
+        if is_head and (not is_inner or group.head_stages.get(action.chunk) != stage.stage):
+            raise _fault(
+                name,
+                group,
+                stage,
+                index,
+                "belongs to an output head, which runs once, on a stage of one layer range before the last stage",
+            )
         if action.lenders and (fault := lender_fault(plan, action)):
             raise _fault(name, group, stage, index, fault)
         key = (action.kind, action.layer_range, action.chunk)
@@ -167,24 +182,32 @@ def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None
     """Checks that messages are received in the order of sending, and each chunk crosses each stage boundary once each way."""
     follows = dict(itertools.pairwise(chain))
     precedes = {later: earlier for earlier, later in follows.items()}
-    # (direction, source stage, target stage) -> (link that produced it, chunk) of every message
-    sent: dict[tuple[str, int, int], list[tuple[_Link, int]]] = defaultdict(list)
-    received: dict[tuple[str, int, int], list[tuple[_Link, int]]] = defaultdict(list)
+    heads, last, num_ranges = group.head_stages, chain[-1], len(group.stages[0].layer_ranges)
+    precedes |= {(stage, num_ranges): last for stage in heads.values()}
+    # (direction, source stage, target stage, whether an output head is at one end) -> (link that produced it, chunk) of every
+    # message
+    sent: dict[tuple[str, int, int, bool], list[tuple[_Link, int]]] = defaultdict(list)
+    received: dict[tuple[str, int, int, bool], list[tuple[_Link, int]]] = defaultdict(list)
     for stage in group.stages:
         for index, action in enumerate(stage.actions):
             if action.kind not in ("SF", "RF", "SB", "RB"):
                 continue
             link = (action.stage, action.layer_range)
-            partner = (follows if action.kind in ("SF", "RB") else precedes).get(link)
+            goes_on = action.kind in ("SF", "RB")
+            to_head = link == last and goes_on and action.chunk in heads
+            partner = (heads[action.chunk], num_ranges) if to_head else (follows if goes_on else precedes).get(link)
             if partner is None or partner[0] == stage.stage:
                 raise _fault(name, group, stage, index, "has no partner on another stage")
+            is_head = num_ranges in (link[1], partner[1])
             if action.kind[0] == "S":
-                sent[action.kind[1], stage.stage, partner[0]].append((link, action.chunk))
+                sent[action.kind[1], stage.stage, partner[0], is_head].append((link, action.chunk))
             else:
-                received[action.kind[1], partner[0], stage.stage].append((partner, action.chunk))
-    for direction, source, target in sorted({*sent, *received}):
-        key = (direction, source, target)
-        if sent[key] != received[key]:
+                received[action.kind[1], partner[0], stage.stage, is_head].append((partner, action.chunk))
+    for key in sorted({*sent, *received}):
+        direction, source, target, is_head = key
+        # the last stage takes gradients of heads in the order of its backwards
+        in_order = sorted if is_head and direction == "B" else list
+        if in_order(sent[key]) != in_order(received[key]):
             raise PlanError(
                 f"{name}: stage {source} sends S{direction} of (layer range, chunk) {_ranges_and_chunks(sent[key])} to stage "
                 f"{target}, which receives {_ranges_and_chunks(received[key])}; both orders must be equal\n{schedule_grid(group)}"
@@ -192,12 +215,16 @@ def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None
     for earlier, later in itertools.pairwise(chain):
         if earlier[0] != later[0]:
             for direction, sender, receiver in (("F", earlier, later), ("B", later, earlier)):
-                moved = sorted(chunk for link, chunk in sent[direction, sender[0], receiver[0]] if link == sender)
+                moved = sorted(chunk for link, chunk in sent[direction, sender[0], receiver[0], False] if link == sender)
                 if moved != list(range(len(group.chunks))):
                     raise PlanError(
                         f"{name}: S{direction} of stage {sender[0]} layer range {sender[1]} must move every chunk once\n"
                         f"{schedule_grid(group)}"
                     )
+    for chunk, stage in heads.items():
+        ways = ((last, sent["F", last[0], stage, True]), ((stage, num_ranges), sent["B", stage, last[0], True]))
+        if any((link, chunk) not in messages for link, messages in ways):
+            raise PlanError(f"{name}: the output head of chunk {chunk} lacks a message\n{schedule_grid(group)}")
 
 
 def _ranges_and_chunks(messages: list[tuple[_Link, int]]) -> list[tuple[int, int]]:
@@ -208,6 +235,8 @@ def _check_progress(name: str, group: SequenceGroup, chain: list[_Link]) -> None
     """Runs all stages with sends that never block; PlanError names the receive at which a stage waits forever."""
     follows = dict(itertools.pairwise(chain))
     precedes = {later: earlier for earlier, later in follows.items()}
+    heads, last, num_ranges = group.head_stages, chain[-1], len(group.stages[0].layer_ranges)
+    precedes |= {(stage, num_ranges): last for stage in heads.values()}
     sent: set[tuple[str, _Link | None, int]] = set()
     num_done = [0] * len(group.stages)
     has_moved = True
@@ -218,6 +247,8 @@ def _check_progress(name: str, group: SequenceGroup, chain: list[_Link]) -> None
                 action = stage.actions[num_done[index]]
                 link = (action.stage, action.layer_range)
                 source = precedes.get(link) if action.kind == "RF" else follows.get(link)
+                if link == last and action.kind == "RB":
+                    source = heads[action.chunk], num_ranges
                 if action.kind in ("RF", "RB") and ("S" + action.kind[1], source, action.chunk) not in sent:
                     break
                 if action.kind in ("SF", "SB"):
@@ -305,11 +336,11 @@ def _check_turns(plan: StepPlan) -> None:
     groups = [micro_batch.groups[0] for micro_batch in plan.micro_batches]
     for stage, turns in enumerate(plan.turns):
         for index, group in enumerate(groups):
-            num_passes = sum(action.kind in ("F", "B") for action in group.stages[stage].actions)
+            num_passes = sum(action.kind in PASSES for action in group.stages[stage].actions)
             if turns.count(index) != num_passes:
                 raise PlanError(
                     f"turns of stage {stage} name micro-batch {index} {turns.count(index)} times, but it has {num_passes} "
-                    f"forwards and backwards there; name it once for each"
+                    f"passes there; name it once for each"
                 )
         if unknown := set(turns) - set(range(len(groups))):
             raise PlanError(
@@ -325,6 +356,24 @@ def _check_turns(plan: StepPlan) -> None:
     _check_layer_ranges_in_order(name, joined, chain)
     _check_messages(name, joined, chain)
     _check_progress(name, joined, chain)
+    owners = [index for index, group in enumerate(groups) for _ in group.chunks]
+    _check_heads_in_rounds(name, joined, owners)
+
+
+def _check_heads_in_rounds(name: str, group: SequenceGroup, owners: Sequence[int]) -> None:
+    """Checks that gradients of heads that come before one that the last stage waits for are of the same micro-batch.
+
+    The last stage keeps them for later backwards of that micro-batch. owners: the micro-batch of every chunk.
+    """
+    heads, last = group.head_stages, group.stages[-1]
+    left = {stage: [action.chunk for action in group.stages[stage].actions if action.kind == "H"] for stage in heads.values()}
+    for index, action in enumerate(last.actions):
+        if action.kind != "RB":
+            continue
+        waiting = left[heads[action.chunk]]
+        while action.chunk in waiting:
+            if owners[(chunk := waiting.pop(0))] != owners[action.chunk]:
+                raise _fault(name, group, last, index, f"comes after the head of chunk {chunk} of another micro-batch")
 
 
 def _check_one_order(index: int, micro_batch: MicroBatch) -> None:
@@ -344,13 +393,13 @@ def _check_one_order(index: int, micro_batch: MicroBatch) -> None:
             )
     known = MessagedPasses()
     for stage in first.stages:
-        passes = [action for action in stage.actions if action.kind in ("F", "B")]
+        passes = [action for action in stage.actions if action.kind in PASSES]
         if any(action.lenders for action in passes):
             raise PlanError(f"micro-batch {index}: stage {stage.stage} is lent ranks, but the plan has turns; leave one out")
-        units = ((action.kind == "B", action.chunk, action.layer_range) for action in passes)
+        units = ((ACTION_CODES[each.kind], each.chunk, each.layer_range, each.chunk in first.head_stages) for each in passes)
         if known.actions(stage.stage, len(first.stages), len(stage.layer_ranges), units) != stage.actions:
             raise PlanError(
-                f"micro-batch {index}: with turns every receive must come right before its F or B, and every send right after "
+                f"micro-batch {index}: with turns every receive must come right before its pass, and every send right after "
                 f"it\n{schedule_grid(first)}"
             )
 
@@ -372,7 +421,7 @@ def describe_plan(plan: StepPlan) -> str:
             lines.append(f" group {group.positions} {group.method}: {chunks}")
             lines.append(schedule_grid(group))
     if plan.turns:
-        lines.append("one schedule through the step, by the micro-batch of each forward and backward")
+        lines.append("one schedule through the step, by the micro-batch of each pass")
         lines += [f"  stage {stage}: " + " ".join(map(str, turns)) for stage, turns in enumerate(plan.turns)]
     return "\n".join(lines)
 
@@ -622,12 +671,12 @@ def _check_same_layers(plan: StepPlan) -> None:
 def _check_same_order(index: int, micro_batch: MicroBatch, block: int, block_ranks: int) -> None:
     groups = [group for group in micro_batch.groups if any(position // block_ranks == block for position in group.positions)]
     orders: set[tuple[Sequence[tuple[str, int]], ...]] = {
-        tuple(tuple((a.kind, a.layer_range) for a in stage.actions if a.kind in ("F", "B")) for stage in group.stages)
+        tuple(tuple((a.kind, a.layer_range) for a in stage.actions if a.kind in PASSES) for stage in group.stages)
         for group in groups
     }
     if len(orders) > 1:
         grids = "\n".join(f" group {group.positions}\n{schedule_grid(group)}" for group in groups)
         raise PlanError(
-            f"micro-batch {index}: with these parameters all groups must run F and B in the same order, because ranks that "
+            f"micro-batch {index}: with these parameters all groups must run passes in the same order, because ranks that "
             f"share weights meet in every backward; give groups one order, with dummy chunks where some have fewer\n{grids}"
         )

@@ -174,7 +174,7 @@ def test_a_wrong_policy_is_refused_with_its_place(path: str, value: Any, message
 
 @pytest.mark.parametrize("word", ["0X0", "0D2H0", "0H2D0", "0FREE0"])
 def test_an_action_of_an_unknown_kind_is_refused_with_its_place(word: str) -> None:
-    message = rf"{_GROUP_PATH}\.stages\[0\]\.actions: '{word}' is not an action.*KIND one of F, B, SF, RF, SB, RB$"
+    message = rf"{_GROUP_PATH}\.stages\[0\]\.actions: '{word}' is not an action.*KIND one of F, B, SF, RF, SB, RB, H$"
     with pytest.raises(ValueError, match=message):
         edited("flexsp", **{f"{_GROUP}__stages__0__actions": f"0F0 {word} 0B0"})
 

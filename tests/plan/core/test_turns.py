@@ -131,7 +131,7 @@ def test_groups_in_turns_run_equal_actions_with_messages_beside_them() -> None:
     # 0F0 0SF0 0F1 0SF1 ...: both sends after both forwards
     actions = (stage.actions[0], stage.actions[2], stage.actions[1], *stage.actions[3:])
     late = replace(first.groups[0], stages=(replace(stage, actions=actions), *first.groups[0].stages[1:]))
-    refused(replace(plan, micro_batches=(MicroBatch((late,)), second)), "every receive must come right before its F or B")
+    refused(replace(plan, micro_batches=(MicroBatch((late,)), second)), "every receive must come right before its pass")
 
 
 def test_turns_are_refused_where_micro_batches_cannot_overlap() -> None:
