@@ -14,8 +14,10 @@ of each message, so both ends know every shape. Sends do not block: a buffer is 
 posted by the action that needs it and not before: on NCCL a posted receive is a kernel that occupies the device until its message
 comes, and everything that waits for an idle device (the first launch of a kernel, memory returned to the driver) would wait with
 it, perhaps before the very send on which the message depends. Two ranks have one process group for hidden states and one for
-gradients and, with interleaving, two more for messages that wrap around between the last stage and the first. All messages of a
-group go in one direction and in the order of the plan, so that the streams on which NCCL runs them cannot wait for each other.
+gradients and, with interleaving, two more for messages that wrap around between the last stage and the first. If output heads
+are spread, ranks of the last stage have two more with those of every other stage: hidden states go back to the stage that runs
+their head, and gradients come forward. All messages of a group go in one direction and in the order of the plan, so that the
+streams on which NCCL runs them cannot wait for each other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,13 +55,16 @@ from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.parameters.gradients import EarlyGroup
 from hf_longctx.runtime.tiles.stacks import StackChecks
 
-# (action kind "F" for hidden states or "B" for gradients, whether messages wrap around)
-_Lane = tuple[str, bool]
-_LANES: tuple[_Lane, ...] = (("F", False), ("B", False), ("F", True), ("B", True))
+# stages between which messages go: neighbours, last and first, or the last one and one that runs output heads
+_Way = Literal["next", "wrap", "head"]
+# (action kind "F" for hidden states or "B" for gradients, way)
+_Lane = tuple[str, _Way]
+_LANES: tuple[_Lane, ...] = (("F", "next"), ("B", "next"), ("F", "wrap"), ("B", "wrap"))
+_HEAD_LANES: tuple[_Lane, ...] = (("F", "head"), ("B", "head"))
 # thread blocks of a message, each on one multiprocessor: NVLink and networks need few for one pair of ranks
 _LANE_CTAS = 4
 # (lane, rank at its other end)
-_Way = tuple[_Lane, int]
+_Link = tuple[_Lane, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +76,16 @@ class Place:
     num_stages: int
     ranks_per_stage: int
 
-    def peer(self, action: Action) -> tuple[int, bool]:
-        """Returns the global rank at the other end of a message, and whether it wraps around between last and first stage."""
+    def peer(self, action: Action, head_end: int | None = None) -> tuple[int, _Way]:
+        """Returns the global rank at the other end of a message, and the way of the message.
+
+        head_end: stage at the other end of a message from or to an output head that was spread; None for other messages.
+        """
+        if head_end is not None:
+            return self.rank + (head_end - self.stage) * self.ranks_per_stage, "head"
         stage = self.stage + (1 if action.kind in ("SF", "RB") else -1)
-        is_wrap = not 0 <= stage < self.num_stages
-        return self.rank + (stage % self.num_stages - self.stage) * self.ranks_per_stage, is_wrap
+        way: _Way = "next" if 0 <= stage < self.num_stages else "wrap"
+        return self.rank + (stage % self.num_stages - self.stage) * self.ranks_per_stage, way
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +94,18 @@ class Links:
 
     place: Place
     # one group per lane and rank at the other end
-    lanes: dict[_Way, dist.ProcessGroup]
-    # the ranks at this position of all stages, for the gradient norm
+    lanes: dict[_Link, dist.ProcessGroup]
+    # the ranks at this position of all stages, for the gradient norm and for the gradients of a head that all stages have
     pipe: dist.ProcessGroup
     # the ranks at this position of the first and the last stage, for the gradients of tied embeddings; None on other stages
     ends: dist.ProcessGroup | None
 
     @classmethod
-    def create(cls, place: Place, timeout: timedelta, device: torch.device) -> Links:
+    def create(cls, place: Place, timeout: timedelta, device: torch.device, spreads_heads: bool = False) -> Links:
         """Creates the links. Collective over all ranks, which create groups in the same order. device: device of messages."""
-        lanes: dict[_Way, dist.ProcessGroup] = {}
-        for lane in _LANES:
-            for pair in _pairs(place, is_wrap=lane[1]):
+        lanes: dict[_Link, dist.ProcessGroup] = {}
+        for lane in (*_LANES, *(_HEAD_LANES if spreads_heads else ())):
+            for pair in _pairs(place, lane[1]):
                 group = dist.new_group(list(pair), timeout=timeout, pg_options=few_multiprocessors(timeout))
                 if place.rank in pair:
                     lanes[lane, pair[pair[0] == place.rank]] = group
@@ -117,9 +127,9 @@ class Links:
 
     def _join(self, device: torch.device) -> None:
         """Sends one message over every link, because NCCL connects two ranks at their first message and both must take part."""
-        for ((kind, is_wrap), peer), group in self.lanes.items():
-            # hidden states go to the next stage; if they wrap around, to the first
-            is_ahead = (peer < self.place.rank) if is_wrap else (peer > self.place.rank)
+        for ((kind, way), peer), group in self.lanes.items():
+            # hidden states go to the next stage; if they wrap around, to the first; to a head, to one before the last
+            is_ahead = (peer > self.place.rank) if way == "next" else (peer < self.place.rank)
             message = dist.isend if is_ahead == (kind == "F") else dist.irecv
             work = message(torch.zeros(1, device=device), peer, group=group)
             assert work is not None
@@ -140,16 +150,19 @@ def few_multiprocessors(timeout: timedelta, most: int = _LANE_CTAS) -> Any:
     return options
 
 
-def _pairs(place: Place, is_wrap: bool) -> list[tuple[int, int]]:
-    """Returns (sender, receiver) of hidden states: from each stage to the next, or (`is_wrap`) from last to first."""
+def _pairs(place: Place, way: _Way) -> list[tuple[int, int]]:
+    """Returns (sender, receiver) of hidden states: each stage and the next, the last and the first, or the last and any other."""
     last = place.num_stages - 1
-    stages = [(last, 0)] if is_wrap else [(stage, stage + 1) for stage in range(last)]
+    if way == "next":
+        stages = [(stage, stage + 1) for stage in range(last)]
+    else:
+        stages = [(last, stage) for stage in range(1 if way == "wrap" else last)]
     width = place.ranks_per_stage
     return [(sender * width + each, receiver * width + each) for sender, receiver in stages for each in range(width)]
 
 
 class StageMessages:
-    """Messages of one rank in one plan, from and to the stages beside its own.
+    """Messages of one rank in one plan, from and to the stages beside its own and, with a `head_end` (`Place.peer`), of heads.
 
     Both ends must run their actions in the order of the plan; otherwise messages reach the wrong action.
     """
@@ -158,21 +171,21 @@ class StageMessages:
         self._links, self._dtype, self._device = links, dtype, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
+    def receive(self, action: Action, shape: Sequence[int], head_end: int | None = None) -> Tensor:
         """Waits for the tensor of this shape that `action` receives. The caller owns the tensor."""
-        way = self._way(action)
+        link = self._link(action, head_end)
         buffer = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
-        work = dist.irecv(buffer, way[1], group=self._links.lanes[way])
+        work = dist.irecv(buffer, link[1], group=self._links.lanes[link])
         assert work is not None
         work.wait()
         return buffer
 
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send(self, action: Action, tensor: Tensor, head_end: int | None = None) -> None:
         """Starts to send `tensor`, which must not be written until it has left."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        way, tensor = self._way(action), tensor.detach().contiguous()
-        work = dist.isend(tensor, way[1], group=self._links.lanes[way])
+        link, tensor = self._link(action, head_end), tensor.detach().contiguous()
+        work = dist.isend(tensor, link[1], group=self._links.lanes[link])
         assert work is not None
         self._sending.append((work, tensor))
 
@@ -181,9 +194,9 @@ class StageMessages:
         while self._sending:
             self._sending.popleft()[0].wait()
 
-    def _way(self, action: Action) -> _Way:
-        peer, is_wrap = self._links.place.peer(action)
-        return (action.kind[1], is_wrap), peer
+    def _link(self, action: Action, head_end: int | None) -> _Link:
+        peer, way = self._links.place.peer(action, head_end)
+        return (action.kind[1], way), peer
 
 
 # longest last backward with which gradients are summed early, as a share of a group's time-out
@@ -199,6 +212,7 @@ class GroupPool:
     ranks to slices of other stages, which needs groups of equal positions in the stages from the first to any one and from any
     one to the last. sums_early: gradients of replicated weights are summed during the last backward of a step, in a separate
     group (`early`). exchange_parts: most parts in which heads are exchanged beside attention; one if stages lend ranks.
+    spreads_heads: stages before the last may run output heads, which needs links between them and the last.
     """
 
     def __init__(
@@ -210,6 +224,8 @@ class GroupPool:
         lends: bool = False,
         sums_early: bool = False,
         exchange_parts: int = MOST_HEAD_PARTS,
+        *,
+        spreads_heads: bool = False,
     ) -> None:
         self.rank, self.num_ranks, self.num_stages = 0, 1, num_stages
         self.everyone: dist.ProcessGroup | None = None
@@ -251,7 +267,7 @@ class GroupPool:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if num_stages > 1:
             place = Place(self.rank, self.stage, num_stages, self.ranks_per_stage)
-            self.links = Links.create(place, timeout, device)
+            self.links = Links.create(place, timeout, device, spreads_heads)
         if sums_early and self.ranks_per_stage > 1:
             self.early = self._early_group(timeout)
             self._early_ranks = self.early.ranks

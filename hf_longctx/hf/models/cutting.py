@@ -4,6 +4,10 @@ Cutting replaces modules and never changes a forward. The layer list keeps its l
 names stay those of the whole model. The embedding stays on the first stage, the final norm and the head on the last. Hidden
 states from the previous stage enter the model as `inputs_embeds` and leave it as `last_hidden_state`. A probe before the first
 step, not a list of classes, proves that nothing else happens to them on the way (learned positions, a scale, dropout).
+
+If output heads are spread, every stage keeps the head. The last stage then returns hidden states behind the norm for chunks whose
+head another stage runs, as the model's own forward without layers and norm: so the model's changes before and after the head are
+made once.
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from transformers import PreTrainedModel
 from hf_longctx.families.registry import MODULES, family_of_type
 from hf_longctx.hf.models.adapters import base_of, hidden_dtype, tied_token_problem
 from hf_longctx.hf.models.dropout import outer_dropout
-from hf_longctx.hf.models.heads import head_of, inner_decoder, is_tied
+from hf_longctx.hf.models.heads import head_kind, head_of, inner_decoder, is_tied
+from hf_longctx.hf.models.logits import head_problem
 from hf_longctx.hf.models.refusing import only_stage
 from hf_longctx.hf.models.states import mixer_of, num_calls
 from hf_longctx.hf.models.towers import num_text_layers, text_part, tower_names, tower_parameters
 from hf_longctx.plan.core.types import LayerRange, Ranges
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import keys_of
-from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD, StageModel
+from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD, NO_HEAD_KEYWORD, StageModel
 
 # attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
@@ -214,13 +219,35 @@ def find_pieces(model: nn.Module) -> Pieces:
     return Pieces(inner, decoder, first, layers[0], last, name_of_head)
 
 
-def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = False) -> None:
+def spread_head_problem(model: nn.Module) -> str:
+    """Returns why only the last stage can run the output head of `model`, which has one on every stage; empty if all stages can.
+
+    Call it for a whole model, or for a stage that was cut with `spreads_heads`.
+    """
+    if problems := stage_problems(model):
+        return problems[0]
+    pieces = find_pieces(model)
+    head, embedding, width = pieces.output_head, pieces.model.get_input_embeddings(), pieces.decoder.config.hidden_size
+    if head_kind(model) != "next_token":
+        return "its head is that of a classifier"
+    if text_part(pieces.model) is not pieces.model or tower_names(pieces.model):
+        return "it has parts beside its text model"
+    if type(head) is not nn.Linear or [name for name, _ in head.named_parameters()] != ["weight"]:
+        return f"its head is a {type(head).__name__} with an adapter, a bias or packed weights, and not a plain nn.Linear"
+    if pieces.is_tied and type(embedding) not in (nn.Embedding, Identity):
+        return f"its head shares the weight of a {type(embedding).__name__} with an adapter"
+    if head.in_features != width or head.weight.dtype != _passed_dtype(model):
+        return f"its head reads {head.in_features} features in {head.weight.dtype}, unlike its layers"
+    return head_problem(model)
+
+
+def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = False, spreads_heads: bool = False) -> None:
     """Reduces `model` in place to what stage `stage` of `len(ranges)` needs; a single stage is left unchanged.
 
     `ranges[s]`: the layer ranges of stage s; `check_ranges` says in which order they must cover the layers. With tied embeddings,
     the last stage keeps the shared weight as the weight of its head. `keeps_tie`: later stages keep an embedding that is tied to
-    the head, until `drop_embedding` removes it. Nothing is computed, so `model` may be on the meta device. Raises ValueError for
-    ranges that do not cover the model's layers, and for models that cannot be cut.
+    the head, until `drop_embedding` removes it. `spreads_heads`: every stage keeps the head. Nothing is computed, so `model` may
+    be on the meta device. Raises ValueError for ranges that do not cover the model's layers, and for models that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
@@ -238,23 +265,25 @@ def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = Fa
         drop_embedding(pieces)
     if stage < len(ranges) - 1:
         _drop(pieces.decoder, pieces.last)
-        owner, _, name = pieces.head.rpartition(".")
-        _drop(pieces.model.get_submodule(owner), (name,))
-        forget_ties(pieces)
+        if not spreads_heads:
+            drop_head(pieces)
 
 
-def stage_model(model: nn.Module, ranges: Ranges, stage: int) -> StageModel:
+def stage_model(model: nn.Module, ranges: Ranges, stage: int, spreads_heads: bool = False) -> StageModel:
     """Describes a stage for the executor, after binding a forward to `model` that runs one layer range of the stage.
 
-    `model` was cut by `cut_model`. Call this once per model, before the model is sharded. Raises ValueError for a model that
-    changes hidden states before its layers or after them, since every stage would repeat that change.
+    `model` was cut by `cut_model`, with the same `spreads_heads`. Call this once per model, before the model is sharded. Raises
+    ValueError for a model that changes hidden states before its layers or after them, since every stage would repeat that change,
+    and for one whose head cannot be spread.
     """
+    if spreads_heads and (problem := _spreading_problem(model, ranges)):
+        raise ValueError(f"the output head of {type(base_of(model)).__name__} cannot be spread: {problem}; set spread_head=False")
     pieces = find_pieces(model)
     if len(ranges) > 1:
         _check_passes(pieces)
         _bind_layer_ranges(pieces, ranges, stage)
     ends = {0: pieces.model.get_input_embeddings(), len(ranges) - 1: pieces.output_head}
-    is_tied = pieces.is_tied and len(ranges) > 1 and stage in ends
+    shared = pieces.output_head if spreads_heads else ends.get(stage) if pieces.is_tied and len(ranges) > 1 else None
     return StageModel(
         model=model,
         stage=stage,
@@ -263,9 +292,16 @@ def stage_model(model: nn.Module, ranges: Ranges, stage: int) -> StageModel:
         hidden_size=int(pieces.decoder.config.hidden_size),
         hidden_dtype=_passed_dtype(model),
         calls=_calls(pieces, ranges[stage]),
-        tied=next(name for name, value in model.named_parameters() if value is ends[stage].weight) if is_tied else "",
+        tied="" if shared is None else next(name for name, value in model.named_parameters() if value is shared.weight),
         dropout=keys_of(model),
+        spreads_heads=spreads_heads,
     )
+
+
+def _spreading_problem(model: nn.Module, ranges: Ranges) -> str:
+    if len(ranges) == 1 or len(ranges[0]) > 1:
+        return f"it was cut into {len(ranges)} stage(s) of {len(ranges[0])} layer range(s), and not into several stages of one"
+    return spread_head_problem(model)
 
 
 def stages_that_lend(model: nn.Module, ranges: Ranges) -> tuple[StageModel, ...]:
@@ -387,6 +423,13 @@ def drop_embedding(pieces: Pieces) -> None:
     forget_ties(pieces)
 
 
+def drop_head(pieces: Pieces) -> None:
+    """Removes the head from the model of a stage before the last. Idempotent."""
+    owner, _, name = pieces.head.rpartition(".")
+    _drop(pieces.model.get_submodule(owner), (name,))
+    forget_ties(pieces)
+
+
 def check_ties(pieces: Pieces) -> None:
     """Raises ValueError if the config ties head and embedding, but they have two different weights."""
     embedding, head = pieces.model.get_input_embeddings(), pieces.output_head
@@ -406,9 +449,12 @@ def forget_ties(pieces: Pieces) -> None:
 
 
 def _bind_layer_ranges(pieces: Pieces, ranges: Ranges, stage: int) -> None:
-    """Binds a forward that runs one layer range: the model's own forward for the last one, the decoder's for all others."""
+    """Binds a forward that runs one layer range: the model's own forward for the last one, the decoder's for all others.
+
+    After the ranges of the stage comes the head alone, by the model's own forward without layers and norm.
+    """
     whole, decoder = pieces.model.forward, pieces.decoder
-    own = ranges[stage]
+    own = (*ranges[stage], LayerRange(0, 0))
 
     def forward(*args: Any, **keywords: Any) -> Any:
         layer_range = keywords.pop(LAYER_RANGE_KEYWORD, None)
@@ -416,9 +462,10 @@ def _bind_layer_ranges(pieces: Pieces, ranges: Ranges, stage: int) -> None:
             return whole(*args, **keywords)
         if layer_range is None:
             raise RuntimeError(only_stage(pieces.model, stage, len(ranges)))
-        is_last = (stage, layer_range) == (len(ranges) - 1, len(own) - 1)
+        is_last = (stage, layer_range) == (len(ranges) - 1, len(ranges[stage]) - 1)
+        has_head = (is_last or layer_range == len(ranges[stage])) and not keywords.pop(NO_HEAD_KEYWORD, False)
         with _only(pieces, own[layer_range], has_norm=is_last):
-            return whole(*args, **keywords) if is_last else decoder(*args, **keywords)
+            return whole(*args, **keywords) if has_head else decoder(*args, **keywords)
 
     put(pieces.model, "forward", bound(pieces.model, forward))
 

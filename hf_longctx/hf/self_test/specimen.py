@@ -314,7 +314,7 @@ class Specimen:
         if is_autocast:
             for model in {id(each): each for each in (self.model, owned)}.values():
                 model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
-        has_head = self.stage.stage == setup.num_stages - 1
+        has_head = self.stage.spreads_heads or self.stage.stage == setup.num_stages - 1
         self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head, own_layers)
 
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
@@ -457,11 +457,12 @@ class Specimen:
         """Cuts this rank's stage from another copy of the model; returns it with its embedding and layers."""
         model, ranges, stage = independent_copy(self.model), self.setup.ranges, self.pool.stage
         sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
-        cut_model(model, ranges, stage)
+        spreads_heads = self.setup.costs.model.spreads_head
+        cut_model(model, ranges, stage, spreads_heads=spreads_heads)
         _, layers = decoder_layers(model)
         own = [place for place in self.layers for each in ranges[stage] if place - each.first_layer in range(each.num_layers)]
         sites |= {place: layers[place] for place in own}
-        return replace(stage_model(model, ranges, stage), attention_layers=self._kept_layers(stage)), sites
+        return replace(stage_model(model, ranges, stage, spreads_heads), attention_layers=self._kept_layers(stage)), sites
 
     def _lend(self) -> tuple[tuple[StageModel, ...], dict[int, Any]]:
         """Makes all stages of another copy of the model, which stays whole; returns them with its embedding and layers."""
@@ -542,10 +543,18 @@ class _TracedStage(StageModel):
         return cls(**{field.name: getattr(stage, field.name) for field in fields(stage)}, trace=trace, waiting=waiting)
 
     def forward(
-        self, layer_range: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
+        self,
+        layer_range: int,
+        inputs: ChunkInputs,
+        hidden_1TC: Tensor | None,
+        mask: Tensor | None,
+        context: GroupContext | None,
+        has_head: bool = True,
     ) -> Tensor:
+        if layer_range == self.num_ranges:
+            return super().forward(layer_range, inputs, hidden_1TC, mask, context, has_head)
         with self.trace.recording(self.waiting.pop(0)):
-            output = super().forward(layer_range, inputs, hidden_1TC, mask, context)
+            output = super().forward(layer_range, inputs, hidden_1TC, mask, context, has_head)
         if context is not None:
             self.trace.keep_states(context)
         return output

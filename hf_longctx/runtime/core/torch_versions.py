@@ -62,6 +62,16 @@ def drop_whole_gradients(weight: Any) -> None:
         weight.unsharded_accumulated_grad = None
 
 
+def fill_whole_gradient(weight: Any) -> None:
+    """Gives a gathered weight zeros as its gradient, if it has none that waits for a reduction. weight: FSDP2's record of it.
+
+    Until torch 2.15 is the lowest: as for `drop_whole_gradients`.
+    """
+    whole: Tensor = weight._unsharded_param
+    if whole.requires_grad and whole.grad is None and weight.unsharded_accumulated_grad is None:
+        whole.grad = whole.new_zeros(whole.shape)
+
+
 def take_whole_gradients(group: Any) -> list[tuple[Any, Tensor]]:
     """Takes from the gathered weights of FSDP2's record `group` the gradients to sum: each weight's record, and its gradient.
 

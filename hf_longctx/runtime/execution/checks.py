@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_longctx.plan.core.lending import check_lending, is_lent, without_lending
-from hf_longctx.plan.core.types import RankPlan
+from hf_longctx.plan.core.types import Action, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.round import layers_of
 from hf_longctx.runtime.execution.stage_model import StageModel
@@ -21,22 +21,47 @@ from hf_longctx.runtime.process_groups import GroupPool
 def forward_only(plan: RankPlan) -> RankPlan:
     """Returns the plan for an evaluation: forwards alone, one micro-batch after the other.
 
-    No stage lends ranks, and activation policies make tiles but save nothing.
+    No stage lends ranks, the last stage runs all output heads, and activation policies make tiles but save nothing.
     """
     rounds = []
     for group, stage in plan.rounds:
+        group, stage = _without_spread_heads(without_lending(group), stage)
         actions = tuple(action for action in stage.actions if action.kind in ("F", "SF", "RF"))
         tiles = tuple(replace(policy, layers=()) for policy in stage.activations)
-        rounds.append((without_lending(group), replace(stage, actions=actions, activations=tiles)))
+        rounds.append((group, replace(stage, actions=actions, activations=tiles)))
     return replace(plan, rounds=tuple(rounds), turns=())
 
 
-def refuse_unsupported(plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False) -> None:
+def _without_spread_heads(group: SequenceGroup, stage: StagePlan) -> tuple[SequenceGroup, StagePlan]:
+    """Returns a group and one of its stages without output heads on stages before the last, and without their messages."""
+    if not (heads := group.head_stages):
+        return group, stage
+    last, num_ranges = len(group.stages) - 1, len(stage.layer_ranges)
+
+    def is_kept(action: Action) -> bool:
+        to_head = action.stage == last and action.kind in ("SF", "RB") and action.chunk in heads
+        return action.layer_range < num_ranges and not to_head
+
+    def kept(each: StagePlan) -> StagePlan:
+        return replace(each, actions=tuple(filter(is_kept, each.actions)))
+
+    return replace(group, stages=tuple(map(kept, group.stages))), kept(stage)
+
+
+def refuse_unsupported(
+    plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False, why_no_heads: str = ""
+) -> None:
     """Raises ValueError naming the first part of the plan that cannot be executed with `engine` (or without one).
 
-    has_all_stages: whether this rank has the weights of all stages, which a rank lent to another stage needs.
+    has_all_stages: whether this rank has the weights of all stages, which a rank lent to another stage needs. why_no_heads: why
+    stages before the last cannot run output heads; empty if they can.
     """
     for group, stage in plan.rounds:
+        if why_no_heads and group.head_stages:
+            raise ValueError(
+                f"the plan spreads output heads over stages, which cannot be executed, since {why_no_heads}; plan with "
+                f"spread_head=False"
+            )
         if engine is not None:
             for policy in stage.activations:
                 engine.check(policy, layers_of(stage, policy.layer_range))
@@ -67,7 +92,7 @@ def check_weights(
 ) -> None:
     """Raises ValueError on every rank if users changed the model between steps so that gradients would be wrong.
 
-    All ranks of a stage must train the same weights, or gradients of different weights would be summed; both stages of a tied
+    All ranks of a stage must train the same weights, or gradients of different weights would be summed; the stages of a tied
     weight must agree; no weight may have a hook or be new, that is, missing in `summed`, the weights whose gradients are summed
     over ranks. has_all_stages: whether every rank holds all stages. added_code: problem with code added to this rank's model
     since the start; empty if there is none. Collective over the pool. With a control group, nothing waits for the device.
@@ -111,8 +136,8 @@ def check_weights(
         )
     if not is_alike[num_stages]:
         raise ValueError(
-            f"{stage.tied or 'the tied weight of embedding and head'} is trained on one end of the pipeline and frozen on the "
-            f"other; freeze or unfreeze the embedding and the head together"
+            f"{stage.tied or 'the tied weight of embedding and head'} is trained on some stages of the pipeline and frozen on "
+            f"others; freeze or unfreeze the embedding and the head together, and on all stages"
         )
 
 

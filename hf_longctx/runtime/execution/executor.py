@@ -76,7 +76,8 @@ class StepExecutor:
         self.all_stages = tuple(all_stages)
         # switched off, because the model would add a balance loss of its own, over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
-        self.parameters = parameters_of(stage.model, fp32_gradients, stage.num_stages, stage.attention_layers)
+        seldom = stage.tied if stage.spreads_heads else ""
+        self.parameters = parameters_of(stage.model, fp32_gradients, stage.num_stages, stage.attention_layers, seldom)
         # balance loss of the current step, until its first plan returns it
         self._aux_loss: Tensor | None = None
         # whether a plan of the current optimizer step has already run
@@ -427,7 +428,14 @@ class StepExecutor:
                 "the model balances its experts and the plan may lend ranks, which cannot be executed together; set "
                 "output_router_logits=False in the model's config, or lend_stages=False"
             )
-        refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages))
+        refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages), why_no_heads=self._why_no_heads)
+
+    @property
+    def _why_no_heads(self) -> str:
+        """Why stages before the last cannot run output heads; empty if they can."""
+        if self.teacher is not None or isinstance(self.token_loss, Distillation):
+            return "only the last stage has the teacher's head and states"
+        return "" if self.stage.spreads_heads else "the model was cut with a head on the last stage alone"
 
     def _send(self, is_last: bool) -> Send | None:
         """Returns the function that takes gradients which are final in the last backward of a step; None if none are."""
@@ -445,10 +453,10 @@ class StepExecutor:
             self.parameters.reduce(self.pool.stage_group, self._tied())
 
     def _tied(self) -> TiedWeight | None:
-        """Returns the tied weight held by this stage and the one at the other end of the pipeline, if there is one."""
-        if not self.stage.tied or self.pool.links is None or self.pool.links.ends is None:
-            return None
-        return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.ends)
+        """Returns the weight that this stage shares with others, if there is one."""
+        links = self.pool.links
+        ranks = None if links is None else links.pipe if self.stage.spreads_heads else links.ends
+        return TiedWeight(self.model.get_parameter(self.stage.tied), ranks) if self.stage.tied and ranks is not None else None
 
 
 class Teacher:

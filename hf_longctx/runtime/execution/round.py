@@ -7,7 +7,7 @@ bytes on the device, and what to change.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -19,7 +19,17 @@ from torch import Tensor
 
 from hf_longctx.plan.core.orders import running_order
 from hf_longctx.plan.core.sharding import rank_pieces
-from hf_longctx.plan.core.types import Action, ActivationPolicy, Blocks, Chunk, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import (
+    LEAST_TILE_TOKENS,
+    PASSES,
+    Action,
+    ActivationPolicy,
+    Blocks,
+    Chunk,
+    RankPlan,
+    SequenceGroup,
+    StagePlan,
+)
 from hf_longctx.runtime.activations.engine import ActivationEngine, ChunkActivations
 from hf_longctx.runtime.activations.output_head import OutputHead, loss_of
 from hf_longctx.runtime.attention.context import GroupContext
@@ -83,14 +93,20 @@ class RoundHost:
         return Targets.of(inputs, self.token_loss, self.tally, teacher_head)
 
     def forward_chunk(
-        self, chunk: ChunkInputs, context: GroupContext, layer_range: int = 0, hidden_1TC: Tensor | None = None
+        self,
+        chunk: ChunkInputs,
+        context: GroupContext,
+        layer_range: int = 0,
+        hidden_1TC: Tensor | None = None,
+        has_head: bool = True,
     ) -> Tensor:
-        """Returns logits [1, T, V] of this rank's shard from the last layer range, hidden states from every other one.
+        """Returns logits [1, T, V] of this rank's shard from the last layer range or from the head alone, else hidden states.
 
-        hidden_1TC: hidden states of the range before. Raises RuntimeError if some layer's attention did not get the plan.
+        hidden_1TC: hidden states of the range before. has_head: see `StageModel.forward`. Raises RuntimeError if some layer's
+        attention did not get the plan.
         """
         with nullcontext() if context.activations is None else context.activations.running():
-            return self.stage.forward(layer_range, chunk, hidden_1TC, self.no_mask, context)
+            return self.stage.forward(layer_range, chunk, hidden_1TC, self.no_mask, context, has_head)
 
     def sum_chunk(
         self,
@@ -252,7 +268,8 @@ class Round:
     """Executes one micro-batch; holds the tensors of chunks between their F and their B, and the keys and values of slices.
 
     A forward keeps its output, from which its backward starts: a loss at the end of the model, otherwise hidden states, whose
-    gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before.
+    gradient the next layer range sends. A forward's input is a leaf, whose gradient goes to the layer range before. The head of a
+    chunk of another stage runs forward and backward at once, on hidden states from the last stage, which get their gradient.
 
     inputs: this rank's shard of every chunk. index: index of the micro-batch in the plan. is_counted: forwards count the tokens
     that routers send to each expert. wanted: the loss, perhaps with a tally of its tokens; or, given a `Scoring`, scores of
@@ -283,6 +300,12 @@ class Round:
         self.num_backwards = sum(action.kind == "B" for action in self.actions)
         # whether the running action is the last backward of the plan, or comes after it
         self.is_last_of_plan = False
+        # stage of each chunk's head, and the chunks whose gradients each stage will send from heads, in the order of sending
+        self.head_stages = group.head_stages
+        self.coming = {
+            head_stage: deque(action.chunk for action in group.stages[head_stage].actions if action.kind == "H")
+            for head_stage in set(self.head_stages.values())
+        }
         self.books = self._new_books()
         self.state_book = StateBook(has_backward=self.num_backwards > 0)
         self.wanted = wanted
@@ -294,6 +317,7 @@ class Round:
         self.handlers = {
             "F": self._forward,
             "B": self._backward,
+            "H": self._head,
             "SF": self._send_hidden,
             "RF": self._receive_hidden,
             "SB": self._send_gradient,
@@ -343,8 +367,10 @@ class Round:
 
     def _run_forward(self, action: Action, following: Action | None, context: GroupContext, hidden_1TC: Tensor | None) -> None:
         key, inputs = (action.layer_range, action.chunk), self.inputs[action.chunk]
-        if not self.host.stage.is_last(action.layer_range):
-            self.outputs[key] = self.host.forward_chunk(inputs.to(self.host.device), context, action.layer_range, hidden_1TC)
+        is_last = self.host.stage.is_last(action.layer_range)
+        if not is_last or action.chunk in self.head_stages:
+            arguments = inputs.to(self.host.device), context, action.layer_range, hidden_1TC, not is_last
+            self.outputs[key] = self.host.forward_chunk(*arguments)
             return
         policy = self.policies.get(key)
         tile_tokens = policy.loss_tile_tokens if policy is not None else 0
@@ -361,9 +387,27 @@ class Round:
             self.head_inputs[action.chunk] = copy_on_host(found_inputs[0])
             return
         is_backward_next = following is not None and (following.kind, following.chunk) == ("B", action.chunk)
+        self.outputs[key] = self._loss(action, context, tile_tokens, is_backward_next, hidden_1TC)
+
+    def _loss(
+        self, action: Action, context: GroupContext, tile_tokens: int, is_backward_next: bool, hidden_1TC: Tensor | None
+    ) -> Tensor:
+        """Returns the part of the step's loss of a chunk, and adds it to the total."""
+        inputs = self.inputs[action.chunk]
         loss_sum = self.host.sum_chunk(inputs, context, tile_tokens, is_backward_next, action.layer_range, hidden_1TC)
-        self.outputs[key] = step_loss(loss_sum, self.host.num_label_tokens)
-        self.total += self.outputs[key].detach()
+        loss = step_loss(loss_sum, self.host.num_label_tokens)
+        self.total += loss.detach()
+        return loss
+
+    def _head(self, action: Action, following: Action | None) -> None:
+        context = self.host.pool.context(self.group, self.group.chunks[action.chunk])
+        hidden_1TC = self.received[action.layer_range, action.chunk]
+        # whole logits would be large beside what chunks in flight hold
+        loss = self._loss(action, context, LEAST_TILE_TOKENS, is_backward_next=True, hidden_1TC=hidden_1TC)
+        self.host.parameters.before_backward(is_last=False)
+        loss.backward()
+        self.host.parameters.after_backward()
+        self._note_memory()
 
     def _backward(self, action: Action, following: Action | None) -> None:
         key = (action.layer_range, action.chunk)
@@ -406,7 +450,13 @@ class Round:
             del self.outputs[action.layer_range, action.chunk]
 
     def _receive_gradient(self, action: Action, following: Action | None) -> None:
-        self.gradients[action.layer_range, action.chunk] = self._receive(action)
+        key, head_end = (action.layer_range, action.chunk), self._head_end(action)
+        # heads run in the order of forwards: gradients of other chunks that come first are kept for their backwards
+        while head_end is not None and key not in self.gradients:
+            came = replace(action, chunk=self.coming[head_end].popleft())
+            self.gradients[action.layer_range, came.chunk] = self._receive(came)
+        if head_end is None:
+            self.gradients[key] = self._receive(action)
 
     def _send_gradient(self, action: Action, following: Action | None) -> None:
         gradient = self.received.pop((action.layer_range, action.chunk)).grad
@@ -417,11 +467,18 @@ class Round:
         """Returns the hidden states of a chunk, or their gradient, from another stage."""
         assert self.host.messages is not None
         shape = 1, self.inputs[action.chunk].input_ids.shape[1], self.host.stage.hidden_size
-        return self.host.messages.receive(action, shape)
+        return self.host.messages.receive(action, shape, self._head_end(action))
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         assert self.host.messages is not None
-        self.host.messages.send(action, tensor)
+        self.host.messages.send(action, tensor, self._head_end(action))
+
+    def _head_end(self, action: Action) -> int | None:
+        """Returns the stage at the other end of a message from or to an output head on another stage; None for other messages."""
+        if action.layer_range == len(self.stage.layer_ranges):
+            return self.host.stage.num_stages - 1
+        is_behind = action.kind in ("SF", "RB") and self.host.stage.is_last(action.layer_range)
+        return self.head_stages[action.chunk] if is_behind else None
 
     def _note_memory(self) -> None:
         held = self.held()
@@ -436,6 +493,7 @@ def run_rounds(host: RoundHost, plan: RankPlan, rounds: Sequence[Round], where: 
     order = running_order([each.actions for each in rounds], plan.turns)
     num_left = Counter(index for index, _ in order)
     num_backwards = sum(action.kind == "B" for _, action in order)
+    # an output head runs no layer, so gathers go on beside it
     passes = iter([action for _, action in order if action.kind in ("F", "B")][1:])
     memory, live = StepMemory(), set[int]()
     for place, (index, action) in enumerate(order):
@@ -451,7 +509,7 @@ def run_rounds(host: RoundHost, plan: RankPlan, rounds: Sequence[Round], where: 
         explained_errors = explained(f"{where}, round {index}", action, current.group, host.device, predicted_bytes)
         with host.clock.measure(index, action.kind, str(action)), explained_errors:
             current.run(action, following if next_index == index else None)
-        if action.kind in ("F", "B"):
+        if action.kind in PASSES:
             memory = memory.most(reduce(StepMemory.plus, (rounds[other].held() for other in live - {index}), current.memory))
         num_left[index] -= 1
         if not num_left[index]:

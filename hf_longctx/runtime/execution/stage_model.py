@@ -2,6 +2,10 @@
 
 A stage holds one layer range, or several (interleaving): the model in order is range 0 of every stage, then range 1 of every
 stage, and so on. The first range takes token ids, the last returns logits, all others pass on hidden states.
+
+If output heads are spread, every stage has the output head, which may run alone, after all layer ranges: as range `num_ranges`,
+which takes hidden states behind the final norm and returns logits. The last range then passes on such hidden states for chunks
+whose head another stage runs.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from hf_longctx.runtime.core.dropout import DropoutKeys, keys_of
 
 # keyword with the layer range that a model of several stages is to run; a whole model never gets it
 LAYER_RANGE_KEYWORD = "longctx_layer_range"
+# keyword of the last layer range for a chunk whose head another stage runs
+NO_HEAD_KEYWORD = "longctx_no_head"
 
 
 def whole_model(model: nn.Module, num_attention_layers: int) -> StageModel:
@@ -39,7 +45,8 @@ class StageModel:
     # layer ranges pass on hidden states [1, T, hidden_size] of `hidden_dtype`
     hidden_size: int
     hidden_dtype: torch.dtype
-    # on the first and last stage of a model with tied embeddings, the name of the tied parameter; gradients of both are summed
+    # name of the parameter that other stages hold too, whose gradients are summed over these: a tied weight of embedding and head
+    # on the first and the last stage, or the weight of a head that is spread
     tied: str = ""
     # number of the stage's first layer range within `model`; not 0 only if `model` holds the layers of all stages
     first_range: int = 0
@@ -49,6 +56,8 @@ class StageModel:
     dropout: DropoutKeys | None = None
     # number of calls of attention and of mixers with a state in every layer range; empty if each layer has one
     calls: tuple[int, ...] = ()
+    # whether every stage has the output head
+    spreads_heads: bool = False
 
     @property
     def num_ranges(self) -> int:
@@ -59,19 +68,30 @@ class StageModel:
         return not self.stage and not layer_range
 
     def is_last(self, layer_range: int) -> bool:
-        """Whether `layer_range` returns logits."""
+        """Whether `layer_range` is the last one of the model, before the head."""
         return (self.stage, layer_range) == (self.num_stages - 1, self.num_ranges - 1)
 
     def forward(
-        self, layer_range: int, inputs: ChunkInputs, hidden_1TC: Tensor | None, mask: Tensor | None, context: GroupContext | None
+        self,
+        layer_range: int,
+        inputs: ChunkInputs,
+        hidden_1TC: Tensor | None,
+        mask: Tensor | None,
+        context: GroupContext | None,
+        has_head: bool = True,
     ) -> Tensor:
-        """Returns logits [1, T, V] of the last layer range, else hidden states [1, T, hidden_size] for the next one.
+        """Returns logits [1, T, V] of the last layer range or of the head alone, else hidden states [1, T, hidden_size].
 
         inputs, hidden_1TC: on the model's device; hidden states for every range but the first. context: None for the model's own
-        attention. Raises RuntimeError if an attention layer of the range did not get the context.
+        attention. has_head: false for a chunk whose head another stage runs. Raises RuntimeError if an attention layer of the
+        range did not get the context.
         """
+        is_head = layer_range == self.num_ranges
+        has_logits = is_head or (has_head and self.is_last(layer_range))
         starts = {"input_ids": inputs.input_ids} if self.is_first(layer_range) else {"inputs_embeds": hidden_1TC}
         keywords: dict[str, Any] = {LAYER_RANGE_KEYWORD: self.first_range + layer_range} if self.num_stages > 1 else {}
+        if not has_head:
+            keywords[NO_HEAD_KEYWORD] = True
         keywords.update(dict.fromkeys(self.off, False))
         if context is not None:
             keywords["longctx"] = context = context.placed(inputs.position_ids, self.dropout, inputs.media)
@@ -80,8 +100,8 @@ class StageModel:
                 **starts, position_ids=inputs.position_ids, attention_mask=mask, use_cache=False, return_dict=True, **keywords
             )
         if context is not None:
-            context.check_calls((self.calls or self.attention_layers)[layer_range])
-        if self.is_last(layer_range):
+            context.check_calls(0 if is_head else (self.calls or self.attention_layers)[layer_range])
+        if has_logits:
             logits: Tensor = output.logits
             return logits
         # autocast may have widened the hidden states that leave the model

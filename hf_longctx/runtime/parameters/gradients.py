@@ -294,10 +294,10 @@ _BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TiedWeight:
-    """A parameter on both the first and the last stage, and the group of the two ranks with equal copies or shards."""
+    """A parameter on several stages: the first and the last, or all; and the group of their ranks with equal copies or shards."""
 
     parameter: nn.Parameter
-    ends: dist.ProcessGroup
+    ranks: dist.ProcessGroup
 
 
 class GradientSum:
@@ -360,7 +360,7 @@ class GradientSum:
         """Leaves in `.grad` the sum over the ranks of `group` (None: this rank alone), in the parameter's dtype.
 
         A rank without a gradient for a parameter adds zeros if another rank has one. The gradient of `tied` is also summed over
-        the two stages that hold it. early: has already summed some gradients over `group`. Every rank of a group must call it
+        the stages that hold it. early: has already summed some gradients over `group`. Every rank of a group must call it
         with equal parameters in equal order. Only the local shard of a sharded gradient is summed, so the ranks of the group must
         hold equal shards. Runs on the current stream, and waits once for the device if there is a group.
         """
@@ -371,9 +371,9 @@ class GradientSum:
         if group is not None:
             self._reduce_over(group, trained, early)
         if tied is not None and tied.parameter.requires_grad:
-            (is_used,) = _most_over_ranks([self._has_gradient(tied.parameter)], tied.parameter, tied.ends)
+            (is_used,) = _most_over_ranks([self._has_gradient(tied.parameter)], tied.parameter, tied.ranks)
             if is_used:
-                _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ends)
+                _sum_bucket([local_shard(self._sum_of(tied.parameter))], tied.ranks)
         for parameter in list(self._wide):
             parameter.grad = self._wide.pop(parameter).to(parameter.dtype)
 
@@ -525,7 +525,7 @@ class ReplicatedParameters:
         self.copies.end_backward()
 
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
-        """Leaves the sum over `group` in every `.grad`, for `tied` also over its two stages. Collective over these ranks."""
+        """Leaves the sum over `group` in every `.grad`, for `tied` also over its stages. Collective over these ranks."""
         self.gradients.reduce(group, tied, self.early)
 
     def free(self, keeps_ends: bool = False) -> None:

@@ -27,7 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.plan.core.types import Action, Parameters, frees_every_round, gathers_every_pass, sums_every_backward
 from hf_longctx.runtime.core.clock import group_limit
-from hf_longctx.runtime.core.torch_versions import add_weight_group, drop_whole_gradients, wait_for_passes, weight_groups
+from hf_longctx.runtime.core.torch_versions import (
+    add_weight_group,
+    drop_whole_gradients,
+    fill_whole_gradient,
+    wait_for_passes,
+    weight_groups,
+)
 from hf_longctx.runtime.parameters.gathers import DirectGather, gather_of
 from hf_longctx.runtime.parameters.gradients import HALF_DTYPES, EarlyGroup, GradientSum, ReplicatedParameters, Send, TiedWeight
 from hf_longctx.runtime.parameters.host_layers import LayerShards
@@ -183,10 +189,18 @@ class ShardedParameters:
     backward, or `reduce`, waits for those of the last layer. If a pass ends with the layer with which the next one begins, it
     stays gathered.
 
-    num_stages: pipeline stages of the model. range_layers: number of layers in each layer range of this stage.
+    num_stages: pipeline stages of the model. range_layers: number of layers in each layer range of this stage. seldom: name of a
+    weight that some ranks of a stage may not use in a micro-batch, such as that of a spread head; empty if there is none.
     """
 
-    def __init__(self, model: FSDPModule, fp32_gradients: bool, num_stages: int = 1, range_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: FSDPModule,
+        fp32_gradients: bool,
+        num_stages: int = 1,
+        range_layers: Sequence[int] = (),
+        seldom: str = "",
+    ) -> None:
         assert isinstance(model, nn.Module)
         self.model, self.num_stages = model, num_stages
         self.layers = [module for module in _units(model) if module is not model]
@@ -198,6 +212,8 @@ class ShardedParameters:
         self._rounded = rounded_records(self._groups)
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
+        shard = model.get_parameter(seldom) if seldom else None
+        self._seldom = [weight for group in self._groups for weight in group.fsdp_params if weight.sharded_param is shard]
         self._parameters: Parameters = "sharded"
         # first and last layer of each layer range; empty if the order of layers is not known
         self._ends = _order_layers(model, range_layers)
@@ -267,6 +283,10 @@ class ShardedParameters:
             is_only = self._num_backwards == 0 and gathers_every_pass(self._parameters)
             self.sums.is_wide = not (sums_each or is_only)
         self._num_backwards += 1
+        if is_last and not sums_each:
+            # other ranks may sum a gradient that this one lacks
+            for weight in self._seldom:
+                fill_whole_gradient(weight)
         # `_settle` ends the backward in place of FSDP2, which would wait at its end
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(self._runs_sums)
@@ -298,7 +318,7 @@ class ShardedParameters:
     def reduce(self, group: dist.ProcessGroup | None, tied: TiedWeight | None = None) -> None:
         """Leaves the step's gradient sum of each shard in its `.grad`; backwards have already summed within blocks.
 
-        Collective over the ranks with equal shards and, for `tied`, over the two stages that hold it with equal shards.
+        Collective over the ranks with equal shards and, for `tied`, over the stages that hold it with equal shards.
         """
         self._settle()
         self.gradients.reduce(self.copies, tied)
@@ -369,14 +389,14 @@ def free_gathered(model: object, keeps_ends: bool = False) -> None:
 
 
 def parameters_of(
-    model: nn.Module, fp32_gradients: bool, num_stages: int = 1, range_layers: Sequence[int] = ()
+    model: nn.Module, fp32_gradients: bool, num_stages: int = 1, range_layers: Sequence[int] = (), seldom: str = ""
 ) -> ReplicatedParameters | ShardedParameters:
     """Returns the handler of the model's parameters: `ShardedParameters` after `shard_model`, else `ReplicatedParameters`.
 
-    num_stages, range_layers: as in `ShardedParameters`.
+    num_stages, range_layers, seldom: as in `ShardedParameters`.
     """
     if isinstance(model, FSDPModule):
-        return ShardedParameters(model, fp32_gradients, num_stages, range_layers)
+        return ShardedParameters(model, fp32_gradients, num_stages, range_layers, seldom)
     return ReplicatedParameters(model, fp32_gradients)
 
 

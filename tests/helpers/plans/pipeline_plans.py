@@ -49,12 +49,13 @@ def pipeline_plan(
     has_turns: bool = False,
     reach: int | None = None,
     ulysses: int = 0,
+    head_shares: Sequence[float] = (),
 ) -> StepPlan:
     """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
     Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
     of several ranks share attention, with blocks of `ulysses` ranks if it is "hybrid". has_turns: all micro-batches follow one
-    schedule. reach: see `in_turns`.
+    schedule. reach: see `in_turns`. head_shares: share of the output head's work of each stage.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
     in_one_order = has_turns or meets_in_every_pass(parameters)
@@ -77,11 +78,14 @@ def pipeline_plan(
         bare.append(MicroBatch(tuple(found)))
     turns: tuple[tuple[int, ...], ...] = ()
     if has_turns:
-        rounds, turns = in_turns(bare, ranges, schedule, reach=reach)
+        rounds, turns = in_turns(bare, ranges, schedule, reach=reach, head_shares=head_shares)
     elif in_one_order:
-        rounds = tuple(made for batch in bare for made in in_turns([batch], ranges, schedule)[0])
+        rounds = tuple(made for batch in bare for made in in_turns([batch], ranges, schedule, head_shares=head_shares)[0])
     else:
-        rounds = tuple(MicroBatch(tuple(pipelined(group, ranges, schedule) for group in batch.groups)) for batch in bare)
+        rounds = tuple(
+            MicroBatch(tuple(pipelined(group, ranges, schedule, head_shares=head_shares) for group in batch.groups))
+            for batch in bare
+        )
     num_positions = sum(degree for degree, _ in micro_batches[0])
     plan = StepPlan(0, tuple(lengths), num_stages, num_positions, parameters, rounds, shard_ranks=shard_ranks, turns=turns)
     return validate_plan(plan)
@@ -111,10 +115,12 @@ def random_schedules(
     parameters: Parameters | None = None,
     fixed: bool = False,
     has_reach: bool = True,
+    spreads: bool = False,
 ) -> StepPlan:
     """Random micro-batches in one schedule: layouts of powers of two on a stage, each with random chunks of some sequences.
 
     fixed: as many stages and ranks as there may be. has_reach: some schedules reach only so far into later micro-batches.
+    spreads: stages share output heads, if they have one layer range each.
     """
     num_stages = most_stages if fixed else draw(st.integers(2, most_stages))
     per_stage = most_ranks if fixed else draw(st.sampled_from([count for count in (1, 2, 4) if count <= most_ranks]))
@@ -132,16 +138,20 @@ def random_schedules(
             groups.append((degree, draw(random_chunks(sequences, lengths)) or [[]]))
         micro_batches.append(groups)
     kinds: list[Parameters] = ["replicated", "sharded", "gathered_per_step"]
+    some = st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0]), min_size=num_stages, max_size=num_stages).filter(sum)
+    # backwards of "gpipe" mix micro-batches, of which gradients of heads would come too early
+    schedules: list[Schedule] = ["elastic", "1f1b", *([] if spreads else ["gpipe"])]
     return pipeline_plan(
         lengths,
         micro_batches,
         num_stages,
-        "interleaved" if num_ranges > 1 else draw(st.sampled_from(["elastic", "1f1b", "gpipe"])),
+        "interleaved" if num_ranges > 1 else draw(st.sampled_from(schedules)),
         num_layers=max(4, num_stages * num_ranges),
         num_ranges=num_ranges,
         parameters=draw(st.sampled_from(kinds)) if parameters is None else parameters,
         has_turns=True,
         reach=draw(st.none() | st.integers(1, 4)) if has_reach else None,
+        head_shares=draw(some) if spreads and num_ranges == 1 else (),
     )
 
 

@@ -43,7 +43,7 @@ def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
     """This rank's group pool for `num_stages` stages, made once per process; heads are exchanged in parts if they can be."""
     if num_stages not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
-        _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages))
+        _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages, spreads_heads=True))
         _POOLS[num_stages].part_bytes = 1
     return _POOLS[num_stages]
 
@@ -53,14 +53,20 @@ def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
     return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
 
 
+def spreads(plan: StepPlan) -> bool:
+    """Whether any stage before the last runs an output head."""
+    return any(group.head_stages for micro_batch in plan.micro_batches for group in micro_batch.groups)
+
+
 def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple[StepExecutor, ActivationEngine | None]:
     """An executor of this rank's stage, cut and sharded as the plan says, and the engine for the plan's activation policies."""
     pool = stage_pool(plan.num_stages)
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
     ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
-    cut_model(model, ranges, pool.stage)
-    stage = stage_model(model, ranges, pool.stage)
+    spreads_heads = spreads(plan)
+    cut_model(model, ranges, pool.stage, spreads_heads=spreads_heads)
+    stage = stage_model(model, ranges, pool.stage, spreads_heads)
     if plan.parameters != "replicated":
         mesh = stage_mesh(plan.num_stages, plan.block_ranks)
         if case.spread:
@@ -70,7 +76,8 @@ def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple
     FusedLayers("").bind(model)
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     is_last = pool.stage == plan.num_stages - 1
-    head = OutputHead(output_head(model), change=logit_change(model)) if has_policies and is_last else None
+    has_head = has_policies and (is_last or spreads_heads)
+    head = OutputHead(output_head(model), change=logit_change(model)) if has_head else None
     tier, partners = HostTier.on(CPU, 2**24), spread_group(model)
     engine = ActivationEngine(layer_modules(model), tier, head, partners) if has_policies else None
     routers = router_balance(model, CPU)
