@@ -61,7 +61,7 @@ def test_a_stage_never_waits_for_its_own_message(
         assert peer.num_sent == len(peer.posted) == len(LENGTHS)
         assert not [wait for wait in waits if "process_groups.py" in wait.place]
         return
-    lane = pool.links.lanes[("B", False), 1]
+    lane = pool.links.lanes[("B", "next"), 1]
     dist.irecv(torch.zeros(12, 32, device=CUDA), 1, group=lane)
     with pytest.raises(RuntimeError, match="a message that nobody sends"):
         executor.run(plan.for_rank(0), inputs, sum(LENGTHS) - len(LENGTHS))

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.models.tiny_models import ModelCase
-from helpers.plans.pipeline_plans import LENGTHS, pipeline_plan
-from helpers.plans.policies import num_policies, replayed, with_policies
-from helpers.plans.sliced_plans import cut
-from helpers.ranks.pipeline_steps import check_pipeline
+import torch
+from helpers.models.reference import TOLERANCE, random_rows, reference_step, relative_error
+from helpers.models.tiny_models import ModelCase, build_model
+from helpers.plans.pipeline_plans import LENGTHS, RANDOM_PIPELINES, pipeline_plan, random_chunks
+from helpers.plans.policies import layer_policies, num_policies, replayed, with_policies
+from helpers.plans.sliced_plans import Rows, cut
+from helpers.ranks.pipeline_steps import check_pipeline, stage_executor
+from helpers.ranks.rank_steps import rank_inputs, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, Parameters, StepPlan
+from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
 
 # a long sequence in slices with a hybrid, packs, and other slices
 LONG = [*([span] for span in cut(0, [15, 11, 9, 5])[:-1]), [cut(0, [15, 11, 9, 5])[-1], (2, 0, 9)]]
@@ -70,3 +80,143 @@ def test_rounds_in_turns_match(ranks, shape: str, parameters: Parameters) -> Non
     plan = plan_of(shape, parameters, has_turns=True)
     assert any(list(turns) != sorted(turns) for turns in plan.turns)
     check_pipeline(ranks(num_ranks(plan)), ModelCase(num_layers=4), plan)
+
+
+def test_copies_of_shards_match(ranks) -> None:
+    groups = [(1, LONG), (1, MIXED), (2, [[(5, 0, 17)], [(5, 17, 30)]])]
+    plan = pipeline_plan(LENGTHS, [groups], 2, parameters="gathered_per_round", shard_ranks=2, head_shares=(1.0, 1.0))
+    check_pipeline(ranks(8), ModelCase(num_layers=4, tied=True), plan)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_other_schedules_match(ranks, schedule: Any) -> None:
+    check_pipeline(ranks(4), ModelCase(num_layers=4), plan_of("4 x 1", schedule=schedule))
+
+
+LORA = (("r", 2), ("lora_alpha", 8), ("target_modules", ["q_proj", "v_proj"]))
+EXPERTS = ModelCase("qwen3_moe_dense", promoted=True, num_layers=4, balance=2.0)
+MODELS: dict[str, ModelCase] = {
+    "frozen head": ModelCase(num_layers=4, lora=LORA),
+    "frozen tied head": ModelCase(num_layers=4, tied=True, lora=LORA),
+    "capped logits": ModelCase("gemma2", promoted=True),
+    "scaled logits": ModelCase("cohere", promoted=True, num_layers=4),
+    "own loss": ModelCase(num_layers=4, loss="focal"),
+    "windows": ModelCase("mistral_window", num_layers=4),
+    "experts": replace(EXPERTS, balance=0.0),
+    "balanced experts": EXPERTS,
+    "spread experts": replace(EXPERTS, spread=True),
+    "half precision sums": ModelCase(num_layers=4, fp32_gradients=False),
+}
+
+
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_match(ranks, name: str, parameters: Parameters) -> None:
+    check_pipeline(ranks(4), MODELS[name], plan_of("2 x 2", parameters, num_layers=MODELS[name].num_layers))
+
+
+NUM_STEPS, MAX_NORM, LEARNING_RATE = 5, 0.5, 1e-2
+
+
+def train_on_rank(case: ModelCase, plan_json: str, rows: Rows) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and norms of steps, with evaluations between them, and the final weights of this rank's stage."""
+    plan = plan_from_json(plan_json)
+    executor, engine = stage_executor(case, plan)
+    stage, pool, weights = executor.stage, executor.pool, list(executor.model.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
+    path, chunks = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    twin = executor.model.get_parameter(stage.tied) if stage.stage else None
+    losses, norms = [], []
+    for _ in range(NUM_STEPS):
+        evaluated = float(executor.evaluate(path, chunks, engine=engine)) / count
+        losses.append(float(executor.run(path, chunks, count, engine=engine).loss))
+        assert evaluated == pytest.approx(losses[-1], rel=TOLERANCE)
+        norms.append(float(clip_stage_gradients(weights, MAX_NORM, pool.links.pipe, twin)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: whole(weight.detach()).clone() for name, weight in executor.model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("shape", "parameters"), CELLS)
+def test_clipped_steps_and_evaluations_follow_one_process(ranks, shape: str, parameters: Parameters, tied: bool) -> None:
+    case, plan, rows = ModelCase(num_layers=4, tied=tied), plan_of(shape, parameters), random_rows(LENGTHS)
+    model = build_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, norms = [], []
+    for _ in range(NUM_STEPS):
+        losses.append(reference_step(model, rows)[0])
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    assert min(norms) > MAX_NORM
+    for found in ranks(num_ranks(plan)).run(train_on_rank, case, plan_to_json(plan), rows):
+        assert found[0] == pytest.approx(losses, rel=1e-10) and found[1] == pytest.approx(norms, rel=1e-10)
+        assert "lm_head.weight" in found[2] or tied
+        assert max(relative_error(weight, expected[name].detach()) for name, weight in found[2].items()) <= 1e-10
+
+
+def score_on_rank(case: ModelCase, plan_json: str, rows: Rows) -> tuple[list[list[int]], float, int]:
+    """Chunks of each micro-batch with scores, the sum of their losses, and how many logits were read."""
+    plan = plan_from_json(plan_json)
+    executor, engine = stage_executor(case, plan)
+    path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, rows, executor.pool.rank)["chunks"]
+    scores = executor.score(path, chunks, engine)
+    total = sum(float(found.losses_T.sum()) for of_round in scores for found in of_round.values())
+    read = executor.read(path, chunks, engine)
+    return [sorted(found) for found in scores], total, sum(len(logits) for of_round in read for logits in of_round.values())
+
+
+def test_the_last_stage_scores_and_reads_all_chunks(ranks) -> None:
+    case, plan, rows = ModelCase(num_layers=4), plan_of("2 x 1"), random_rows(LENGTHS)
+    expected_loss, _ = reference_step(build_model(case), rows)
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    first, last = ranks(2).run(score_on_rank, case, plan_to_json(plan), rows)
+    assert first == ([[], []], 0.0, 0)
+    groups = [micro_batch.groups[0] for micro_batch in plan.micro_batches]
+    assert last[0] == [list(range(len(group.chunks))) for group in groups] and last[2] == count
+    assert last[1] / count == pytest.approx(expected_loss, rel=TOLERANCE)
+
+
+@st.composite
+def plans(draw: st.DrawFn, num_stages: int, per_stage: int) -> StepPlan:
+    """Random chunks, schedules, shares, micro-batches and policies of stages that share the output head's work."""
+    lengths = [draw(st.integers(8, 24)), *draw(st.lists(st.integers(1, 24), max_size=5))]
+    parameters = draw(st.sampled_from(PARAMETERS)) if per_stage > 1 else "replicated"
+    place = draw(st.integers(1, len(lengths)))
+    rounds = [range(place), range(place, len(lengths))] if place < len(lengths) else [range(place)]
+    micro_batches = []
+    for sequences in rounds:
+        degrees = draw(st.sampled_from([[1] * per_stage, *([[2]] if per_stage == 2 else [])]))
+        dealt = [[each for each in sequences if each % len(degrees) == group] for group in range(len(degrees))]
+        micro_batches.append([(d, draw(random_chunks(own, lengths)) or [[]]) for d, own in zip(degrees, dealt, strict=True)])
+    shares: Sequence[float] = draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages).filter(any))
+    plan = pipeline_plan(
+        lengths,
+        micro_batches,
+        num_stages,
+        draw(st.sampled_from(["1f1b", "elastic", "gpipe"])),
+        2 * num_stages,
+        parameters=parameters,
+        has_turns=parameters != "gathered_per_round" and draw(st.booleans()),
+        head_shares=shares,
+    )
+    layers = st.lists(layer_policies(), max_size=2).map(tuple)
+    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
+    count = num_policies(plan)
+    return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("num_stages", "per_stage", "examples"), [(2, 1, 20), (4, 1, 20), (2, 2, 30)])
+def test_random_plans_match(ranks, num_stages: int, per_stage: int, examples: int) -> None:
+    """Runs random plans, of which none may hang."""
+    pool = ranks(num_stages * per_stage)
+
+    @settings(RANDOM_PIPELINES, max_examples=examples)
+    @given(plans(num_stages, per_stage), st.booleans())
+    def matches(plan: StepPlan, tied: bool) -> None:
+        check_pipeline(pool, ModelCase("qwen3", num_layers=2 * num_stages, tied=tied), plan)
+
+    matches()
