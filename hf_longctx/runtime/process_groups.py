@@ -15,8 +15,8 @@ posted by the action that needs it and not before: on NCCL a posted receive is a
 comes, and everything that waits for an idle device (the first launch of a kernel, memory returned to the driver) would wait with
 it, perhaps before the very send on which the message depends. Two ranks have one process group for hidden states and one for
 gradients and, with interleaving, two more for messages that wrap around between the last stage and the first. If output heads
-are spread, ranks of the last stage have two more with those of every other stage: hidden states go back to the stage that runs
-their head, and gradients come forward. All messages of a group go in one direction and in the order of the plan, so that the
+are spread, ranks of the last stage have two more with those of every other stage that has the head: hidden states go back to it,
+and gradients come forward. All messages of a group go in one direction and in the order of the plan, so that the
 streams on which NCCL runs them cannot wait for each other.
 """
 
@@ -95,35 +95,46 @@ class Links:
     place: Place
     # one group per lane and rank at the other end
     lanes: dict[_Link, dist.ProcessGroup]
-    # the ranks at this position of all stages, for the gradient norm and for the gradients of a head that all stages have
+    # the ranks at this position of all stages, for the gradient norm
     pipe: dist.ProcessGroup
-    # the ranks at this position of the first and the last stage, for the gradients of tied embeddings; None on other stages
-    ends: dist.ProcessGroup | None
+    # stages -> the ranks at this position of them, for gradients of a weight that they hold: the first stage and those with the
+    # head, for tied embeddings, and those with the head alone
+    shared: dict[tuple[int, ...], dist.ProcessGroup]
 
     @classmethod
-    def create(cls, place: Place, timeout: timedelta, device: torch.device, spreads_heads: bool = False) -> Links:
-        """Creates the links. Collective over all ranks, which create groups in the same order. device: device of messages."""
+    def create(cls, place: Place, timeout: timedelta, device: torch.device, head_stages: tuple[int, ...] = ()) -> Links:
+        """Creates the links. Collective over all ranks, which create groups in the same order.
+
+        device: device of messages. head_stages: see `GroupPool`.
+        """
+        heads = with_head(place.num_stages, head_stages)
         lanes: dict[_Link, dist.ProcessGroup] = {}
-        for lane in (*_LANES, *(_HEAD_LANES if spreads_heads else ())):
-            for pair in _pairs(place, lane[1]):
+        for lane in (*_LANES, *_HEAD_LANES):
+            for pair in _pairs(place, lane[1], heads):
                 group = dist.new_group(list(pair), timeout=timeout, pg_options=few_multiprocessors(timeout))
                 if place.rank in pair:
                     lanes[lane, pair[pair[0] == place.rank]] = group
-        found: dict[str, dist.ProcessGroup] = {}
+        pipe: dist.ProcessGroup | None = None
+        shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        sharing = dict.fromkeys((tuple(sorted({0, *heads})), *([heads] if len(heads) > 1 else [])))
         for position in range(place.ranks_per_stage):
             column = list(range(position, place.num_stages * place.ranks_per_stage, place.ranks_per_stage))
-            for name, ranks in (("pipe", column), ("ends", [column[0], column[-1]])):
+            group = dist.new_group(column, timeout=timeout)
+            pipe = group if place.rank in column else pipe
+            for stages in sharing:
+                ranks = [column[stage] for stage in stages]
                 group = dist.new_group(ranks, timeout=timeout)
                 if place.rank in ranks:
-                    found[name] = group
-        links = cls(place, lanes, found["pipe"], found.get("ends"))
+                    shared[stages] = group
+        assert pipe is not None
+        links = cls(place, lanes, pipe, shared)
         links._join(device)
         return links
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups that this rank is in, so that the caller can destroy them."""
-        return (*self.lanes.values(), self.pipe, *([self.ends] if self.ends is not None else []))
+        return (*self.lanes.values(), self.pipe, *self.shared.values())
 
     def _join(self, device: torch.device) -> None:
         """Sends one message over every link, because NCCL connects two ranks at their first message and both must take part."""
@@ -150,13 +161,18 @@ def few_multiprocessors(timeout: timedelta, most: int = _LANE_CTAS) -> Any:
     return options
 
 
-def _pairs(place: Place, way: _Way) -> list[tuple[int, int]]:
-    """Returns (sender, receiver) of hidden states: each stage and the next, the last and the first, or the last and any other."""
+def with_head(num_stages: int, head_stages: Sequence[int]) -> tuple[int, ...]:
+    """Returns the stages that have the output head: the last one, and those that run heads of some chunks."""
+    return tuple(sorted({*head_stages, num_stages - 1}))
+
+
+def _pairs(place: Place, way: _Way, heads: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (sender, receiver) of hidden states: stages and the next ones, last and first, or the last and those in `heads`."""
     last = place.num_stages - 1
     if way == "next":
         stages = [(stage, stage + 1) for stage in range(last)]
     else:
-        stages = [(last, stage) for stage in range(1 if way == "wrap" else last)]
+        stages = [(last, stage) for stage in ([0] if way == "wrap" else heads[:-1])]
     width = place.ranks_per_stage
     return [(sender * width + each, receiver * width + each) for sender, receiver in stages for each in range(width)]
 
@@ -212,7 +228,7 @@ class GroupPool:
     ranks to slices of other stages, which needs groups of equal positions in the stages from the first to any one and from any
     one to the last. sums_early: gradients of replicated weights are summed during the last backward of a step, in a separate
     group (`early`). exchange_parts: most parts in which heads are exchanged beside attention; one if stages lend ranks.
-    spreads_heads: stages before the last may run output heads, which needs links between them and the last.
+    head_stages: stages before the last that may run output heads, which needs links between them and the last.
     """
 
     def __init__(
@@ -225,7 +241,7 @@ class GroupPool:
         sums_early: bool = False,
         exchange_parts: int = MOST_HEAD_PARTS,
         *,
-        spreads_heads: bool = False,
+        head_stages: tuple[int, ...] = (),
     ) -> None:
         self.rank, self.num_ranks, self.num_stages = 0, 1, num_stages
         self.everyone: dist.ProcessGroup | None = None
@@ -267,7 +283,7 @@ class GroupPool:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if num_stages > 1:
             place = Place(self.rank, self.stage, num_stages, self.ranks_per_stage)
-            self.links = Links.create(place, timeout, device, spreads_heads)
+            self.links = Links.create(place, timeout, device, head_stages)
         if sums_early and self.ranks_per_stage > 1:
             self.early = self._early_group(timeout)
             self._early_ranks = self.early.ranks

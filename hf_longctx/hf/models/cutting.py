@@ -5,9 +5,9 @@ names stay those of the whole model. The embedding stays on the first stage, the
 states from the previous stage enter the model as `inputs_embeds` and leave it as `last_hidden_state`. A probe before the first
 step, not a list of classes, proves that nothing else happens to them on the way (learned positions, a scale, dropout).
 
-If output heads are spread, every stage keeps the head. The last stage then returns hidden states behind the norm for chunks whose
-head another stage runs, as the model's own forward without layers and norm: so the model's changes before and after the head are
-made once.
+If output heads are spread, some stages before the last keep the head too. The last stage then returns hidden states behind the
+norm for chunks whose head another stage runs, by the model's own forward without layers and norm. So changes that the model makes
+before and after its head are made once.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from hf_longctx.plan.core.types import LayerRange, Ranges
 from hf_longctx.runtime.core.binding import bound, put
 from hf_longctx.runtime.core.dropout import keys_of
 from hf_longctx.runtime.execution.stage_model import LAYER_RANGE_KEYWORD, NO_HEAD_KEYWORD, StageModel
+from hf_longctx.runtime.process_groups import with_head
 
 # attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
@@ -220,10 +221,7 @@ def find_pieces(model: nn.Module) -> Pieces:
 
 
 def spread_head_problem(model: nn.Module) -> str:
-    """Returns why only the last stage can run the output head of `model`, which has one on every stage; empty if all stages can.
-
-    Call it for a whole model, or for a stage that was cut with `spreads_heads`.
-    """
+    """Returns why only the last stage can run the output head of `model`, which is whole or has the head; empty if others can."""
     if problems := stage_problems(model):
         return problems[0]
     pieces = find_pieces(model)
@@ -241,13 +239,19 @@ def spread_head_problem(model: nn.Module) -> str:
     return head_problem(model)
 
 
-def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = False, spreads_heads: bool = False) -> None:
+def stages_of_heads(head_shares: Sequence[float]) -> tuple[int, ...]:
+    """Returns the stages before the last that run output heads, given the share of the heads' work that each stage does."""
+    return tuple(stage for stage, share in enumerate(head_shares[:-1]) if share)
+
+
+def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = False, head_stages: Sequence[int] = ()) -> None:
     """Reduces `model` in place to what stage `stage` of `len(ranges)` needs; a single stage is left unchanged.
 
     `ranges[s]`: the layer ranges of stage s; `check_ranges` says in which order they must cover the layers. With tied embeddings,
     the last stage keeps the shared weight as the weight of its head. `keeps_tie`: later stages keep an embedding that is tied to
-    the head, until `drop_embedding` removes it. `spreads_heads`: every stage keeps the head. Nothing is computed, so `model` may
-    be on the meta device. Raises ValueError for ranges that do not cover the model's layers, and for models that cannot be cut.
+    the head, until `drop_embedding` removes it. `head_stages`: stages before the last that keep the head too. Nothing is computed,
+    so `model` may be on the meta device. Raises ValueError for ranges that do not cover the model's layers, and for models that
+    cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))
@@ -265,25 +269,27 @@ def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = Fa
         drop_embedding(pieces)
     if stage < len(ranges) - 1:
         _drop(pieces.decoder, pieces.last)
-        if not spreads_heads:
+        if stage not in head_stages:
             drop_head(pieces)
 
 
-def stage_model(model: nn.Module, ranges: Ranges, stage: int, spreads_heads: bool = False) -> StageModel:
+def stage_model(model: nn.Module, ranges: Ranges, stage: int, head_stages: Sequence[int] = ()) -> StageModel:
     """Describes a stage for the executor, after binding a forward to `model` that runs one layer range of the stage.
 
-    `model` was cut by `cut_model`, with the same `spreads_heads`. Call this once per model, before the model is sharded. Raises
+    `model` was cut by `cut_model`, with the same `head_stages`. Call this once per model, before the model is sharded. Raises
     ValueError for a model that changes hidden states before its layers or after them, since every stage would repeat that change,
     and for one whose head cannot be spread.
     """
-    if spreads_heads and (problem := _spreading_problem(model, ranges)):
+    heads = with_head(len(ranges), head_stages)
+    if len(heads) > 1 and stage in heads and (problem := _spreading_problem(model, ranges)):
         raise ValueError(f"the output head of {type(base_of(model)).__name__} cannot be spread: {problem}; set spread_head=False")
     pieces = find_pieces(model)
     if len(ranges) > 1:
         _check_passes(pieces)
         _bind_layer_ranges(pieces, ranges, stage)
-    ends = {0: pieces.model.get_input_embeddings(), len(ranges) - 1: pieces.output_head}
-    shared = pieces.output_head if spreads_heads else ends.get(stage) if pieces.is_tied and len(ranges) > 1 else None
+    sharing = tuple(sorted({0, *heads})) if pieces.is_tied else heads
+    is_shared = len(sharing) > 1 and stage in sharing
+    shared = pieces.output_head if stage in heads else pieces.model.get_input_embeddings()
     return StageModel(
         model=model,
         stage=stage,
@@ -292,9 +298,10 @@ def stage_model(model: nn.Module, ranges: Ranges, stage: int, spreads_heads: boo
         hidden_size=int(pieces.decoder.config.hidden_size),
         hidden_dtype=_passed_dtype(model),
         calls=_calls(pieces, ranges[stage]),
-        tied="" if shared is None else next(name for name, value in model.named_parameters() if value is shared.weight),
+        tied=next(name for name, value in model.named_parameters() if value is shared.weight) if is_shared else "",
+        tied_stages=sharing if is_shared else (),
         dropout=keys_of(model),
-        spreads_heads=spreads_heads,
+        head_stages=heads[:-1],
     )
 
 

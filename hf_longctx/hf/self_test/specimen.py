@@ -26,7 +26,7 @@ from hf_longctx.hf.data.labels import NEXT_TOKEN, HeadTask
 from hf_longctx.hf.data.sampler import SequenceIndex
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import base_of
-from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_that_lend
+from hf_longctx.hf.models.cutting import cut_model, stage_model, stages_of_heads, stages_that_lend
 from hf_longctx.hf.models.document_rope import forget_documents
 from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.forwards import cache_parameter
@@ -314,7 +314,7 @@ class Specimen:
         if is_autocast:
             for model in {id(each): each for each in (self.model, owned)}.values():
                 model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
-        has_head = self.stage.spreads_heads or self.stage.stage == setup.num_stages - 1
+        has_head = self.stage.stage in (*self.stage.head_stages, setup.num_stages - 1)
         self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head, own_layers)
 
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:
@@ -457,12 +457,12 @@ class Specimen:
         """Cuts this rank's stage from another copy of the model; returns it with its embedding and layers."""
         model, ranges, stage = independent_copy(self.model), self.setup.ranges, self.pool.stage
         sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
-        spreads_heads = self.setup.costs.model.spreads_head
-        cut_model(model, ranges, stage, spreads_heads=spreads_heads)
+        heads = stages_of_heads(self.setup.planner.head_shares)
+        cut_model(model, ranges, stage, head_stages=heads)
         _, layers = decoder_layers(model)
         own = [place for place in self.layers for each in ranges[stage] if place - each.first_layer in range(each.num_layers)]
         sites |= {place: layers[place] for place in own}
-        return replace(stage_model(model, ranges, stage, spreads_heads), attention_layers=self._kept_layers(stage)), sites
+        return replace(stage_model(model, ranges, stage, heads), attention_layers=self._kept_layers(stage)), sites
 
     def _lend(self) -> tuple[tuple[StageModel, ...], dict[int, Any]]:
         """Makes all stages of another copy of the model, which stays whole; returns them with its embedding and layers."""

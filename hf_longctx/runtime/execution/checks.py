@@ -49,18 +49,19 @@ def _without_spread_heads(group: SequenceGroup, stage: StagePlan) -> tuple[Seque
 
 
 def refuse_unsupported(
-    plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False, why_no_heads: str = ""
+    plan: RankPlan, engine: ActivationEngine | None = None, has_all_stages: bool = False, head_stages: Collection[int] = ()
 ) -> None:
     """Raises ValueError naming the first part of the plan that cannot be executed with `engine` (or without one).
 
-    has_all_stages: whether this rank has the weights of all stages, which a rank lent to another stage needs. why_no_heads: why
-    stages before the last cannot run output heads; empty if they can.
+    has_all_stages: whether this rank has the weights of all stages, which a rank lent to another stage needs. head_stages: stages
+    before the last that can run output heads.
     """
     for group, stage in plan.rounds:
-        if why_no_heads and group.head_stages:
+        if others := {*group.head_stages.values()} - {*head_stages}:
             raise ValueError(
-                f"the plan spreads output heads over stages, which cannot be executed, since {why_no_heads}; plan with "
-                f"spread_head=False"
+                f"the plan has output heads on stage {min(others)}, but of the stages before the last only {[*head_stages]} can run "
+                f"them: those that were cut with a head, and none beside a teacher, whose states are on the last stage; plan with "
+                f"the head_shares for which the model was cut, or with spread_head=False"
             )
         if engine is not None:
             for policy in stage.activations:

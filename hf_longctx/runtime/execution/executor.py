@@ -76,7 +76,7 @@ class StepExecutor:
         self.all_stages = tuple(all_stages)
         # switched off, because the model would add a balance loss of its own, over one chunk
         self.stage = stage if routers is None else replace(stage, off=("output_router_logits",))
-        seldom = stage.tied if stage.spreads_heads else ""
+        seldom = stage.tied if stage.head_stages else ""
         self.parameters = parameters_of(stage.model, fp32_gradients, stage.num_stages, stage.attention_layers, seldom)
         # balance loss of the current step, until its first plan returns it
         self._aux_loss: Tensor | None = None
@@ -428,14 +428,9 @@ class StepExecutor:
                 "the model balances its experts and the plan may lend ranks, which cannot be executed together; set "
                 "output_router_logits=False in the model's config, or lend_stages=False"
             )
-        refuse_unsupported(plan, engine, has_all_stages=bool(self.all_stages), why_no_heads=self._why_no_heads)
-
-    @property
-    def _why_no_heads(self) -> str:
-        """Why stages before the last cannot run output heads; empty if they can."""
-        if self.teacher is not None or isinstance(self.token_loss, Distillation):
-            return "only the last stage has the teacher's head and states"
-        return "" if self.stage.spreads_heads else "the model was cut with a head on the last stage alone"
+        # the states of a teacher are on the last stage
+        is_taught = self.teacher is not None or isinstance(self.token_loss, Distillation)
+        refuse_unsupported(plan, engine, bool(self.all_stages), () if is_taught else self.stage.head_stages)
 
     def _send(self, is_last: bool) -> Send | None:
         """Returns the function that takes gradients which are final in the last backward of a step; None if none are."""
@@ -454,9 +449,9 @@ class StepExecutor:
 
     def _tied(self) -> TiedWeight | None:
         """Returns the weight that this stage shares with others, if there is one."""
-        links = self.pool.links
-        ranks = None if links is None else links.pipe if self.stage.spreads_heads else links.ends
-        return TiedWeight(self.model.get_parameter(self.stage.tied), ranks) if self.stage.tied and ranks is not None else None
+        if not self.stage.tied or self.pool.links is None:
+            return None
+        return TiedWeight(self.model.get_parameter(self.stage.tied), self.pool.links.shared[self.stage.tied_stages])
 
 
 class Teacher:

@@ -3,9 +3,9 @@
 A stage holds one layer range, or several (interleaving): the model in order is range 0 of every stage, then range 1 of every
 stage, and so on. The first range takes token ids, the last returns logits, all others pass on hidden states.
 
-If output heads are spread, every stage has the output head, which may run alone, after all layer ranges: as range `num_ranges`,
-which takes hidden states behind the final norm and returns logits. The last range then passes on such hidden states for chunks
-whose head another stage runs.
+If output heads are spread, stages before the last have the output head too, which runs alone, after all layer ranges: as range
+`num_ranges`, which takes hidden states behind the final norm and returns logits. The last range then passes on such hidden states
+for chunks whose head another stage runs.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class StageModel:
     # layer ranges pass on hidden states [1, T, hidden_size] of `hidden_dtype`
     hidden_size: int
     hidden_dtype: torch.dtype
-    # name of the parameter that other stages hold too, whose gradients are summed over these: a tied weight of embedding and head
-    # on the first and the last stage, or the weight of a head that is spread
+    # name of the parameter that other stages hold too, and all stages that hold it, over which its gradients are summed: a tied
+    # weight of embedding and head, or the weight of a head that is spread; empty on stages without one
     tied: str = ""
+    tied_stages: tuple[int, ...] = ()
     # number of the stage's first layer range within `model`; not 0 only if `model` holds the layers of all stages
     first_range: int = 0
     # keywords passed as False to every forward, whatever the model's config has
@@ -56,8 +57,13 @@ class StageModel:
     dropout: DropoutKeys | None = None
     # number of calls of attention and of mixers with a state in every layer range; empty if each layer has one
     calls: tuple[int, ...] = ()
-    # whether every stage has the output head
-    spreads_heads: bool = False
+    # stages before the last that have the output head
+    head_stages: tuple[int, ...] = ()
+
+    @property
+    def copied(self) -> str:
+        """Name of the tied parameter if an earlier stage holds it too, and saves it and counts its gradient; else empty."""
+        return self.tied if self.stage > min(self.tied_stages, default=0) else ""
 
     @property
     def num_ranges(self) -> int:

@@ -294,7 +294,7 @@ _BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TiedWeight:
-    """A parameter on several stages: the first and the last, or all; and the group of their ranks with equal copies or shards."""
+    """A parameter on several stages, and the group of their ranks with equal copies or shards."""
 
     parameter: nn.Parameter
     ranks: dist.ProcessGroup

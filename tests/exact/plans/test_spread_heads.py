@@ -126,7 +126,7 @@ def train_on_rank(case: ModelCase, plan_json: str, rows: Rows) -> tuple[list[flo
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
     path, chunks = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
     count = sum(label != -100 for row in rows for label in row["labels"][1:])
-    twin = executor.model.get_parameter(stage.tied) if stage.stage else None
+    twin = executor.model.get_parameter(stage.copied) if stage.copied else None
     losses, norms = [], []
     for _ in range(NUM_STEPS):
         evaluated = float(executor.evaluate(path, chunks, engine=engine)) / count

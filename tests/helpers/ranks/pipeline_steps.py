@@ -35,17 +35,21 @@ from hf_longctx.runtime.parameters.sharded import block_mesh, shard_mesh, shard_
 from hf_longctx.runtime.process_groups import GroupPool
 
 CPU = torch.device("cpu")
-# group pools of this process, made once for each number of stages
-_POOLS: dict[int, GroupPool] = {}
+# group pools of this process, made once for each number of stages and the stages with output heads
+_POOLS: dict[tuple[int, tuple[int, ...]], GroupPool] = {}
 
 
-def stage_pool(num_stages: int, timeout_s: float = 60.0) -> GroupPool:
-    """This rank's group pool for `num_stages` stages, made once per process; heads are exchanged in parts if they can be."""
-    if num_stages not in _POOLS:
+def stage_pool(num_stages: int, timeout_s: float = 60.0, heads: tuple[int, ...] = ()) -> GroupPool:
+    """This rank's group pool for `num_stages` stages, made once per process; heads are exchanged in parts if they can be.
+
+    heads: stages before the last that run output heads.
+    """
+    key = num_stages, heads
+    if key not in _POOLS:
         degrees = tuple(range(1, dist.get_world_size() + 1))
-        _POOLS[num_stages] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages, spreads_heads=True))
-        _POOLS[num_stages].part_bytes = 1
-    return _POOLS[num_stages]
+        _POOLS[key] = lasting(lambda: GroupPool(degrees, timeout_s, num_stages=num_stages, head_stages=heads))
+        _POOLS[key].part_bytes = 1
+    return _POOLS[key]
 
 
 def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
@@ -53,20 +57,21 @@ def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
     return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
 
 
-def spreads(plan: StepPlan) -> bool:
-    """Whether any stage before the last runs an output head."""
-    return any(group.head_stages for micro_batch in plan.micro_batches for group in micro_batch.groups)
+def head_stages(plan: StepPlan) -> tuple[int, ...]:
+    """The stages before the last that run an output head."""
+    groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
+    return tuple(sorted({stage for group in groups for stage in group.head_stages.values()}))
 
 
 def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple[StepExecutor, ActivationEngine | None]:
     """An executor of this rank's stage, cut and sharded as the plan says, and the engine for the plan's activation policies."""
-    pool = stage_pool(plan.num_stages)
+    heads = head_stages(plan)
+    pool = stage_pool(plan.num_stages, heads=heads)
     model = with_lora(build_model(case)) if lora else build_model(case)
     patch_model(model)
     ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
-    spreads_heads = spreads(plan)
-    cut_model(model, ranges, pool.stage, spreads_heads=spreads_heads)
-    stage = stage_model(model, ranges, pool.stage, spreads_heads)
+    cut_model(model, ranges, pool.stage, head_stages=heads)
+    stage = stage_model(model, ranges, pool.stage, heads)
     if plan.parameters != "replicated":
         mesh = stage_mesh(plan.num_stages, plan.block_ranks)
         if case.spread:
@@ -76,7 +81,7 @@ def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple
     FusedLayers("").bind(model)
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     is_last = pool.stage == plan.num_stages - 1
-    has_head = has_policies and (is_last or spreads_heads)
+    has_head = has_policies and (is_last or pool.stage in heads)
     head = OutputHead(output_head(model), change=logit_change(model)) if has_head else None
     tier, partners = HostTier.on(CPU, 2**24), spread_group(model)
     engine = ActivationEngine(layer_modules(model), tier, head, partners) if has_policies else None

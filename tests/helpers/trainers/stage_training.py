@@ -53,7 +53,7 @@ def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = fa
     stage = stage_model(model, ranges, pool.stage)
     if is_sharded:
         shard_model(model, tuple(model._no_split_modules), stage_mesh(num_stages, pool.ranks_per_stage))
-    tied = TiedWeight(model.get_parameter(stage.tied), pool.links.ends) if stage.tied else None
+    tied = TiedWeight(model.get_parameter(stage.tied), pool.links.shared[stage.tied_stages]) if stage.tied else None
     return RankStage(stage, pool, _CONTROL[0], tied)
 
 
@@ -107,7 +107,7 @@ def train_stage(own: RankStage, optimizer: torch.optim.Optimizer, steps: range, 
     norms = []
     for step in steps:
         set_gradients(own, step)
-        twin = own.tied.parameter if own.tied is not None and own.pool.stage else None
+        twin = own.tied.parameter if own.tied is not None and own.stage.copied else None
         norms.append(float(clip_stage_gradients(own.parameters, max_norm, own.pool.links.pipe, twin)))
         optimizer.step()
     return norms

@@ -43,7 +43,8 @@ def random_step(trainer: LongContextTrainer, model: Any, inputs: Any, num_items_
     for name, parameter in stage.model.named_parameters():
         gradient = random_gradient(name, parameter.shape, trainer.state.global_step)
         parameter.grad = sharded_like(parameter, gradient)
-    tied = TiedWeight(stage.model.get_parameter(stage.tied), trainer.longctx_run.pool.links.ends) if stage.tied else None
+    shared = trainer.longctx_run.pool.links.shared
+    tied = TiedWeight(stage.model.get_parameter(stage.tied), shared[stage.tied_stages]) if stage.tied else None
     GradientSum(list(stage.model.parameters())).reduce(None, tied)
     return torch.tensor(1.0 + trainer.state.global_step)
 
