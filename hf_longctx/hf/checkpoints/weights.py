@@ -290,8 +290,8 @@ def save_stages(
     is_writer = rank % ranks_per_stage == 0
     only = saved_parameters(stage.model) if is_adapted(stage.model) else None
     weights = gather_weights(stage.model, is_writer, only)
-    if stage.tied and stage.stage:
-        weights.pop(stage.tied, None)
+    for name in other_names(stage):
+        weights.pop(name, None)
     error = ""
     partial = partial_folder(folder, stage.stage)
     try:
@@ -320,7 +320,7 @@ def load_stage_weights(
     rank of `group`, the ranks of the stage, gets them all from `load` and sends one at a time. Collective over `group` (None for
     a single rank). Raises ValueError for a folder without safetensors, and for one that lacks a weight of this stage.
     """
-    owner = _embedding_name(stage)
+    owner = saved_name(stage)
     if is_adapted(stage.model):
         return load_adapters(stage.model, folder, {stage.tied: owner} if stage.tied else {})
     renamed = renamed_weights(stage.model)
@@ -328,7 +328,7 @@ def load_stage_weights(
     if {*renamed} - {*also.values()}:
         tensors = {**dict(stage.model.named_parameters(remove_duplicate=False)), **dict(stage.model.named_buffers())}
         return send_from_first(load, {name: [tensors[name]] for name in stage.model.state_dict()}, group)
-    if stage.tied and stage.stage:
+    if stage.copied:
         also |= dict.fromkeys(names_in_files(stage.model, [owner]), stage.tied)
     copy_weights(stage.model, folder, also, is_part=True)
 
@@ -336,23 +336,32 @@ def load_stage_weights(
 def stage_names(stage: StageModel, is_saved: bool) -> dict[str, str] | None:
     """Name in the model -> name in a checkpoint, for weights whose states a stage saves or reads; None if all are equal.
 
-    The first stage saves the states of a tied weight, under its own name.
+    The first stage that holds a tied weight saves its states, under its own name.
     """
-    if not stage.tied or not stage.stage:
+    if not stage.copied:
         return None
     names = {name: name for name, _ in stage.model.named_parameters()}
     del names[stage.tied]
-    return names if is_saved else names | {stage.tied: _embedding_name(stage)}
+    return names if is_saved else names | {stage.tied: saved_name(stage)}
 
 
-def _embedding_name(stage: StageModel) -> str:
-    """Name that the tied weight has on the first stage; empty without a tied weight.
+def other_names(stage: StageModel) -> list[str]:
+    """Names under which this stage does not save the tied weight, if it has one; another stage or name saves it."""
+    if not stage.tied:
+        return []
+    weight = stage.model.get_parameter(stage.tied)
+    names = [name for name, other in stage.model.named_parameters(remove_duplicate=False) if other is weight]
+    return names if stage.copied else [name for name in names if name != stage.tied]
+
+
+def saved_name(stage: StageModel) -> str:
+    """Name that the tied weight has on the first stage that holds it, which saves it; empty without a tied weight.
 
     All stages have one class, so this stage knows the names of the first one.
     """
-    if not stage.tied:
-        return ""
     pieces = find_pieces(stage.model)
+    if not stage.tied or not pieces.is_tied:
+        return stage.tied
     names = {id(module): name for name, module in stage.model.named_modules()}
     return f"{names[id(getattr(pieces.decoder, pieces.first[0]))]}.weight"
 

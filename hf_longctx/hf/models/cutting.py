@@ -249,9 +249,9 @@ def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = Fa
 
     `ranges[s]`: the layer ranges of stage s; `check_ranges` says in which order they must cover the layers. With tied embeddings,
     the last stage keeps the shared weight as the weight of its head. `keeps_tie`: later stages keep an embedding that is tied to
-    the head, until `drop_embedding` removes it. `head_stages`: stages before the last that keep the head too. Nothing is computed,
-    so `model` may be on the meta device. Raises ValueError for ranges that do not cover the model's layers, and for models that
-    cannot be cut.
+    the head, until `drop_embedding` removes it. `head_stages`: stages before the last that keep the head too. `model` may be on
+    the meta device, since nothing is computed. Raises ValueError for ranges that do not cover the model's layers, and for models
+    that cannot be cut.
     """
     if problems := stage_problems(model):
         raise ValueError("; ".join(problems))

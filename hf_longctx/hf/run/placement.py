@@ -244,8 +244,7 @@ class StagedPlacement:
     def clip(self, max_norm: float) -> Tensor | None:
         """Clips gradients by their norm over all stages; a tied weight counts once."""
         assert self.pool.links is not None
-        has_twin = self.stage.tied and self.stage.stage > 0
-        twin = self.stage.model.get_parameter(self.stage.tied) if has_twin else None
+        twin = self.stage.model.get_parameter(self.stage.copied) if self.stage.copied else None
         return clip_stage_gradients(list(self.stage.model.parameters()), max_norm, self.pool.links.pipe, twin)
 
     def save(self, model: Any, folder: str, is_writer: bool, is_joined: bool = True) -> dict[str, Any] | None:
@@ -261,7 +260,8 @@ class StagedPlacement:
         self.prepare(model)
 
         def load_alone() -> dict[str, Tensor]:
-            found: dict[str, Tensor] = load_stage(folder, self.ranges, self.stage.stage, hidden_dtype(model)).state_dict()
+            ways = self.ranges, self.stage.stage, hidden_dtype(model)
+            found: dict[str, Tensor] = load_stage(folder, *ways, head_stages=self.stage.head_stages).state_dict()
             return found
 
         load_stage_weights(self.stage, folder, load_alone, self.pool.stage_group)
@@ -324,7 +324,7 @@ def _read_whole(model: Any) -> None:
 def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:
     """Raises ValueError on every rank unless every stage trains some weight, and the stages of a tied weight agree on it.
 
-    They agree if both train the tied weight, or neither does. Collective over the ranks of `control`.
+    They agree if all train the tied weight, or none does. Collective over the ranks of `control`.
     """
     is_trained = any(parameter.requires_grad for parameter in stage.model.parameters())
     is_tied_trained = stage.model.get_parameter(stage.tied).requires_grad if stage.tied else None
@@ -333,5 +333,6 @@ def check_trained(stage: StageModel, control: dist.ProcessGroup | None) -> None:
         raise ValueError(f"stage {idle[0]} has no weight that is trained; unfreeze some of its layers, or use fewer stages")
     if len({tied for _, _, tied in found if tied is not None}) > 1:
         raise ValueError(
-            "embedding and head are one weight (tie_word_embeddings), but only one of them is frozen; freeze both or neither"
+            "embedding and head are one weight (tie_word_embeddings), but only one of them is frozen; freeze both or neither (or "
+            "stages share the head's work, and it is frozen on some of them only; freeze it on all or on none)"
         )

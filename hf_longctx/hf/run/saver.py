@@ -265,8 +265,8 @@ class Saver:
     def _trained_weights(self, model: nn.Module, optimizer: Any) -> TrainedWeights:
         """The weights that this run trains. Collective with pipeline stages."""
         run: Run | None = vars(self).get("run")
-        tied = run.stage.tied if run is not None and run.stage.stage else ""
-        own = TrainedWeights.of(model, getattr(optimizer, "optimizer", optimizer), tied)
+        copied = run.stage.copied if run is not None else ""
+        own = TrainedWeights.of(model, getattr(optimizer, "optimizer", optimizer), copied)
         return own if run is None or run.stage.num_stages == 1 else TrainedWeights.joined(gather_objects(own, self.control))
 
 

@@ -7,7 +7,7 @@ stages are then unknown to the loader, which never reads them. It handles rename
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.plan.core.types import Ranges
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.pipeline.stages import balanced_ranges
+from hf_longctx.runtime.process_groups import with_head
 
 
 def checkpoint_config(folder: str) -> PretrainedConfig:
@@ -84,12 +85,14 @@ def load_stage(
     stage: int,
     dtype: torch.dtype | str = "auto",
     defers_experts: bool = False,
+    *,
+    head_stages: Sequence[int] = (),
     **settings: Any,
 ) -> PreTrainedModel:
     """Loads stage `stage` of the checkpoint in `folder`, cut as `cut_model` does it, in evaluation mode on the CPU.
 
-    This rank never reads or holds weights of another stage, except the embedding to which the head of the last stage is tied.
-    defers_experts: leave the weights of experts, which are NaN, to `read_deferred`.
+    This rank never reads or holds weights of another stage, except the embedding to which a head is tied. head_stages: as for
+    `cut_model`. defers_experts: leave the weights of experts, which are NaN, to `read_deferred`.
     `settings` go to `from_pretrained`. Four-bit weights are read from the checkpoint, or made if a `quantization_config` asks for
     them, for this stage only. Not collective. Raises ValueError for a folder without safetensors, for a model that cannot be
     cut, and if the checkpoint lacks weights of the stage.
@@ -109,15 +112,16 @@ def load_stage(
         later = {}
         # transformers would unpack MXFP4
         settings = {**settings, "config": unquantised(settings.get("config", config))}
-    model, report = _cutting(model_class, ranges, stage, later).from_pretrained(
+    model, report = _cutting(model_class, ranges, stage, later, head_stages).from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
     )
     model.__class__ = model_class
     if later is not None:
         defer_experts(model, folder, later)
-    if len(ranges) > 1 and stage == len(ranges) - 1:
+    if len(ranges) > 1 and stage in with_head(len(ranges), head_stages):
         check_ties(find_pieces(model))
-        drop_embedding(find_pieces(model))
+        if stage:
+            drop_embedding(find_pieces(model))
     if absent := sorted(set(report["missing_keys"]) & set(model.state_dict())):
         raise ValueError(
             f"the checkpoint in {folder} lacks {len(absent)} weights of stage {stage} (the first is {absent[0]}); give a "
@@ -127,7 +131,13 @@ def load_stage(
     return loaded
 
 
-def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int, later: dict[str, Tensor] | None) -> Any:
+def _cutting(
+    model_class: type[PreTrainedModel],
+    ranges: Ranges,
+    stage: int,
+    later: dict[str, Tensor] | None,
+    head_stages: Sequence[int],
+) -> Any:
     """A subclass of `model_class` whose instances are cut as soon as they are built.
 
     later: gets the weights of experts, without values, which the instance then lacks; None: it keeps them.
@@ -136,8 +146,8 @@ def _cutting(model_class: type[PreTrainedModel], ranges: Ranges, stage: int, lat
     def build(self: Any, *args: Any, **keywords: Any) -> None:
         model_class.__init__(self, *args, **keywords)
         whole = set(self.state_dict())
-        # the last stage keeps the embedding for now, since the loader ties the head to it
-        cut_model(self, ranges, stage, keeps_tie=stage == len(ranges) - 1)
+        # stages with the head keep the embedding for now, since the loader ties the head to it
+        cut_model(self, ranges, stage, stage in with_head(len(ranges), head_stages), head_stages)
         if later is not None:
             later.update(take_experts_out(self))
         # tell the loader to expect weights of other stages; in checkpoints of a base model these have no prefix

@@ -59,9 +59,9 @@ def refuse_unsupported(
     for group, stage in plan.rounds:
         if others := {*group.head_stages.values()} - {*head_stages}:
             raise ValueError(
-                f"the plan has output heads on stage {min(others)}, but of the stages before the last only {[*head_stages]} can run "
-                f"them: those that were cut with a head, and none beside a teacher, whose states are on the last stage; plan with "
-                f"the head_shares for which the model was cut, or with spread_head=False"
+                f"the plan has output heads on stage {min(others)}, but of the stages before the last only {[*head_stages]} can "
+                f"run them: those that were cut with a head, and none beside a teacher, whose states are on the last stage; plan "
+                f"with the head_shares for which the model was cut, or with spread_head=False"
             )
         if engine is not None:
             for policy in stage.activations:

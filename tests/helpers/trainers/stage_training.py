@@ -42,15 +42,25 @@ class RankStage:
         return {name: whole(p.detach()).clone() for name, p in self.stage.model.named_parameters()}
 
 
-def rank_stage(num_stages: int, is_tied: bool, is_sharded: bool, build: Any = family_model, num_ranges: int = 1) -> RankStage:
-    """This rank's stage of a tiny model (default: a Llama); its process groups last as long as the process."""
-    pool = stage_pool(num_stages)
+def rank_stage(
+    num_stages: int,
+    is_tied: bool,
+    is_sharded: bool,
+    build: Any = family_model,
+    num_ranges: int = 1,
+    heads: tuple[int, ...] = (),
+) -> RankStage:
+    """This rank's stage of a tiny model (default: a Llama); its process groups last as long as the process.
+
+    heads: stages before the last that have the output head too.
+    """
+    pool = stage_pool(num_stages, heads=heads)
     if not _CONTROL:
         _CONTROL.append(control_group(60.0))
     model = build("llama", is_tied)
     ranges = even_ranges(num_stages, num_ranges)
-    cut_model(model, ranges, pool.stage)
-    stage = stage_model(model, ranges, pool.stage)
+    cut_model(model, ranges, pool.stage, head_stages=heads)
+    stage = stage_model(model, ranges, pool.stage, heads)
     if is_sharded:
         shard_model(model, tuple(model._no_split_modules), stage_mesh(num_stages, pool.ranks_per_stage))
     tied = TiedWeight(model.get_parameter(stage.tied), pool.links.shared[stage.tied_stages]) if stage.tied else None
@@ -78,25 +88,30 @@ def set_gradients(own: RankStage, step: int) -> None:
     GradientSum(own.parameters).reduce(None, own.tied)
 
 
-def set_whole_gradients(model: Any, step: int, is_tied: bool) -> None:
-    """Gives the parameters of the whole model their gradients; a tied weight gets the sum of both its gradients."""
+def set_whole_gradients(model: Any, step: int, is_tied: bool, num_heads: int = 1) -> None:
+    """Gives the parameters of the whole model their gradients; a tied weight gets the sum of both its gradients.
+
+    num_heads: number of stages on which the head has a gradient of its own.
+    """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = random_gradient(name, parameter.shape, step)
             if is_tied and name == "model.embed_tokens.weight":
-                gradient += random_gradient("lm_head.weight", parameter.shape, step)
+                gradient += num_heads * random_gradient("lm_head.weight", parameter.shape, step)
+            if name == "lm_head.weight":
+                gradient *= num_heads
             parameter.grad = sharded_like(parameter, gradient)
 
 
 def whole_training(
-    steps: range, is_tied: bool, max_norm: float, build: Any = family_model, weight_decay: float = 0.1
+    steps: range, is_tied: bool, max_norm: float, build: Any = family_model, weight_decay: float = 0.1, num_heads: int = 1
 ) -> tuple[Any, list[float]]:
     """Trains the whole model by AdamW in one process, clipped by torch; returns it and the norms before clipping."""
     model = build("llama", is_tied)
     optimizer = new_optimizer(model.parameters(), weight_decay)
     norms = []
     for step in steps:
-        set_whole_gradients(model, step, is_tied)
+        set_whole_gradients(model, step, is_tied, num_heads)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
     return model, norms

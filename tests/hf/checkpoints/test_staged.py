@@ -47,22 +47,24 @@ def read(own: RankStage, folder: str) -> None:
     load_stage_weights(own.stage, folder, dict, None)
 
 
-def train_and_save(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> None:
-    own = rank_stage(num_stages, tied, is_sharded)
+def train_and_save(folder: str, num_stages: int, tied: bool, is_sharded: bool, heads: tuple[int, ...] = ()) -> None:
+    own = rank_stage(num_stages, tied, is_sharded, heads=heads)
     optimizer = new_optimizer(own.parameters)
     train_stage(own, optimizer, range(2), NORM)
     save(own, folder, max_shard_size="20KB")
     save_states(own.stage.model, optimizer, folder, own.control, stage_names(own.stage, is_saved=True))
 
 
-def resume(folder: str, num_stages: int, tied: bool, is_sharded: bool) -> dict[str, Tensor]:
-    """Weights after two more steps, from a checkpoint."""
-    own = rank_stage(num_stages, tied, is_sharded, build=zero_model)
+def resume(
+    folder: str, num_stages: int, tied: bool, is_sharded: bool, heads: tuple[int, ...] = (), steps: range = range(2, 4)
+) -> dict[str, Tensor]:
+    """Weights after more steps, from a checkpoint."""
+    own = rank_stage(num_stages, tied, is_sharded, build=zero_model, heads=heads)
     optimizer = new_optimizer(own.parameters)
     read(own, folder)
     names = stage_names(own.stage, is_saved=False)
     load_states(own.stage.model, optimizer, saved_states(folder), own.control, names)
-    train_stage(own, optimizer, range(2, 4), NORM)
+    train_stage(own, optimizer, steps, NORM)
     return own.weights()
 
 
@@ -105,14 +107,44 @@ def test_stages_write_one_ordinary_checkpoint_and_resume_from_it_at_any_number(
             assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
 
 
-def resume_whole(folder: str, tied: bool) -> dict[str, Tensor]:
+# stages before the last that have the head too, and how many of all give it a gradient beside that of the embedding
+HEADS = [(2, True, (0,), 1), (4, False, (1, 2), 3), (4, False, (0, 1, 2), 3), (2, False, (0,), 1)]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("num_stages", "is_sharded", "heads", "num_apart"), HEADS)
+def test_a_head_of_several_stages_is_saved_once_and_resumes_in_every_layout(
+    ranks, tmp_path: Path, num_stages: int, is_sharded: bool, heads: tuple[int, ...], num_apart: int, tied: bool
+) -> None:
+    # on the first stage, a tied head is the embedding
+    num_heads = num_apart if tied else len(heads) + 1
+    ranks(4).run(train_and_save, str(tmp_path), num_stages, tied, is_sharded, heads)
+    assert_weights(tmp_path, whole_training(range(2), tied, NORM, num_heads=num_heads)[0])
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {name for name, _ in family_model("llama", tied).named_parameters()}
+    assert set(saved_states(str(tmp_path)).weights) == set(index["weight_map"])
+    expected = dict(whole_training(range(2), tied, NORM, num_heads=num_heads)[0].named_parameters(remove_duplicate=False))
+    # no more steps, since other layouts give the head other gradients
+    for stages, sharded, own_heads in [(*LAYOUTS[0], ()), *(each[:3] for each in HEADS)]:
+        for weights in ranks(4).run(resume, str(tmp_path), stages, tied, sharded, own_heads, range(0)):
+            assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
+    # the same layout and one without heads of their own goes on with the states of the optimizer
+    more = dict(whole_training(range(4), tied, NORM, num_heads=num_heads)[0].named_parameters(remove_duplicate=False))
+    for weights in ranks(4).run(resume, str(tmp_path), num_stages, tied, is_sharded, heads):
+        assert max(relative_error(weight, more[name].detach()) for name, weight in weights.items()) <= 1e-12
+    for weights in ranks(4).run(resume_whole, str(tmp_path), tied, num_heads):
+        assert max(relative_error(weight, more[name].detach()) for name, weight in weights.items()) <= 1e-12
+
+
+def resume_whole(folder: str, tied: bool, num_heads: int = 1) -> dict[str, Tensor]:
     """Weights of the whole model on every rank, after two more steps from a checkpoint."""
     model = zero_model("llama", tied)
     optimizer = new_optimizer(model.parameters())
     load_weights(model, folder)
     load_states(model, optimizer, saved_states(folder), None)
     for step in range(2, 4):
-        set_whole_gradients(model, step, tied)
+        set_whole_gradients(model, step, tied, num_heads)
         torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
