@@ -232,7 +232,7 @@ def spread_head_problem(model: nn.Module) -> str:
         return "it has parts beside its text model"
     if type(head) is not nn.Linear or [name for name, _ in head.named_parameters()] != ["weight"]:
         return f"its head is a {type(head).__name__} with an adapter, a bias or packed weights, and not a plain nn.Linear"
-    if pieces.is_tied and type(embedding) not in (nn.Embedding, Identity):
+    if pieces.is_tied and not isinstance(embedding, nn.Embedding | Identity):
         return f"its head shares the weight of a {type(embedding).__name__} with an adapter"
     if head.in_features != width or head.weight.dtype != _passed_dtype(model):
         return f"its head reads {head.in_features} features in {head.weight.dtype}, unlike its layers"

@@ -14,7 +14,14 @@ from helpers.models.reference import relative_error
 from helpers.models.staged_models import NUM_LAYERS, cut_into_stages, even_ranges, family_model, random_inputs, run_pipeline
 from torch import Tensor
 
-from hf_longctx.hf.models.cutting import check_ranges, cut_model, stage_model, stage_problems, stages_that_lend
+from hf_longctx.hf.models.cutting import (
+    check_ranges,
+    cut_model,
+    spread_head_problem,
+    stage_model,
+    stage_problems,
+    stages_that_lend,
+)
 from hf_longctx.plan.core.types import LayerRange
 from hf_longctx.runtime.execution.stage_model import StageModel
 
@@ -220,3 +227,81 @@ def test_models_that_cannot_be_cut_are_refused_by_name(build: Any, message: str)
 
 def test_models_that_can_be_cut_have_no_problems() -> None:
     assert not stage_problems(family_model("gemma2", tied=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_a_head_alone_on_an_earlier_stage_gives_the_logits_of_the_model(family: str, tied: bool) -> None:
+    model, inputs, ranges = family_model(family, tied), random_inputs(), even_ranges(3)
+    expected_logits, expected = reference(model)
+    stages = []
+    for stage in range(3):
+        own = copy.deepcopy(model)
+        cut_model(own, ranges, stage, head_stages=(0, 1))
+        stages.append(stage_model(own, ranges, stage, (0, 1)))
+    hidden: Any = None
+    for stage in stages:
+        hidden = stage.forward(0, inputs, hidden, None, None, has_head=stage.stage < 2)
+    for head in stages[:2]:
+        logits = head.forward(1, inputs, hidden, None, None)
+        assert relative_error(logits.detach(), expected_logits) <= TOLERANCE
+    # by the head of the second stage
+    backward_of(logits, inputs.shift_labels)
+    found = dict(gradients(stages))
+    if tied:
+        head_gradient = found.pop("lm_head.weight")
+        found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"] + head_gradient
+    assert found.keys() == expected.keys()
+    assert max(relative_error(found[name], expected[name]) for name in expected) <= TOLERANCE
+
+
+def adapted_llama(tied: bool = False, **settings: Any) -> Any:
+    config = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(family_model("llama", tied), config, autocast_adapter_dtype=False)
+
+
+def classifier() -> Any:
+    return transformers.LlamaForSequenceClassification(family_model("llama").config)
+
+
+def with_head_in(dtype: torch.dtype) -> Any:
+    model = family_model("llama", dtype=torch.bfloat16)
+    model.lm_head.to(dtype)
+    return model
+
+
+def with_bias() -> Any:
+    model = family_model("llama")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: adapted_llama(target_modules=["lm_head"]), "its head is a Linear with an adapter, a bias or packed weights"),
+        (lambda: adapted_llama(target_modules=["q_proj"], modules_to_save=["lm_head"]), "its head is a ModulesToSaveWrapper"),
+        (lambda: adapted_llama(True, target_modules=["embed_tokens"]), "shares the weight of a Embedding with an adapter"),
+        (with_bias, "a bias or packed weights"),
+        (lambda: with_head_in(torch.float32), "in torch.float32, unlike its layers"),
+        (classifier, "its head is that of a classifier"),
+    ],
+)
+def test_heads_that_only_the_last_stage_can_run_are_refused_by_name(build: Any, message: str) -> None:
+    model = build()
+    assert message in spread_head_problem(model)
+    cut_model(model, even_ranges(2), 0, head_stages=(0,))
+    with pytest.raises(ValueError, match=f"cannot be spread: .*{message}.*; set spread_head=False"):
+        stage_model(model, even_ranges(2), 0, (0,))
+
+
+def test_heads_that_all_stages_can_run_have_no_problem() -> None:
+    models = [family_model("gemma2", tied=True), adapted_llama(target_modules=["q_proj"]), family_model("llama")]
+    assert [spread_head_problem(model) for model in models] == ["", "", ""]
+
+
+def test_heads_of_stages_of_several_layer_ranges_are_refused() -> None:
+    model = family_model("llama")
+    cut_model(model, even_ranges(2, 2), 0, head_stages=(0,))
+    with pytest.raises(ValueError, match=r"it was cut into 2 stage\(s\) of 2 layer range\(s\)"):
+        stage_model(model, even_ranges(2, 2), 0, (0,))

@@ -30,14 +30,20 @@ def stages_of(folder: str, num_stages: int, num_ranges: int = 1, **settings: Any
     return [load_stage(folder, ranges, stage, **settings) for stage in range(num_stages)]
 
 
-@pytest.mark.daily("False-mistral")
+@pytest.mark.daily("heads0-False-mistral", "heads1-True-llama", "heads2-True-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_loaded_stages_are_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [(), (1,), (0, 1)])
+def test_loaded_stages_are_the_whole_model(family: str, tied: bool, heads: tuple[int, ...], tmp_path: Path) -> None:
     model = family_model(family, tied)
     ranges = even_ranges(3)
     folder = saved(model, tmp_path)
-    models = stages_of(folder, 3)
+    models = stages_of(folder, 3, head_stages=heads)
+    assert [stage for stage, own in enumerate(models) if "lm_head.weight" in own.state_dict()] == [*heads, 2]
+    # on the first stage, a tied head is the embedding
+    assert len(dict(models[0].named_parameters(remove_duplicate=False))) - len(list(models[0].parameters())) == (
+        tied and 0 in heads
+    )
     weights = {name: value for stage in models for name, value in stage.state_dict().items()}
     expected = model.state_dict()
     assert sorted(weights) == sorted(expected)
@@ -46,7 +52,7 @@ def test_loaded_stages_are_the_whole_model(family: str, tied: bool, tmp_path: Pa
     assert not any(tensor.is_meta for stage in models for tensor in (*stage.parameters(), *stage.buffers()))
     assert {type(stage) for stage in models} == {type(model)}
     inputs = random_inputs()
-    logits, _ = run_pipeline([stage_model(stage, ranges, number) for number, stage in enumerate(models)], inputs)
+    logits, _ = run_pipeline([stage_model(stage, ranges, number, heads) for number, stage in enumerate(models)], inputs)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(logits, whole(input_ids=inputs.input_ids, use_cache=False).logits)
 
