@@ -308,6 +308,15 @@ class LongContextConfig:
             "stages. Needs stages, adapters (LoRA) and replicated parameters."
         },
     )
+    spread_head: bool = field(
+        default=True,
+        metadata={
+            "help": "Stages may share the work of the output head, if the busiest stage is predicted to work less then: the last "
+            "stage sends hidden states of some chunks to other stages, which run head and loss for it, and hold and train the "
+            "head's weight too. The last stage runs all heads if stages lend ranks or have several layer ranges, beside a "
+            "teacher, and for classifiers, models with images, and heads that are not plain matrices."
+        },
+    )
     compile_layers: bool | None = field(
         default=None,
         metadata={
@@ -615,6 +624,7 @@ KINDS: dict[str, Kind] = {
     "exchange_parts": Whole(1, "give the most parts in which heads are exchanged, 1 for all at once", most=2**20),
     "interleave": Whole(1, "give the layer ranges of every pipeline stage, 1 for one each", most=2**20),
     "lend_stages": Flag(),
+    "spread_head": Flag(),
     "compile_layers": Flag(is_optional=True),
     "frozen_weights": Word(("unchanged", "fp8")),
     "parameters": Word((*PARAMETERS, "auto")),

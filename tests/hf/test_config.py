@@ -204,6 +204,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "fp32_master_weights": False,
         "optimizer_states": "auto",
         "layer_weights": "host",
+        "spread_head": False,
         "self_test": False,
         "on_nonfinite": "skip",
         "replica_check_steps": 5,

@@ -109,6 +109,8 @@ class ActivationRuntime:
         is_needed = partners is not None or any(
             policy.layers or policy.tile_tokens for _, stage in plan.rounds for policy in stage.activations
         )
+        # heads of chunks of other stages run in tiles
+        is_needed |= any(action.kind == "H" for _, stage in plan.rounds for action in stage.actions)
         if is_needed and self._model is not model:
             self._unbind()
             head = OutputHead(output_head(model), final_norm(model), logit_change(model)) if self._has_head else None

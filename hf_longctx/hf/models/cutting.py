@@ -38,6 +38,8 @@ from hf_longctx.runtime.process_groups import with_head
 
 # attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
+# another, with the share of the output head's work that each stage does; (): the last stage does all of it
+HEAD_SHARES = "longctx_head_shares"
 
 # words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
@@ -221,11 +223,13 @@ def find_pieces(model: nn.Module) -> Pieces:
 
 
 def spread_head_problem(model: nn.Module) -> str:
-    """Returns why only the last stage can run the output head of `model`, which is whole or has the head; empty if others can."""
+    """Returns why only the last stage can run the output head of `model`; empty if others can too, or for a stage without it."""
     if problems := stage_problems(model):
         return problems[0]
     pieces = find_pieces(model)
     head, embedding, width = pieces.output_head, pieces.model.get_input_embeddings(), pieces.decoder.config.hidden_size
+    if isinstance(head, Identity):
+        return ""
     if head_kind(model) != "next_token":
         return "its head is that of a classifier"
     if text_part(pieces.model) is not pieces.model or tower_names(pieces.model):
@@ -525,3 +529,9 @@ def loaded_ranges(model: nn.Module) -> Ranges | None:
     """The layer ranges of all stages if `model` was loaded as one stage alone; None for a whole model."""
     ranges: Ranges | None = getattr(model, RANGES, None)
     return ranges
+
+
+def loaded_head_shares(model: nn.Module) -> tuple[float, ...]:
+    """The shares of the output head's work for which `model` was loaded as one stage; () if the last stage does all of it."""
+    shares: tuple[float, ...] = getattr(model, HEAD_SHARES, ())
+    return shares

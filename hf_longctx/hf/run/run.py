@@ -31,7 +31,15 @@ from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import ActivationRuntime
 from hf_longctx.hf.models.adapters import hidden_dtype
 from hf_longctx.hf.models.attention import attention_line, attention_name, num_attention_layers
-from hf_longctx.hf.models.cutting import cut_model, loaded_ranges, stage_model, stages_that_lend
+from hf_longctx.hf.models.cutting import (
+    cut_model,
+    drop_head,
+    find_pieces,
+    loaded_ranges,
+    stage_model,
+    stages_of_heads,
+    stages_that_lend,
+)
 from hf_longctx.hf.models.dropout import key_noise, rest_noise
 from hf_longctx.hf.models.experts import RouterRuntime
 from hf_longctx.hf.models.facts import ModelFacts
@@ -91,7 +99,7 @@ from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.master_weights import copied_dtypes
 from hf_longctx.runtime.parameters.rounded import note_rounded, noted_rounded
 from hf_longctx.runtime.parameters.sharded import shard_mesh
-from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool, with_head
 
 logger = logging.getLogger(__name__)
 
@@ -458,7 +466,8 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
     if test is None or not request.mode.loss:
         _warn_of_forward(checked.forward, args, token_loss)
     all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
-    stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup.ranges, model)
+    heads = stages_of_heads(setup.planner.head_shares)
+    stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup.ranges, model, heads)
     code.forget_others(model)
     if setup.num_stages > 1 and not all_stages:
         check_trained(stage, control)
@@ -466,11 +475,11 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
     mesh = _new_mesh(config, setup, args)
     source = open_plan_source(config, setup, control, args)
     undo.callback(source.pool.close)
-    budget, is_last = setup.planner.activations, stage.stage == setup.num_stages - 1
+    budget, has_head = setup.planner.activations, stage.stage in with_head(setup.num_stages, heads)
     host_bytes = budget.host_bytes if budget is not None else 0
     own_layers = setup.ranges[stage.stage][0] if all_stages else None
     replays_experts = budget is not None and config.expert_ranks is not None
-    activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, is_last, own_layers, replays_experts)
+    activations = ActivationRuntime(args.device, host_bytes, source.set_copy_rate, has_head, own_layers, replays_experts)
     routers = RouterRuntime(args.device)
     undo.callback(activations.close)
     undo.callback(routers.close)
@@ -674,14 +683,20 @@ def _lone_stage_problems(facts: ModelFacts) -> list[str]:
     ]
 
 
-def _own_stage(ranges: Ranges, model: Any) -> StageModel:
-    """Cuts `model` to this rank's pipeline stage and describes the stage; without a pipeline, all of `model` is one stage."""
+def _own_stage(ranges: Ranges, model: Any, heads: tuple[int, ...] = ()) -> StageModel:
+    """Cuts `model` to this rank's pipeline stage and describes the stage; without a pipeline, all of `model` is one stage.
+
+    heads: stages before the last that have the output head too.
+    """
     if len(ranges) == 1:
         return whole_model(model, num_attention_layers(model))
     stage = own_stage(len(ranges))
     if loaded_ranges(model) is None:
-        cut_model(model, ranges, stage)
-    described = stage_model(model, ranges, stage)
+        cut_model(model, ranges, stage, head_stages=heads)
+    elif stage not in with_head(len(ranges), heads):
+        # it was loaded for another run
+        drop_head(find_pieces(model))
+    described = stage_model(model, ranges, stage, heads)
     refuse_saving(model, held_stage(model, stage, len(ranges)))
     return described
 

@@ -23,6 +23,7 @@ from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
+from hf_longctx.hf.models.cutting import loaded_head_shares, spread_head_problem, stages_of_heads
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.positions import absent_token_ids
@@ -196,7 +197,10 @@ def choose_setup(
         taught_by = teacher_costs(model_spec(beside.teacher), cluster)
         measured = replace(measured, costs=replace(measured.costs, teacher=taught_by))
         max_length = min(max_length, taught_by.model.max_positions)
-    wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred)
+    # a rank that loaded only its own stage does not know an adapter on the head of another one
+    spread_head = all(gather_objects(may_spread_head(config, facts, beside.teacher is not None), control))
+    heads: dict[str, Any] = {"spread_head": spread_head, "head_shares": loaded_head_shares(model)}
+    wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred, **heads)
     placeholders = absent_token_ids(facts.base)
     lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)
     gather = partial(gather_objects, group=control)
@@ -259,10 +263,14 @@ def _wishes(
     cluster: ClusterSpec,
     max_length: int,
     is_deferred: bool = False,
+    *,
+    spread_head: bool = False,
+    head_shares: tuple[float, ...] = (),
 ) -> Wishes:
     """The settings that the setup follows.
 
-    ranges: of the stages, if this rank loaded only its own. is_deferred: weights will be read in shards, never whole.
+    ranges, head_shares: of the stages, if this rank loaded only its own. is_deferred: weights will be read in shards, never
+    whole. spread_head: whether stages may share the output head.
     """
     planner = PlannerConfig(
         tokens_per_rank=1,
@@ -287,6 +295,7 @@ def _wishes(
         config.tile_tokens,
         trusts_limit=True,
         ranges=ranges,
+        head_shares=head_shares if spread_head else (),
     )
     return Wishes(
         planner,
@@ -300,7 +309,15 @@ def _wishes(
         stages=config.asked_stages,
         interleave=config.interleave,
         lend_stages=config.lend_stages,
+        spread_head=spread_head,
     )
+
+
+def may_spread_head(config: LongContextConfig, facts: ModelFacts, has_teacher: bool) -> bool:
+    """Whether stages before the last may run the output head, as far as this rank knows its model."""
+    if not config.spread_head or not config.may_have_stages or config.lend_stages or has_teacher:
+        return False
+    return not spread_head_problem(facts.model) and not activation_problem(facts.model)
 
 
 def _lengths(
@@ -455,7 +472,10 @@ def open_plan_source(
     lends = setup.planner.lend_stages
     sums_early = setup.costs.shard_ranks == 1 and not lends
     parts = setup.costs.model.exchange_parts
-    pool = GroupPool(blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early, exchange_parts=parts)
+    heads = stages_of_heads(setup.planner.head_shares)
+    pool = GroupPool(
+        blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early, exchange_parts=parts, head_stages=heads
+    )
     # explore one step more than are fitted, since the first step includes start-up costs and is left out
     explore_steps = config.calibration_steps and config.calibration_steps + 1
     alive_s = config.collective_timeout_s / 3
@@ -509,6 +529,8 @@ def _plans_line(setup: Setup, args: TrainingArguments) -> str:
             line += f", interleaved with {num_ranges} layer ranges each"
         if planner.lend_stages:
             line += ", which lend their ranks where that is predicted to be faster"
+        if heads := stages_of_heads(planner.head_shares):
+            line += f", of which {len(heads) + 1} share the output head"
     shared = "" if costs.parameters == "replicated" else f" over {costs.shard_ranks} ranks"
     return f"{line}; parameters {costs.parameters.replace('_', ' ')}{shared}"
 

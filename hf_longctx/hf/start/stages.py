@@ -29,7 +29,16 @@ from hf_longctx.hf.checkpoints.deferred import (
 from hf_longctx.hf.checkpoints.weights import checkpoint_files, listed_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
-from hf_longctx.hf.models.cutting import RANGES, check_ties, cut_model, drop_embedding, find_pieces
+from hf_longctx.hf.models.cutting import (
+    HEAD_SHARES,
+    RANGES,
+    check_ties,
+    cut_model,
+    drop_embedding,
+    find_pieces,
+    spread_head_problem,
+    stages_of_heads,
+)
 from hf_longctx.hf.models.heads import CLASSIFIERS
 from hf_longctx.hf.models.quantised import can_load, is_mxfp4
 from hf_longctx.hf.models.refusing import refuse_all
@@ -38,7 +47,7 @@ from hf_longctx.hf.ranks.agreement import gather_objects
 from hf_longctx.hf.ranks.launch import LaunchEnvironment
 from hf_longctx.plan.core.types import Ranges
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
-from hf_longctx.plan.pipeline.stages import balanced_ranges
+from hf_longctx.plan.pipeline.stages import stage_layers
 from hf_longctx.runtime.process_groups import with_head
 
 
@@ -193,11 +202,12 @@ def load_pipeline_stage(
     """Loads this rank's stage of a checkpoint for a trainer with `config`; with stages=1, the whole model.
 
     name_or_path: a local folder, or a name on the hub, whose files are downloaded once on each machine. No rank reads or holds
-    weights of another stage, except an embedding that is tied to the head. Layers are split by operation counts for sequences
-    of `max_length`, into `interleave` ranges per stage. Experts in MXFP4 are NaN until a trainer starts, which reads them, and
-    with packs_experts, which says that `pack_experts` will be called, others are too. `settings` go to `from_pretrained`. Not
-    collective, but every rank must call this. Raises ValueError for stages="auto", since a trainer chooses that number by its
-    data, for a name that cannot be downloaded, and where `load_stage` does.
+    weights of another stage, except an embedding that is tied to a head. Layers are split by operation counts for sequences
+    of `max_length`, into `interleave` ranges per stage, and so is the work of the output head (`spread_head`). Experts in MXFP4
+    are NaN until a trainer starts, which reads them, and with packs_experts, which says that `pack_experts` will be called,
+    others are too. `settings` go to `from_pretrained`. Not collective, but every rank must call this. Raises ValueError for
+    stages="auto", since a trainer chooses that number by its data, for a name that cannot be downloaded, and where `load_stage`
+    does.
 
     Example:
 
@@ -234,12 +244,23 @@ def load_pipeline_stage(
         )
     cluster = cluster_spec(state.device, state.num_processes, min(launch.ranks_per_node, state.num_processes))
     costs = CostModel(spec, cluster, default_coefficients(spec, cluster))
-    ranges = balanced_ranges(costs, config.asked_stages, [config.max_length or spec.max_positions], config.interleave)
-    model = load_stage(folder, ranges, own_stage(config.asked_stages), dtype, packs_experts or is_mxfp4(checkpoint), **settings)
+    spreads_head = config.spread_head and not config.lend_stages and _can_spread_head(checkpoint)
+    lengths = [config.max_length or spec.max_positions]
+    ranges, shares = stage_layers(costs, config.asked_stages, config.interleave, lengths, spreads_head)
+    stage, is_packed, heads = own_stage(config.asked_stages), packs_experts or is_mxfp4(checkpoint), stages_of_heads(shares)
+    model = load_stage(folder, ranges, stage, dtype, is_packed, head_stages=heads, **settings)
     setattr(model, RANGES, ranges)
+    setattr(model, HEAD_SHARES, shares)
     # a stock trainer would train, evaluate or save this part as if it were a whole model
     refuse_all(model, own_stage(config.asked_stages), config.asked_stages)
     return model
+
+
+def _can_spread_head(checkpoint: PretrainedConfig) -> bool:
+    """Whether stages before the last can run the output head of a model of this config."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(checkpoint)
+    return not spread_head_problem(model)
 
 
 def own_stage(num_stages: int) -> int:

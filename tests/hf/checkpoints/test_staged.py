@@ -125,11 +125,11 @@ def test_a_head_of_several_stages_is_saved_once_and_resumes_in_every_layout(
     assert set(index["weight_map"]) == {name for name, _ in family_model("llama", tied).named_parameters()}
     assert set(saved_states(str(tmp_path)).weights) == set(index["weight_map"])
     expected = dict(whole_training(range(2), tied, NORM, num_heads=num_heads)[0].named_parameters(remove_duplicate=False))
-    # no more steps, since other layouts give the head other gradients
+    # without more steps, since other layouts give the head other gradients
     for stages, sharded, own_heads in [(*LAYOUTS[0], ()), *(each[:3] for each in HEADS)]:
         for weights in ranks(4).run(resume, str(tmp_path), stages, tied, sharded, own_heads, range(0)):
             assert max(relative_error(weight, expected[name].detach()) for name, weight in weights.items()) <= 1e-12
-    # the same layout and one without heads of their own goes on with the states of the optimizer
+    # states of the optimizer too, in the same layout and on whole models
     more = dict(whole_training(range(4), tied, NORM, num_heads=num_heads)[0].named_parameters(remove_duplicate=False))
     for weights in ranks(4).run(resume, str(tmp_path), num_stages, tied, is_sharded, heads):
         assert max(relative_error(weight, more[name].detach()) for name, weight in weights.items()) <= 1e-12
