@@ -35,7 +35,7 @@ from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
 from hf_longctx.plan.memory.teacher import TeacherBytes
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec, split_adapters
 from hf_longctx.plan.pipeline.search import NotFaster
-from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges, stage_layers
 from hf_longctx.plan.planner import plan_step, step_bound_s
 from hf_longctx.plan.policies.fit import longest_alone
 from hf_longctx.plan.predict.planning import counted_step_s
@@ -191,6 +191,8 @@ class Placement:
     trusts_limit: bool = False
     # layers of every pipeline stage (empty: one stage)
     ranges: Ranges = ()
+    # share of the output head's work that each stage does (empty: the last stage does all of it)
+    head_shares: tuple[float, ...] = ()
 
     @property
     def is_shared(self) -> bool:
@@ -335,6 +337,8 @@ class Wishes:
     # layer ranges of a stage to try besides a single one
     interleave: int = 1
     lend_stages: bool = False
+    # stages may share the work of the output head (`stage_layers`)
+    spread_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +398,7 @@ class Setup:
             activations=placement.budget(memory),
             degrees=placement.degrees,
             stages=placement.ranges if placement.is_pipeline else (),
+            head_shares=placement.head_shares,
             lend_stages=lends,
             longest_tokens=room if room > tokens * placement.degrees[-1] else 0,
         )
@@ -492,7 +497,7 @@ class _Choices:
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
             is_open = wishes.may_shard and (wishes.shares_fastest or len(loaded) > 1)
             step = self.lengths.step(self.lengths.sample()) if is_open else ()
-            setup, _ = self._on_stages(loaded or balanced_ranges(costs, 1, ()), step)
+            setup, _ = self._on_stages(loaded or balanced_ranges(costs, 1, ()), wishes.placement.head_shares, step)
             return _with_planned_room(self._agreed(setup))
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
         step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
@@ -507,14 +512,15 @@ class _Choices:
         num_nodes = costs.cluster.num_ranks // costs.cluster.ranks_per_node
         ways: list[tuple[int, int]] = [(count, each) for count in counts for each in numbers if count * each <= num_layers]
         # ranks may have different devices and so different costs, so rank 0's ranges hold for all
-        ranges = self.gather({way: balanced_ranges(costs, way[0], lengths, way[1]) for way in ways})[0]
+        layers: dict[tuple[int, int], tuple[Ranges, tuple[float, ...]]]
+        layers = self.gather({way: stage_layers(costs, *way, lengths, wishes.spread_head) for way in ways})[0]
         setups: dict[tuple[int, int], Setup] = {}
 
         def setup_of(count: int, num_ranges: int, most_s: float = math.inf) -> StageSetup:
             way = count, num_ranges
             # with too few layers, this says so
-            own = ranges.get(way) or balanced_ranges(costs, count, lengths, num_ranges)
-            setups[way], plan = self._on_stages(own, step, most_s)
+            ranges, head_shares = layers.get(way) or stage_layers(costs, *way, lengths, wishes.spread_head)
+            setups[way], plan = self._on_stages(ranges, head_shares, step, most_s)
             return StageSetup(setups[way].costs, setups[way].planner, plan=plan)
 
         def cutting_setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
@@ -563,7 +569,7 @@ class _Choices:
             return setup
         placement = replace(self.wishes.placement, parameters=parameters, shard_ranks=shard_ranks)
         decided = self._with(placement=placement, may_shard=False)
-        return replace(decided._on_stages(setup.ranges, ())[0], notes=notes)
+        return replace(decided._on_stages(setup.ranges, setup.placement.head_shares, ())[0], notes=notes)
 
     def _holding(self, options: StageOptions, setup_of: Callable[[int, int], Setup]) -> tuple[StageOptions, StageOption]:
         """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
@@ -584,10 +590,12 @@ class _Choices:
             rooms.append(setup.room_tokens)
         return options, options.fitting[rooms.index(max(rooms))]
 
-    def _on_stages(self, ranges: Ranges, step: Sequence[int], most_s: float = math.inf) -> tuple[Setup, StepPlan | None]:
+    def _on_stages(
+        self, ranges: Ranges, head_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf
+    ) -> tuple[Setup, StepPlan | None]:
         """The setup with these layer ranges on the stages, and the plan of a step of these lengths if it was made on the way.
 
-        most_s: see `plan_step`.
+        head_shares: see `Placement`. most_s: see `plan_step`.
         """
         wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
         num_ranks, lends = wishes.placement.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
@@ -597,11 +605,15 @@ class _Choices:
             updates_on_host=wishes.optimizer_states == "host",
             layers_on_host=wishes.layer_weights == "host",
             keeps_all_stages=lends,
+            head_stages=sum(share > 0 for share in head_shares) or 1,
             experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
             index=index if index.is_empty else replace(index, most_ranks=wishes.placement.degrees[-1]),
         )
         placement = replace(
-            wishes.placement, degrees=tuple(degree for degree in wishes.placement.degrees if degree <= num_ranks), ranges=ranges
+            wishes.placement,
+            degrees=tuple(degree for degree in wishes.placement.degrees if degree <= num_ranks),
+            ranges=ranges,
+            head_shares=head_shares,
         )
         parameters, shard_ranks = shared_parameters(placement.parameters, placement.shard_ranks, num_ranks)
         method = _stage_method(measured.costs, num_ranks, placement) if num_stages > 1 else placement.method

@@ -37,11 +37,11 @@ Several micro-batches can follow one schedule (`in_turns`), in which no stage dr
 chunks of all micro-batches, one micro-batch after the other; the chunks of a micro-batch's groups at one place share a slot. Two
 slots are in one family if they are for any of these groups, since all of them run one order.
 
-The output head may be spread over all stages (`head_shares`), since whole layers leave the last stage, which alone has the head,
-busier than the mean. Chunks take turns: the last stage sends the hidden states of most chunks to other stages, which send back
-their gradients (H). So that it need not wait for these, every stage is one more forward ahead, as if the head were one more stage.
-Vocabulary parallelism (arXiv 2411.05288) divides the vocabulary in place of chunks, with two collectives over all stages for each
-chunk.
+Whole layers cannot make up for the output head, with which the last stage is busier than the mean, so the head may be spread over
+all stages (`head_shares`). Chunks take turns: the last stage sends the hidden states of most chunks to other stages, which send
+back their gradients (H). So that it need not wait for these, every stage is one more forward ahead, as if the head were a further
+stage. Vocabulary parallelism (arXiv 2411.05288) divides the vocabulary in place of chunks, with collectives over all stages for
+each chunk.
 
 A receive comes right before the action that needs the message, and a send right after the action that makes it. Sends do not
 block. A stage sends over a link in the order of its own compute actions; these schedules give both ends of a link the same order
@@ -54,6 +54,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
@@ -190,7 +191,24 @@ def family_orders(
     most_ahead: most forwards before each backward with "1f1b" and "elastic"; (): as many as the schedule wants. head_shares:
     share of the output head's work that each stage does, for stages of one layer range; (): the last stage does all of it.
     """
-    num_chunks = sum(map(len, members))
+    sizes = tuple(map(len, members))
+    return _orders(sizes, num_stages, schedule, num_ranges, lead, tuple(most_ahead), tuple(head_shares))
+
+
+# a search makes the orders of the same families several times, and times of heads take long
+@lru_cache(maxsize=256)
+def _orders(
+    sizes: tuple[int, ...],
+    num_stages: int,
+    schedule: Schedule,
+    num_ranges: int,
+    lead: float,
+    most_ahead: tuple[int, ...],
+    head_shares: tuple[float, ...],
+) -> tuple[ComputeOrder, ...]:
+    """Computes the `family_orders` of families of so many chunks."""
+    ends = list(accumulate(sizes, initial=0))
+    num_chunks, members = ends[-1], [range(first, stop) for first, stop in pairwise(ends)]
     _check_request(num_chunks, num_stages, schedule, num_ranges, lead)
     heads = spread_heads(num_chunks, head_shares)
     if heads and (num_ranges > 1 or len(head_shares) != num_stages):
@@ -201,15 +219,15 @@ def family_orders(
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
     longest = max(len(family) for family in members)
-    # stages after each one, by which it runs ahead of the last; heads on other stages count as one more
-    later = [count + bool(heads) for count in range(num_stages)[::-1]]
+    # stages after each one, by which it runs ahead of the last, and the forward during which heads run on other stages
+    later, beside = range(num_stages)[::-1], bool(heads)
     if schedule == "gpipe":
         backwards = forwards[::-1]
         ahead, leads = [num_chunks] * num_chunks, [0] * num_stages
     elif schedule == "1f1b":
-        ahead, leads = _window(num_chunks, longest), later
+        ahead, leads = _window(num_chunks, longest), [count + beside for count in later]
     elif schedule == "elastic":
-        ahead, leads = _elastic_window(members), [math.ceil(lead * count) for count in later]
+        ahead, leads = _elastic_window(members), [math.ceil(lead * count) + beside for count in later]
     else:
         rounds = _rounds(num_chunks, num_stages)
         forwards = _in_rounds(forwards, rounds, range(num_ranges))
@@ -380,8 +398,8 @@ def _passes(order: ComputeOrder, away: Container[int]) -> Iterator[_Pass]:
 def running_order(actions: Sequence[Sequence[Action]], turns: Sequence[int]) -> list[tuple[int, Action]]:
     """Returns every action with the index of its micro-batch, in running order on one stage.
 
-    actions: those of each micro-batch in order. turns: micro-batch of each pass, (): one micro-batch after the other. A pass takes
-    with it the receives before it and the sends after it.
+    actions: those of each micro-batch in order. turns: micro-batch of each pass, (): one micro-batch after the other. A pass
+    takes with it the receives before it and the sends after it.
     """
     if not turns:
         return [(index, action) for index, own in enumerate(actions) for action in own]

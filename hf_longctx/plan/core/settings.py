@@ -74,6 +74,8 @@ class PlannerConfig:
     activations: ActivationBudget | None = None
     # layer ranges of every pipeline stage (empty: no pipeline)
     stages: tuple[tuple[LayerRange, ...], ...] = ()
+    # share of the output head's work that each stage does (empty: the last stage does all of it)
+    head_shares: tuple[float, ...] = ()
     # let idle stages lend their ranks to others; every rank must then hold the weights of all stages
     lend_stages: bool = False
     # most tokens of a sequence alone in a group of the largest degree (from `longest_alone`), if more than that of others;
@@ -98,6 +100,11 @@ class PlannerConfig:
         if self.lend_stages and (len(self.stages) < 2 or len(self.stages[0]) > 1):
             raise ValueError(
                 "lend_stages needs at least two pipeline stages of one layer range each; set stages, or leave it out"
+            )
+        if self.head_shares and (len(self.head_shares) != len(self.stages) or self.lend_stages or len(self.stages[0]) > 1):
+            raise ValueError(
+                f"{len(self.head_shares)} head_shares for {len(self.stages)} stages; give one for every stage of one layer "
+                f"range, or none if stages lend their ranks"
             )
         if not self.solver_time_limit_s > 0:
             raise ValueError(f"solver_time_limit_s is {self.solver_time_limit_s}; give a positive number of seconds")

@@ -106,8 +106,8 @@ class Action:
     RB do the same for gradients in the other direction. H computes output head and loss of a chunk, forward and backward, on a
     stage before the last one; the forward of a chunk without H on the last stage includes them. layer_range: index of one of the
     stage's (several with interleaving); for H and its messages RF and SB, the number of these, since the head comes after all
-    layer ranges. lenders: (stage, position) of ranks that would idle and take part in the chunk's tokens (lending: SPPO's multiplexed sequence
-    partitioning).
+    layer ranges. lenders: (stage, position) of ranks that would idle and take part in the chunk's tokens (lending: SPPO's
+    multiplexed sequence partitioning).
     """
 
     kind: ActionKind

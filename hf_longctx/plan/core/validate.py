@@ -93,7 +93,7 @@ def _check_compute(
     """Checks that every chunk runs F, then B, once per layer range, and slices of a sequence F in order and B in reverse."""
     done: set[tuple[str, int, int]] = set()
     num_chunks, num_ranges, num_computed = len(group.chunks), len(stage.layer_ranges), 0
-    is_inner = num_ranges == 1 and stage.stage < len(group.stages) - 1
+    is_inner, heads = num_ranges == 1 and stage.stage < len(group.stages) - 1, group.head_stages
     for index, action in enumerate(stage.actions):
         if action.kind not in ACTION_KINDS or action.stage != stage.stage:
             raise _fault(name, group, stage, index, f"does not belong to stage {stage.stage}")
@@ -102,7 +102,7 @@ def _check_compute(
         fitting = range(num_ranges, num_ranges + 1) if is_head else range(num_ranges)
         if not 0 <= action.chunk < num_chunks or action.layer_range not in fitting:
             raise _fault(name, group, stage, index, "names a chunk or layer range that does not exist")
-        if is_head and (not is_inner or group.head_stages.get(action.chunk) != stage.stage):
+        if is_head and (not is_inner or heads.get(action.chunk) != stage.stage):
             raise _fault(
                 name,
                 group,
@@ -221,8 +221,8 @@ def _check_messages(name: str, group: SequenceGroup, chain: list[_Link]) -> None
                         f"{name}: S{direction} of stage {sender[0]} layer range {sender[1]} must move every chunk once\n"
                         f"{schedule_grid(group)}"
                     )
-    for chunk, stage in heads.items():
-        ways = ((last, sent["F", last[0], stage, True]), ((stage, num_ranges), sent["B", stage, last[0], True]))
+    for chunk, place in heads.items():
+        ways = ((last, sent["F", last[0], place, True]), ((place, num_ranges), sent["B", place, last[0], True]))
         if any((link, chunk) not in messages for link, messages in ways):
             raise PlanError(f"{name}: the output head of chunk {chunk} lacks a message\n{schedule_grid(group)}")
 
@@ -368,7 +368,7 @@ def _check_heads_in_rounds(name: str, group: SequenceGroup, owners: Sequence[int
     heads, last = group.head_stages, group.stages[-1]
     left = {stage: [action.chunk for action in group.stages[stage].actions if action.kind == "H"] for stage in heads.values()}
     for index, action in enumerate(last.actions):
-        if action.kind != "RB":
+        if action.kind != "RB" or action.chunk not in heads:
             continue
         waiting = left[heads[action.chunk]]
         while action.chunk in waiting:
@@ -391,12 +391,12 @@ def _check_one_order(index: int, micro_batch: MicroBatch) -> None:
                 f"micro-batch {index}: with turns all groups must run the same actions; give them one order, or leave turns out\n"
                 f"{grids}"
             )
-    known = MessagedPasses()
+    known, heads = MessagedPasses(), first.head_stages
     for stage in first.stages:
         passes = [action for action in stage.actions if action.kind in PASSES]
         if any(action.lenders for action in passes):
             raise PlanError(f"micro-batch {index}: stage {stage.stage} is lent ranks, but the plan has turns; leave one out")
-        units = ((ACTION_CODES[each.kind], each.chunk, each.layer_range, each.chunk in first.head_stages) for each in passes)
+        units = ((ACTION_CODES[each.kind], each.chunk, each.layer_range, each.chunk in heads) for each in passes)
         if known.actions(stage.stage, len(first.stages), len(stage.layer_ranges), units) != stage.actions:
             raise PlanError(
                 f"micro-batch {index}: with turns every receive must come right before its pass, and every send right after "

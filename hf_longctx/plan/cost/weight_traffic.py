@@ -23,7 +23,7 @@ received needs no copies); and a share of the hidden seconds, in which kernels h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +31,14 @@ from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.sharding import sum_bytes
-from hf_longctx.plan.core.types import FloatArray, frees_every_round, gathers_every_pass, sums_every_backward
+from hf_longctx.plan.core.types import (
+    FloatArray,
+    LayerRange,
+    Parameters,
+    frees_every_round,
+    gathers_every_pass,
+    sums_every_backward,
+)
 from hf_longctx.plan.cost.cost_model import SLOWED_SHARE, CostModel
 from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -257,6 +264,40 @@ def counted_passes_s(gathers: Sequence[Sequence[StageGathers]], compute_s: Float
                 found[place, stage, :, is_backward] = each.of_pass(bool(is_backward), False).counted_s(beside_s)
                 found[place, stage, end, is_backward] = each.of_pass(bool(is_backward), True).counted_s(beside_s[end])
     return found
+
+
+def stage_collectives(
+    collectives: Callable[[int, bool, bool], StageGathers],
+    ranges: Sequence[Sequence[LayerRange]],
+    parameters: Parameters,
+    model: ModelSpec,
+) -> list[list[StageGathers]]:
+    """Returns the collectives of every layer range of every stage.
+
+    collectives: those of a part of the model, given the number of layers, and whether the embedding and the head are there.
+    If several stages have the head (`ModelSpec.head_stages`) and every pass sums its own gradients, those of the head are not
+    part of backwards; see `head_sum_s`.
+    """
+    num_stages = len(ranges)
+    is_apart = model.head_stages > 1 and sums_every_backward(parameters, num_stages)
+    found: list[list[StageGathers]] = []
+    for stage, own in enumerate(ranges):
+        found.append([])
+        for place, layer_range in enumerate(own):
+            is_last = place == len(own) - 1 and model.has_head(stage, num_stages)
+            of_range = collectives(layer_range.num_layers, stage == place == 0, is_last)
+            if is_last and is_apart:
+                of_range = replace(of_range, passes=collectives(layer_range.num_layers, stage == place == 0, False).passes)
+            found[-1].append(of_range)
+    return found
+
+
+def head_sum_s(head: StageGathers, parameters: Parameters) -> float:
+    """Returns seconds in which a spread output head's gradients are summed after each chunk; 0 if they wait.
+
+    head: collectives of the head alone, on one of several stages. What runs beside them does not count.
+    """
+    return float(head.of_pass(True, False).counted_s(0.0)) if sums_every_backward(parameters, 2) else 0.0
 
 
 def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float = math.inf) -> tuple[float, float]:

@@ -129,6 +129,8 @@ class _Counted:
         self.moments: dict[Hashable, tuple[tuple[Chunk, ...], StagePlan, RoundMoments]] = {}
         # states of stages, and gradients that wait on them
         self.stages: dict[Hashable, int] = {}
+        # bytes of output heads on other stages than the last one, by tokens
+        self.heads: dict[int, int] = {}
         # peaks of groups that keep everything, by shape and lengths
         self.kept: dict[tuple[GroupShape, tuple[int, ...]], int] = {}
 
@@ -163,7 +165,7 @@ class ByteModel:
 
     def _of_stage(self, count: Callable[..., int], stage: StagePlan, plan: StepPlan) -> int:
         """Returns the result of `count` for one stage of the plan, computed once for equal stages."""
-        is_first, is_last = stage.stage == 0, stage.stage == plan.num_stages - 1
+        is_first, is_last = stage.stage == 0, self.model.has_head(stage.stage, plan.num_stages)
         return self._once(count, stage.num_layers, is_first, is_last, plan.parameters, plan.block_ranks)
 
     def _once(self, count: Callable[..., int], *part: Hashable) -> int:
@@ -192,7 +194,8 @@ class ByteModel:
     ) -> int:
         """Returns the sum of these counts for a rank of the stage where it is largest."""
         counts = [sum(part.num_layers for part in own) for own in ranges]
-        parts = [(count, stage == 0, stage == len(counts) - 1, parameters, shard_ranks) for stage, count in enumerate(counts)]
+        has_head = [self.model.has_head(stage, len(counts)) for stage in range(len(counts))]
+        parts = [(count, stage == 0, has_head[stage], parameters, shard_ranks) for stage, count in enumerate(counts)]
         return max(sum(count_bytes(self.model, *part) for count_bytes in kinds) for part in parts)
 
     def kept_tokens(self, device_bytes: int, is_shared: bool = False) -> int:
@@ -327,7 +330,21 @@ class ByteModel:
         book = book_moments(self.model, stage, self._book(group, position), len(group.chunks), place, is_forward)
         work = np.where(is_forward, forward_workspace, backward_workspace)
         after = np.stack([_after(device, is_forward), _after(host, is_forward), book.after])
-        return RoundMoments(saved, on_host, book.most + book.others, work, _peak(numbers, saved, is_forward, book), after)
+        peak = _peak(numbers, saved, is_forward, book)
+        for chunk, before in passes.heads:
+            head = self._head_bytes(loads.loads[chunk])
+            peak[before] = max(peak[before], after[0, before] + after[2, before] + head)
+            work[before] = max(work[before], head)
+        return RoundMoments(saved, on_host, book.most + book.others, work, peak, after)
+
+    def _head_bytes(self, load: Load) -> int:
+        """Returns bytes of an output head that runs forward and backward at once, in tiles, on hidden states of another stage."""
+        key = load.num_tokens
+        if key not in self._counted.heads:
+            own = replace(load, has_head=True, keeps_gradients=True)
+            outside = OutsideBytes(self.model, own, LEAST_TILE_TOKENS)
+            self._counted.heads[key] = outside.shared + max(outside.head, outside.forward, outside.backward)
+        return self._counted.heads[key]
 
     def least_peak(self, group: SequenceGroup, stage: StagePlan, waiting: int = 0) -> int:
         """Returns a lower bound on the peak of `moments` on the first rank: the peak of a few passes that probably need most.
@@ -482,7 +499,8 @@ class ByteModel:
             has_head = _has_head(group, stage, layer_range)
             # equal stages share one entry of the cache
             policies = self._policies(group, stage, layer_range)[1]
-            key = loads.number, self._kinds(owned), has_head and at_once, (stage.stage, layer_range) == (0, 0), policies
+            heads = (at_once, self.passes(stage).leaving) if has_head else None
+            key = loads.number, self._kinds(owned), heads, (stage.stage, layer_range) == (0, 0), policies
             if key not in known:
                 known[key] = self._chunks_of(group, stage, layer_range, loads, tiles_loss, range(len(loads.loads)))
             found[:, layer_range] = known[key]
@@ -493,9 +511,10 @@ class ByteModel:
     ) -> IntArray:
         """Returns the numbers of `ChunkBytes` of these chunks on one layer range of a stage, (chunks, 5).
 
-        Output head and loss are on the last layer range of the last stage.
+        Output head and loss are on the last layer range of the last stage, unless another stage runs those of a chunk: then the
+        norm's input and output stay instead, the latter until a gradient of the same size takes its place.
         """
-        has_head, num_ranges, at_once = _has_head(group, stage, layer_range), len(stage.layer_ranges), self.passes(stage).at_once
+        is_last, num_ranges, passes = _has_head(group, stage, layer_range), len(stage.layer_ranges), self.passes(stage)
         kinds, policies, is_first = (
             self._kinds(stage.layer_ranges[layer_range]),
             self._policies(group, stage, layer_range)[0],
@@ -505,9 +524,14 @@ class ByteModel:
         for chunk in chunks:
             load, number, policy = loads.loads[chunk], loads.numbers[chunk], policies[chunk]
             rows.append(self._layer_rows(load, number, policy, kinds))
-            keeps_gradients = has_head and chunk * num_ranges + layer_range in at_once
+            has_head = is_last and chunk not in passes.leaving
+            keeps_gradients = has_head and chunk * num_ranges + layer_range in passes.at_once
             loss_tile = policy.tile_tokens if tiles_loss else 0
-            outside.append(self._outside(load, number, has_head, keeps_gradients, loss_tile))
+            numbers = self._outside(load, number, has_head, keeps_gradients, loss_tile)
+            if is_last and not has_head:
+                shared, head, *work = numbers
+                numbers = (shared, head + 2 * load.num_tokens * self.model.hidden_bytes, *work)
+            outside.append(numbers)
             # hidden states received from another layer range wait for their gradient only if a policy may move them
             receives.append(bool(policy.layers) and not is_first)
         layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]

@@ -1,6 +1,7 @@
 """Counts bytes on the ranks of one pipeline stage: weights and optimizer states of its layers, chunks in flight, and messages.
 
-The first stage has the embeddings, the last one the output head. If they are tied, both stages hold a copy with its own states.
+The first stage has the embeddings, the last one the output head, as others before it have that share its work. If embedding and
+head are tied, each of these stages holds a copy with its own states.
 
 A chunk's *held* bytes stay from its forward to its backward, on the device or on the host. Its *workspace* is the most that one
 of its passes needs besides the bytes held at the end of the forward: a layer's replay and backward, or the loss (`layer.py`). A
@@ -18,6 +19,7 @@ import numpy as np
 
 from hf_longctx.plan.core.sharding import sequence_ends, shard_tokens
 from hf_longctx.plan.core.types import (
+    PASSES,
     Action,
     BoolArray,
     Chunk,
@@ -102,9 +104,9 @@ def layer_shard_bytes(model: ModelSpec, num_layers: int, parameters: Parameters,
     return -(-_layer_bytes(model, num_layers) // shard_ranks) if _leave(model, parameters) else 0
 
 
-def _sums_every_backward(parameters: Parameters, is_first: bool, is_last: bool) -> bool:
-    """Whether every backward of a stage reduce-scatters its gradients; a stage that is first and last is the only one."""
-    return sums_every_backward(parameters, 1 if is_first and is_last else 2)
+def _sums_every_backward(model: ModelSpec, parameters: Parameters, is_first: bool, is_last: bool) -> bool:
+    """Whether every backward of a stage reduce-scatters its gradients; the only stage has embedding and head."""
+    return sums_every_backward(parameters, 1 if is_first and is_last and model.head_stages == 1 else 2)
 
 
 def _leave(model: ModelSpec, parameters: Parameters) -> bool:
@@ -126,7 +128,7 @@ def accumulated_bytes(
     weights, those of half-precision weights in fp32, and beside them those of the running backward, of a layer and the head. Last
     come those that others send.
     """
-    if parameters == "replicated" or shard_ranks == 1 or _sums_every_backward(parameters, is_first, is_last):
+    if parameters == "replicated" or shard_ranks == 1 or _sums_every_backward(model, parameters, is_first, is_last):
         return 0
     flight = InFlight.of(model, min(num_layers, 1), is_first, is_last)
     trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
@@ -183,7 +185,8 @@ def summed_bytes(
     """Returns bytes of gradients in flight on a rank that sums them, besides its shards, while one layer's backward runs.
 
     num_layers: at most one. A layer's gradients arise while those of the layer before are sent, and the largest of them is
-    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`). Weights that stay
+    received; those of the head wait meanwhile, for those of the embedding (`runtime/parameters/sums.py`), but are sent at once if
+    several stages have it. Weights that stay
     gathered for a micro-batch send gradients in fp32. Those of embedding and head are copied if ranks cannot share their rows
     evenly.
     """
@@ -196,7 +199,7 @@ def summed_bytes(
     largest_outside = max(flight.head, flight.embedding) * outside // max(1, flight.outside)
     copied = outside if outside > flight.outside or model.vocab_size % shard_ranks else 0
     sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.larger_elements))
-    of_layer = flight.head + flight.layer + sent + received + sums
+    of_layer = (0 if model.head_stages > 1 else flight.head) + flight.layer + sent + received + sums
     # beside what is left of the last layer, beside copies, and what others send of the copies
     at_end = max(flight.outside + max(sent + received, copied), outside + largest_outside)
     return max(of_layer, at_end + sums_outside)
@@ -295,14 +298,14 @@ def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequenc
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
     """Returns bytes of messages that no chunk in flight holds, for chunks of at most `num_tokens` tokens on the rank.
 
-    Each direction has a buffer for its next message before that arrives. A gradient that arrived stays while its backward runs; a
-    gradient that is sent stays until the next one is sent.
+    Each direction has a buffer for its next message before that arrives; so have ways to and from output heads on other stages. A
+    gradient that arrived stays while its backward runs; a gradient that is sent stays until the next one is sent.
     """
     if num_stages == 1:
         return 0
     has_ranges = len(stage.layer_ranges) > 1
     has_before, has_after = stage.stage > 0 or has_ranges, stage.stage < num_stages - 1 or has_ranges
-    return (2 * has_before + 2 * has_after) * num_tokens * model.hidden_bytes
+    return (2 * has_before + 2 * has_after + 2 * (model.head_stages > 1)) * num_tokens * model.hidden_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +326,7 @@ class ChunkBytes:
 
 
 class Passes:
-    """Forwards and backwards of a stage, their chunks and layer ranges."""
+    """Forwards and backwards of a stage, their chunks and layer ranges, and output heads of the last stage's chunks."""
 
     def __init__(self, stage: StagePlan) -> None:
         self.actions = tuple(action for action in stage.actions if action.kind in ("F", "B"))
@@ -335,6 +338,20 @@ class Passes:
         # cells with the backward directly after the forward
         behind = self.cells[1:] == self.cells[:-1]
         self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())
+        num_ranges, num_passes = len(stage.layer_ranges), 0
+        # chunk of every output head, with the number of the forward or backward before it
+        self.heads: list[tuple[int, int]] = []
+        # chunks whose hidden states leave the last layer range: on the last stage, those whose head another stage runs
+        leaving: set[int] = set()
+        for action in stage.actions:
+            num_passes += action.kind in ("F", "B")
+            if action.kind == "H":
+                self.heads.append((action.chunk, num_passes - 1))
+            elif action.kind == "SF" and action.layer_range == num_ranges - 1:
+                leaving.add(action.chunk)
+        self.leaving = frozenset(leaving)
+        # with output heads
+        self.with_heads = tuple(action for action in stage.actions if action.kind in PASSES) if self.heads else self.actions
 
 
 # numbers of a layer, and of everything outside the layers, from which a chunk's bytes are summed

@@ -400,7 +400,15 @@ class Candidates:
         """The placed groups with one order of actions. lead: see `compute_orders`."""
         shapes = [self.staged.shapes[group.degree] if group.members else GroupShape(1) for group in groups]
         plain = [SequenceGroup.of(shape, group.positions, chunks[group]) for group, shape in zip(groups, shapes, strict=True)]
-        ((made,), _) = in_turns([MicroBatch(tuple(plain))], self.staged.ranges, self.staged.schedule, self.passes, lead)
+        ((made,), _) = in_turns(
+            [MicroBatch(tuple(plain))],
+            self.staged.ranges,
+            self.staged.schedule,
+            self.passes,
+            lead,
+            None,
+            self.staged.config.head_shares,
+        )
         return made
 
     def least_memory(self, members: Sequence[int]) -> LeastMemory:
@@ -455,7 +463,7 @@ class Candidates:
             key = shape, own, leads.get(each, 1.0)
             if key not in self._pipelines:
                 group = SequenceGroup.of(shape, each.positions, own)
-                how = self.staged.schedule, self.passes, key[2]
+                how = self.staged.schedule, self.passes, key[2], self.staged.config.head_shares
                 self._pipelines[key] = pipelined(group, self.staged.ranges, *how)
             groups.append(replace(self._pipelines[key], positions=tuple(each.positions)))
         return MicroBatch(tuple(groups))
@@ -537,7 +545,9 @@ class SingleChunks:
         def fits(tokens: int) -> bool:
             chunk = Chunk(0, (Span(0, 0, tokens * degree),))
             group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
-            return may_fit(pipelined(group, staged.ranges, staged.schedule, self.candidates.passes))
+            return may_fit(
+                pipelined(group, staged.ranges, staged.schedule, self.candidates.passes, 1.0, staged.config.head_shares)
+            )
 
         low, high = 0, staged.config.tokens_per_rank
         if fits(high):

@@ -126,7 +126,7 @@ class PipelineSearch:
         reaches = [None, *(max(1, math.ceil(share * plan.num_stages)) for share in _CHOICE.reaches)]
         for reach in reaches if len(self.staged.ranges[0]) == 1 else reaches[:1]:
             how = self.staged.schedule, self.candidates.passes
-            made, turns = in_turns(even, self.staged.ranges, *how, reach=reach)
+            made, turns = in_turns(even, self.staged.ranges, *how, reach=reach, head_shares=self.config.head_shares)
             tried = replace(plan, micro_batches=tuple(map(_with_policies, made, plan.micro_batches)), turns=turns)
             if self.fits(tried, self.planning.predict(tried)):
                 # forwards that reach less far ahead save memory and no time

@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from hf_longctx.plan.core.orders import Schedule, families, family_orders
+from hf_longctx.plan.core.orders import Schedule, families, family_orders, spread_heads
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
 from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, stage_collectives
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.memory.stage import accumulated_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.predict.event_loop import Wiring
+from hf_longctx.plan.predict.pipeline_run import hops_with_heads, seconds_on_stages, with_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class StagedStep:
             if length < 1:
                 raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
         self.ranges, self.num_stages, self.config = ranges, len(ranges), config
+        self.head_shares = _head_shares(config.head_shares, len(ranges))
         # stages with several layer ranges support only the interleaved schedule
         self.schedule: Schedule = schedule if len(ranges[0]) == 1 else "interleaved"
         self.ranks_per_stage = per_stage = cluster.num_ranks // self.num_stages
@@ -102,7 +105,10 @@ class StagedStep:
         self.shapes = {degree: self._shape(degree) for degree in self.degrees}
         tokens = self.lengths.astype(np.float64)
         self.gathers = stage_gathers(costs, ranges, self.block_ranks)
-        self.rates = {degree: busiest_rates(costs, shape, ranges, tokens, self.gathers) for degree, shape in self.shapes.items()}
+        self.rates = {
+            degree: busiest_rates(costs, shape, ranges, tokens, self.gathers, self.head_shares)
+            for degree, shape in self.shapes.items()
+        }
         # the first stage has the towers
         towers_s = costs.sequence_towers_s(len(tokens))
         self.seconds = {degree: rates.sequences_s(tokens) + towers_s / degree for degree, rates in self.rates.items()}
@@ -179,7 +185,7 @@ class StagedStep:
         found: list[StagedRun] = []
         work_s, before_s = max(map(self.work_s, chunks)), math.inf
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
-        how = self.ranges, self.schedule, self.leaves_node
+        how = self.ranges, self.schedule, self.leaves_node, self.config.head_shares
         groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
         runs = pipeline_s(groups, self.costs, *how, leads=leads, gathers=self.gathers)
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
@@ -211,7 +217,7 @@ class StagedStep:
         found = []
         for place, own in enumerate(self.ranges):
             share = sum(each.num_layers for each in own) / self.costs.model.num_layers
-            rates = {each: _rates(self.costs, shape, own, place == self.num_stages - 1) for each, shape in self.shapes.items()}
+            rates = {each: _rates(self.costs, shape, own, self.head_shares[place]) for each, shape in self.shapes.items()}
             work = [
                 degree * (each.sequences_s(tokens) - share * self._hidden_s(tokens, degree)) for degree, each in rates.items()
             ]
@@ -268,9 +274,9 @@ class StageRoom:
         # bytes of gradients that wait on a rank of each stage
         self.waiting = [0] * len(ranges)
         if self.budget is not None:
-            block_ranks, last = costs.shards or costs.cluster.num_ranks, len(ranges) - 1
+            block_ranks = costs.shards or costs.cluster.num_ranks
             for stage, count in enumerate(self.layers):
-                part = count, stage == 0, stage == last, costs.parameters, block_ranks
+                part = count, stage == 0, model.has_head(stage, len(ranges)), costs.parameters, block_ranks
                 self.waiting[stage] = accumulated_bytes(model, *part)
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
         # a recomputed layer keeps its input, and the attention output if that fits
@@ -332,24 +338,33 @@ class StageRates:
 
 def stage_gathers(costs: CostModel, ranges: Ranges, block_ranks: int) -> list[list[StageGathers]]:
     """Collectives of every layer range of every stage, among blocks of `block_ranks` ranks."""
-    last = len(ranges) - 1, len(ranges[0]) - 1
-    return [
-        [
-            StageGathers.of(costs, block_ranks, (each.num_layers, stage == place == 0, (stage, place) == last), len(ranges))
-            for place, each in enumerate(own)
-        ]
-        for stage, own in enumerate(ranges)
-    ]
+
+    def collectives(*part: Any) -> StageGathers:
+        return StageGathers.of(costs, block_ranks, part, len(ranges))
+
+    return stage_collectives(collectives, ranges, costs.parameters, costs.model)
+
+
+def _head_shares(head_shares: Sequence[float], num_stages: int) -> Sequence[float]:
+    """Share of the output head's work that each stage does. head_shares: (): the last stage does all of it."""
+    return head_shares or (*(num_stages - 1) * (0.0,), 1.0)
 
 
 def busiest_rates(
-    costs: CostModel, shape: GroupShape, ranges: Ranges, tokens: FloatArray, gathers: Sequence[Sequence[StageGathers]] = ()
+    costs: CostModel,
+    shape: GroupShape,
+    ranges: Ranges,
+    tokens: FloatArray,
+    gathers: Sequence[Sequence[StageGathers]] = (),
+    head_shares: Sequence[float] = (),
 ) -> StageRates:
     """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage.
 
-    gathers: see `stage_gathers`; what every chunk counts for them beside any computing is part of `chunk_s`.
+    gathers: see `stage_gathers`; what every chunk counts for them beside any computing is part of `chunk_s`. head_shares: see
+    `_head_shares`.
     """
-    rates = [_rates(costs, shape, own, stage == len(ranges) - 1) for stage, own in enumerate(ranges)]
+    head_shares = _head_shares(head_shares, len(ranges))
+    rates = [_rates(costs, shape, *each) for each in zip(ranges, head_shares, strict=True)]
     work_s = [float(each.sequences_s(tokens).sum()) for each in rates]
     place = max(range(len(rates)), key=lambda place: work_s[place])
     busiest, spare = rates[place], 1 - work_s[0] / work_s[place] if work_s[place] else 0.0
@@ -357,7 +372,7 @@ def busiest_rates(
     return replace(busiest, chunk_s=busiest.chunk_s + added_s, spare=spare)
 
 
-def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], has_head: bool) -> StageRates:
+def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], head_share: float) -> StageRates:
     share = sum(layer_range.num_layers for layer_range in layers) / costs.model.num_layers
     pair_s = token_s = document_s = chunk_s = 0.0
     for is_backward in (False, True):
@@ -365,7 +380,7 @@ def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], ha
         head = costs.head_share(is_backward)
         fixed_s, sent_s = costs.exchange_line(shape, is_backward)
         pair_s += share * each.pair_s / shape.degree
-        token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + has_head * head * each.token_s / shape.degree
+        token_s += share * (each.token_s * (1 - head) / shape.degree + sent_s) + head_share * head * each.token_s / shape.degree
         document_s += share * costs.document_s(shape, is_backward)
         chunk_s += share * (each.chunk_s + fixed_s)
     return StageRates(SpanRates(pair_s, token_s, costs.attention_pairs(layers)), document_s, chunk_s)
@@ -377,6 +392,7 @@ def pipeline_s(
     ranges: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
+    head_shares: Sequence[float] = (),
     *,
     leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
@@ -388,32 +404,47 @@ def pipeline_s(
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
     every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
-    first). gathers: see `stage_gathers`.
+    first). head_shares: see `family_orders`. gathers: see `stage_gathers`.
     """
     num_stages, num_ranges = len(ranges), len(ranges[0])
+    heads = spread_heads(len(groups[0][0]), head_shares)
     passes = [_passes_s(*group, costs, ranges) for group in groups]
     on_rank = [[fullest_share(chunk, shape) for chunk in chunks] for chunks, shape in groups]
     most = [max(of_slot) for of_slot in zip(*on_rank, strict=True)]
     hops = {leaves: [costs.hop_s(count, leaves) for count in most] for leaves in set(leaves_node)}
     # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
+    hop_s = hops_with_heads(hop_s, leaves_node, heads, lambda leaves: [costs.hop_s(count, leaves) for count in most])
     members = families(*(chunks for chunks, _ in groups))
+    tables: list[FloatArray] = []
     for lead in leads:
-        orders = family_orders(members, num_stages, schedule, num_ranges, lead)
+        orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), head_shares)
         kinds, of_chunks, of_ranges = zip(*orders, strict=True)
-        if lead == leads[0] and gathers and gathers[0][0].passes:
+        if lead == leads[0]:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]
-            passes = [(own_s + counted_passes_s(gathers, compute_s, last_chunks), compute_s) for own_s, compute_s in passes]
+            has_gathers = bool(gathers and gathers[0][0].passes)
+            tables = [
+                with_heads(own_s + (counted_passes_s(gathers, compute_s, last_chunks) if has_gathers else 0.0), head_s, heads)
+                for own_s, compute_s, head_s in passes
+            ]
         # a pass of groups that wait for one another takes as long as that of the slowest
-        seconds = np.max([own_s for own_s, _ in passes], axis=0)
+        seconds = np.max(tables, axis=0)
         wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
         stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
-        held = [max(most_tokens_at_once(kind == 0, chunk, own, num_ranges) for own in on_rank) for kind, chunk, _ in orders]
-        yield stop_s, tuple(held), tuple(seconds.sum(axis=(0, 2, 3)).tolist())
+        held = []
+        for kind, chunk, _ in orders:
+            holds = kind < 2
+            held.append(max(most_tokens_at_once(kind[holds] == 0, chunk[holds], own, num_ranges) for own in on_rank))
+        yield stop_s, tuple(held), tuple(seconds_on_stages(seconds, heads).tolist())
 
 
-def _passes_s(chunks: Sequence[Chunk], shape: GroupShape, costs: CostModel, ranges: Ranges) -> tuple[FloatArray, FloatArray]:
-    """Seconds of every pass of a group's chunks, and how many of them compute layers: (layer ranges, stages, chunks, F/B)."""
+def _passes_s(
+    chunks: Sequence[Chunk], shape: GroupShape, costs: CostModel, ranges: Ranges
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds of every pass of a group's chunks over layers, and how many of them compute: (layer ranges, stages, chunks, F/B).
+
+    Third, those of output heads: (chunks, F/B).
+    """
     tokens = np.array([max(chunk.num_tokens, shape.degree) for chunk in chunks], dtype=np.float64)
     pairs_of = [[costs.attention_pairs((each,)) for each in own] for own in ranges]
     # pairs are counted once per mix of layers, since most stages have the same mix
@@ -424,7 +455,7 @@ def _passes_s(chunks: Sequence[Chunk], shape: GroupShape, costs: CostModel, rang
     documents = np.array([len(chunk.spans) for chunk in chunks], dtype=np.float64)
     num_stages, num_ranges = len(ranges), len(ranges[0])
     seconds = np.empty((num_ranges, num_stages, len(chunks), 2))
-    compute_s = np.empty_like(seconds)
+    compute_s, heads_s = np.empty_like(seconds), np.empty((len(chunks), 2))
     for is_backward in (False, True):
         fixed_s, sent_s = costs.exchange_line(shape, is_backward)
         exchange_s = (fixed_s + sent_s * tokens) / costs.model.num_layers
@@ -435,11 +466,10 @@ def _passes_s(chunks: Sequence[Chunk], shape: GroupShape, costs: CostModel, rang
         }
         for stage, own in enumerate(ranges):
             for place, layer_range in enumerate(own):
-                has_head = stage == num_stages - 1 and place == num_ranges - 1
-                layer_s, head_s = found[pairs_of[stage][place]]
-                seconds[place, stage, :, int(is_backward)] = layer_s * layer_range.num_layers + (head_s if has_head else 0.0)
+                layer_s, heads_s[:, int(is_backward)] = found[pairs_of[stage][place]]
+                seconds[place, stage, :, int(is_backward)] = layer_s * layer_range.num_layers
                 compute_s[place, stage, :, int(is_backward)] = (layer_s - exchange_s) * layer_range.num_layers
-    return seconds, compute_s
+    return seconds, compute_s, heads_s
 
 
 def _layer_and_head_s(

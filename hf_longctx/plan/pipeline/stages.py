@@ -2,14 +2,15 @@
 
 Layers differ: one with a window takes seconds that grow with the tokens, one without a window seconds that grow with their
 square, and the last stage also has the output head and the loss. At long contexts all stages wait for one that has one full layer
-more than another, so layers are dealt by seconds and not by number.
+more than another, so layers are dealt by seconds and not by number. Since even then whole layers leave stages uneven, stages may
+share the work of the head (`stage_layers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Ranges, Span
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -19,14 +20,70 @@ from hf_longctx.plan.model.attention_pairs import AttentionPairs
 _EQUAL = 1e-9
 
 
+# share of the busiest stage's work that a spread head must save
+_LEAST_GAIN = 0.01
+# share of the least work of the busiest stage by which fewer stages may exceed it: each holds the head's weight and its states,
+# and stages at the end hold the fewest chunks
+_NEAR_LEAST = 0.015
+
+
+def stage_layers(
+    costs: CostModel, num_stages: int, num_ranges: int, lengths: Sequence[int], spreads_head: bool
+) -> tuple[Ranges, tuple[float, ...]]:
+    """Layers of every stage, balanced by seconds, and the share of the output head's work that each stage does.
+
+    The last stages share it, as few as bring the busiest stage near its least work. There are no shares if the head stays on the
+    last stage: without `spreads_head`, with several layer ranges, or if the busiest stage would work hardly less. Raises
+    ValueError like `balanced_ranges`.
+    """
+    plain = balanced_ranges(costs, num_stages, lengths, num_ranges)
+    head_layers, layer_work = _work(costs, lengths) if spreads_head and num_stages > 1 and num_ranges == 1 else (0.0, [])
+    if not layer_work or not head_layers:
+        return plain, ()
+    found: list[tuple[float, Ranges, list[float]]] = []
+    without_head = layer_ranges(len(layer_work), num_stages, 1, 0.0, layer_work)
+    for first, ranges in product(range(num_stages - 2, -1, -1), (without_head, plain)):
+        work = [_layers_work(own, layer_work) for own in ranges]
+        shares = [0.0] * first + _even_shares(work[first:], head_layers)
+        found.append((max(own + share for own, share in zip(work, shares, strict=True)), ranges, shares))
+    least = min(most for most, _, _ in found)
+    most, ranges, shares = next(each for each in found if each[0] <= (1 + _NEAR_LEAST) * least)
+    alone = [_layers_work(own, layer_work) for own in plain]
+    alone[-1] += head_layers
+    if most > (1 - _LEAST_GAIN) * max(alone):
+        return plain, ()
+    return ranges, tuple(share / head_layers for share in shares)
+
+
+def _layers_work(own: Sequence[LayerRange], layer_work: Sequence[float]) -> float:
+    return sum(sum(layer_work[each.first_layer : each.first_layer + each.num_layers]) for each in own)
+
+
+def _even_shares(work: Sequence[float], more: float) -> list[float]:
+    """Divides `more` work among stages that have this work, so that the busiest has as little as possible."""
+    level, ordered = 0.0, sorted(work)
+    for count in range(1, len(ordered) + 1):
+        level = (more + sum(ordered[:count])) / count
+        if count == len(ordered) or level <= ordered[count]:
+            break
+    return [max(0.0, level - own) for own in work]
+
+
 def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], num_ranges: int = 1) -> Ranges:
     """Layers of every stage, in `num_ranges` ranges each, balanced by seconds for sequences of these lengths.
 
-    The head with the loss counts as the number of layers that takes as many seconds. Raises ValueError for too few layers.
+    The head with the loss, which the last stage has, counts as the number of layers that takes as many seconds. Raises ValueError
+    for too few layers.
     """
     model = costs.model
     if num_stages == 1:
         return ((LayerRange(0, model.num_layers),),)
+    return layer_ranges(model.num_layers, num_stages, num_ranges, *_work(costs, lengths))
+
+
+def _work(costs: CostModel, lengths: Sequence[int]) -> tuple[float, list[float]]:
+    """Work of the head with the loss, and of every layer, in units of a mean layer; none if only constant costs are known."""
+    model = costs.model
     chunk, shape = Chunk(0, tuple(Span(i, 0, length) for i, length in enumerate(lengths))), GroupShape(1)
     # leave the constant cost of a chunk out of the cost of a layer, since a run has fewer chunks than sequences
     coefficients = replace(
@@ -43,11 +100,10 @@ def balanced_ranges(costs: CostModel, num_stages: int, lengths: Sequence[int], n
     mean_s, head_s = seconds(1, has_head=False), seconds(0, has_head=True)
     if mean_s <= 0:
         # a fit to very small chunks may find constant costs only
-        return layer_ranges(model.num_layers, num_stages, num_ranges)
+        return 0.0, []
     kinds = model.layer_kinds(LayerRange(0, model.num_layers))
     seconds_of = {kind: seconds(1, has_head=False, pairs=costs.pairs_of((kind,))) for kind in dict.fromkeys(kinds)}
-    layer_work = [seconds_of[kind] / mean_s for kind in kinds]
-    return layer_ranges(model.num_layers, num_stages, num_ranges, head_s / mean_s, layer_work)
+    return head_s / mean_s, [seconds_of[kind] / mean_s for kind in kinds] or [1.0] * model.num_layers
 
 
 def layer_ranges(

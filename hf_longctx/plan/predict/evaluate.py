@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.sharding import shard_tokens
 from hf_longctx.plan.core.types import (
+    PASSES,
     Action,
     Chunk,
     GroupShape,
@@ -76,7 +77,7 @@ class Evaluation:
     # one entry per rank
     peak_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
-    # every F and B of every rank, and the communication inside each
+    # every pass of every rank, and the communication inside each
     events: tuple[TimelineEvent, ...]
     exchange_s: tuple[float, ...]
     # seconds that count for gathers of weights and reduce-scatters of gradients beside `step_s`: with several stages, only those
@@ -154,7 +155,7 @@ class _Run:
         for places in self.plan.in_step(micro_batch) if has_waits else [range(len(groups))]:
             own = [groups[place] for place in places]
             if self.plan.num_stages > 1 and len(own) > 1:
-                turns = [[0] * sum(action.kind in ("F", "B") for action in stage.actions) for stage in own[0].stages]
+                turns = [[0] * sum(action.kind in PASSES for action in stage.actions) for stage in own[0].stages]
                 self.enter_schedule((MicroBatch(tuple(own)),), turns)
             elif has_waits and len(own) > 1 and len(own[0].chunks) > 1:
                 self._enter_in_step(own)

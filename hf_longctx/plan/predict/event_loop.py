@@ -17,21 +17,21 @@ back is requested when the stage begins its previous backward, both of which nee
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from hf_longctx.plan.core.orders import ACTION_CODES
 from hf_longctx.plan.core.types import Action, FloatArray, IntArray
 from hf_longctx.plan.core.validate import PlanError
 
 # (start, stop) of every action of a stage
 Times = tuple[tuple[float, float], ...]
 
-# codes of action kinds: backwards are odd, messages come after F and B
-_KINDS = {"F": 0, "B": 1, "RF": 2, "RB": 3, "SF": 4, "SB": 5}
+_HEAD = ACTION_CODES["H"]
 
 
 class CopyStep(NamedTuple):
@@ -57,39 +57,50 @@ class Wiring:
     """The actions of all stages in order, with the result for which each of them waits, and the one that it hands over.
 
     Actions are numbered stage after stage. units: each action's index into a table of seconds, ((layer range * stages + stage) *
-    chunks + chunk) * 2, plus 1 for a backward and its messages; results are numbered like the F or B that needs them. is_pass,
-    hands_over: whether each action is an F or B, and whether it hands over a result.
+    chunks + chunk) * 2, plus 1 for a backward and its messages; results are numbered like the pass that needs them. The output
+    head of a chunk, on whatever stage it runs (H), counts as stage 0 of a further layer range. is_pass, hands_over: whether each
+    action is an F, B or H, and whether it hands over a result.
     """
 
     def __init__(
         self, kinds: Sequence[IntArray], chunks: Sequence[IntArray], ranges: Sequence[IntArray], num_ranges: int
     ) -> None:
-        """Takes each stage's actions in order, as three arrays: codes from `_KINDS`, chunks and layer ranges."""
+        """Takes each stage's actions in order, as three arrays: codes from `ACTION_CODES`, chunks and layer ranges."""
         self.num_stages, self.num_ranges = len(kinds), num_ranges
         self.num_chunks = 1 + max((int(of_stage.max(initial=-1)) for of_stage in chunks), default=-1)
         keys = [
-            (layer_range * self.num_stages + stage) * self.num_chunks + chunk
+            (np.minimum(layer_range * self.num_stages + stage, num_ranges * self.num_stages)) * self.num_chunks + chunk
             for stage, (layer_range, chunk) in enumerate(zip(ranges, chunks, strict=True))
         ]
         self.starts = [0, *accumulate(map(len, kinds))]
         all_kinds, all_keys = np.concatenate(kinds), np.concatenate(keys)
-        self.is_pass, is_back, is_send = all_kinds < 2, all_kinds % 2 == 1, all_kinds > 3
+        is_head = all_kinds == _HEAD
+        self.is_pass, is_back, is_send = (all_kinds < 2) | is_head, all_kinds % 2 == 1, (all_kinds == 4) | (all_kinds == 5)
         self.units: IntArray = 2 * all_keys + is_back
         self._kinds, self._keys = all_kinds, all_keys
+        self.has_heads = bool(is_head.any())
         # numbers after those of results: of one that is there, of one that is never made, and of one without readers
-        self._size = size = self.num_ranges * self.num_stages * self.num_chunks
+        places = self.num_ranges * self.num_stages
+        self._size = size = (places + self.has_heads) * self.num_chunks
         there, never, unneeded = 2 * size, 2 * size + 1, 2 * size + 2
+        # the first layer range needs no result forward, and the last one none backward for chunks whose head it runs
+        ends = 2 * np.arange(size)
+        own_heads = np.ones(self.num_chunks, dtype=bool)
+        own_heads[all_keys[is_head] - places * self.num_chunks] = False
+        last = ends[(places - 1) * self.num_chunks : places * self.num_chunks]
+        self._given: list[int] = [*ends[: self.num_chunks].tolist(), *(last[own_heads] + 1).tolist(), there]
         # a backward waits for its own forward, which comes before it
         own, begins = np.arange(len(all_kinds)), np.full(size, len(all_kinds))
         forwards = np.flatnonzero(all_kinds == 0)[::-1]
         begins[all_keys[forwards]] = forwards
         is_early = (all_kinds == 1) & (begins[all_keys] > own)
         self._needs: list[int] = np.where(is_send, there, np.where(is_early, never, self.units)).tolist()
-        goes_to = all_keys + np.where(is_back, -self.num_chunks, self.num_chunks)
+        goes_back = is_back | is_head
+        goes_to = all_keys + np.where(goes_back, -self.num_chunks, self.num_chunks)
         self.hands_over = (
             (is_send | (self.is_pass & (self.num_stages == 1 or not is_send.any()))) & (goes_to >= 0) & (goes_to < size)
         )
-        self._gives: list[int] = np.where(self.hands_over, 2 * goes_to + is_back, unneeded).tolist()
+        self._gives: list[int] = np.where(self.hands_over, 2 * goes_to + goes_back, unneeded).tolist()
 
     @classmethod
     def of_actions(cls, stages: Sequence[Sequence[Action]], num_ranges: int = 1) -> Wiring:
@@ -99,29 +110,37 @@ class Wiring:
 
     @classmethod
     def of_passes(cls, stages: Sequence[Sequence[Action]], num_ranges: int = 1) -> Wiring | None:
-        """Builds the wiring of only F and B, with the same times, if messages stand beside them; None if not.
+        """Builds the wiring of only F, B and H, with the same times, if messages stand beside them; None if not.
 
         This also holds if no action is a message.
         """
         found: list[tuple[IntArray, IntArray, IntArray]] = []
+        away = {action.chunk for actions in stages for action in actions if action.kind == "H"}
         for stage, actions in enumerate(stages):
             kinds, chunks, ranges = _codes(actions)
-            is_pass = kinds < 2
-            if not is_pass.all() and not _stand_beside(kinds, chunks, ranges, stage, len(stages), num_ranges):
+            is_pass = (kinds < 2) | (kinds == _HEAD)
+            if not is_pass.all() and not _stand_beside(kinds, chunks, ranges, stage, len(stages), num_ranges, away):
                 return None
             found.append((kinds[is_pass], chunks[is_pass], ranges[is_pass]))
         all_kinds, all_chunks, all_ranges = zip(*found, strict=True)
         return cls(all_kinds, all_chunks, all_ranges, num_ranges)
 
     def seconds(self, units: FloatArray) -> list[float]:
-        """Seconds of every action, looked up in a (layer ranges * stages, chunks, F/B) table; messages take 0."""
+        """Seconds of every action, looked up in a (layer ranges, stages, chunks, F/B) table; messages take 0.
+
+        With output heads on several stages, the table has one more layer range, of which only stage 0 and F count.
+        """
         return np.where(self.is_pass, units.ravel()[self.units], 0.0).tolist()  # type: ignore[no-any-return]
 
     def hops(self, hop_s: FloatArray) -> list[float]:
-        """Seconds of the message after every action, looked up in a (stages, chunks, F/B) table; 0 for a single stage."""
+        """Seconds of the message after every action, looked up in a (stages, chunks, F/B) table; 0 for a single stage.
+
+        With output heads on several stages, the table has one more stage: F of the last stage counts for messages to a head, and
+        F of the one more for messages from it.
+        """
         if self.num_stages == 1:
             return [0.0] * len(self.units)
-        return hop_s.ravel()[self.units % (2 * self.num_stages * self.num_chunks)].tolist()  # type: ignore[no-any-return]
+        return hop_s.ravel()[self.units % (2 * (self.num_stages + self.has_heads) * self.num_chunks)].tolist()  # type: ignore[no-any-return]
 
     def run(
         self,
@@ -158,11 +177,10 @@ class Wiring:
         begun, ended, clocks = [0.0] * len(seconds), [0.0] * len(seconds), list(start_s) or [0.0] * self.num_stages
         links = [HostLinks(runs_ahead) for _ in clocks]
         copied: list[CopiedOut] = []
-        # seconds at which results arrive; the first layer range needs none forward, and the last one none backward
-        there, ends = 2 * self._size, 2 * self.num_chunks
-        arrived: list[float | None] = [None] * (there + 3)
-        arrived[0:ends:2] = arrived[there - ends + 1 : there : 2] = [0.0] * self.num_chunks
-        arrived[there] = 0.0
+        # seconds at which results arrive
+        arrived: list[float | None] = [None] * (2 * self._size + 3)
+        for result in self._given:
+            arrived[result] = 0.0
         needs, gives, done, ready = self._needs, self._gives, self.starts[:-1], list(range(self.num_stages))
         # stages that wait, by the result
         waiting: dict[int, int] = {}
@@ -217,32 +235,42 @@ class Wiring:
 
 
 def _codes(actions: Sequence[Action]) -> tuple[IntArray, IntArray, IntArray]:
-    """Codes from `_KINDS`, chunks and layer ranges of actions."""
-    kinds = np.array([_KINDS[action.kind] for action in actions], dtype=np.int64)
+    """Codes from `ACTION_CODES`, chunks and layer ranges of actions."""
+    kinds = np.array([ACTION_CODES[action.kind] for action in actions], dtype=np.int64)
     chunks, ranges = (np.array([getattr(each, name) for each in actions], dtype=np.int64) for name in ("chunk", "layer_range"))
     return kinds, chunks, ranges
 
 
-def _stand_beside(kinds: IntArray, chunks: IntArray, ranges: IntArray, stage: int, num_stages: int, num_ranges: int) -> bool:
-    """Whether a receive stands right before and a send right after every F and B whose neighbour is on another stage."""
-    is_backward, place = kinds % 2, ranges * num_stages + stage
-    has_front, has_behind = place > 0, place < num_stages * num_ranges - 1
-    receives, sends = np.flatnonzero((kinds == 2) | (kinds == 3)), np.flatnonzero(kinds > 3)
+def _stand_beside(
+    kinds: IntArray, chunks: IntArray, ranges: IntArray, stage: int, num_stages: int, num_ranges: int, away: Collection[int]
+) -> bool:
+    """Whether a receive stands right before and a send right after every pass whose neighbour is on another stage.
+
+    away: chunks whose output head another stage than the last one runs.
+    """
+    is_head, is_backward, place = kinds == _HEAD, kinds % 2, ranges * num_stages + stage
+    last = num_stages * num_ranges - 1
+    has_front, has_behind = place > 0, (place < last) | ((place == last) & np.isin(chunks, [*away]))
+    receives, sends = np.flatnonzero((kinds == 2) | (kinds == 3)), np.flatnonzero((kinds == 4) | (kinds == 5))
     if (len(receives) and receives[-1] == len(kinds) - 1) or (len(sends) and sends[0] == 0):
         return False
-    for message, beside in ((receives, receives + 1), (sends, sends - 1)):
-        same = (kinds[beside] < 2) & (is_backward[beside] == is_backward[message])
+    for message, beside, of_head in ((receives, receives + 1, 0), (sends, sends - 1, 1)):
+        # a head receives hidden states and sends a gradient
+        same = np.where(is_head[beside], is_backward[message] == of_head, is_backward[beside] == is_backward[message])
+        same &= is_head[beside] | (kinds[beside] < 2)
         if not (same & (chunks[beside] == chunks[message]) & (ranges[beside] == ranges[message])).all():
             return False
-    # no F or B has two of a kind, so that numbers tell whether all have theirs
+    # no pass has two of a kind, so that numbers tell whether all have theirs
     needed = [(kinds == kind) & has for kind in (0, 1) for has in (has_front, has_behind)]
     given = [np.count_nonzero(kinds == kind) for kind in (2, 4, 5, 3)]
-    return [int(each.sum()) for each in needed] == given
+    of_heads = int(is_head.sum())
+    heads = (of_heads, 0, of_heads, 0)
+    return [int(each.sum()) + head for each, head in zip(needed, heads, strict=True)] == given
 
 
 def _action_text(stage: int, kind: int, key: int, num_stages: int, num_chunks: int) -> str:
-    names = {code: name for name, code in _KINDS.items()}
-    return str(Action(names[kind], stage, key % num_chunks, key // num_chunks // num_stages))  # type: ignore[arg-type]
+    names = {code: name for name, code in ACTION_CODES.items()}
+    return str(Action(names[kind], stage, key % num_chunks, key // num_chunks // num_stages))
 
 
 @dataclass(slots=True)

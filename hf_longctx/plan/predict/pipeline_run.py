@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress, groupby, pairwise
@@ -25,7 +25,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, ends_s
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, ends_s, head_sum_s, stage_collectives
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import layer_shard_bytes, message_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
@@ -39,7 +39,7 @@ from hf_longctx.plan.predict.event_loop import CopyStep, Times, Wiring
 class StageRun:
     """Run of a group on one stage."""
 
-    # its F and B, with (start, stop) of each and the communication inside each
+    # its passes, with (start, stop) of each and the communication inside each
     actions: tuple[Action, ...]
     times: Times
     exchange_s: tuple[float, ...]
@@ -69,9 +69,10 @@ class StageRun:
 
 def check_action(action: Action, stage: StagePlan) -> None:
     """Raises ValueError naming an action that cannot be evaluated: one with lenders, or of a layer range that does not exist."""
-    if action.lenders or action.layer_range >= len(stage.layer_ranges):
+    last = len(stage.layer_ranges) - (action.kind not in ("H", "RF", "SB"))
+    if action.lenders or action.layer_range > last:
         raise ValueError(
-            f"action {action} cannot be evaluated yet; use only messages, and F and B of the stage's {len(stage.layer_ranges)} "
+            f"action {action} cannot be evaluated yet; use only messages, and passes of the stage's {len(stage.layer_ranges)} "
             f"layer range(s) without lenders"
         )
 
@@ -96,6 +97,7 @@ class PredictionCache:
         # runs by ids of chunks and stages; the group is stored with them, so that these ids are not reused
         self.runs: dict[tuple[int, int, int, tuple[int, ...], tuple[float, ...]], tuple[SequenceGroup, tuple[StageRun, ...]]] = {}
         self._wirings: dict[tuple[int, ...], tuple[SequenceGroup, Wiring]] = {}
+        self._heads: dict[tuple[int, ...], tuple[SequenceGroup, dict[int, int]]] = {}
         # whether a pipeline needs more bytes above the limit than these, by ids of chunks and stages, and by shape
         self.over: dict[tuple[int, int, GroupShape, float], tuple[SequenceGroup, bool]] = {}
         self._seconds: dict[tuple[int, int, GroupShape], tuple[tuple[Chunk, ...], ChunkSeconds]] = {}
@@ -110,7 +112,8 @@ class PredictionCache:
     def without_gathers(self) -> PredictionCache:
         """Returns a cache that counts no gathers, and shares what does not depend on them."""
         found = PredictionCache()
-        found._bytes, found._wirings, found._seconds, found._under = self._bytes, self._wirings, self._seconds, self._under
+        found._bytes, found._wirings, found._heads = self._bytes, self._wirings, self._heads
+        found._seconds, found._under = self._seconds, self._under
         return found
 
     def byte_model(self, model: ModelSpec) -> ByteModel:
@@ -127,7 +130,7 @@ class PredictionCache:
         return self._gathers[key]
 
     def wiring(self, group: SequenceGroup) -> Wiring:
-        """Returns the wiring of the group's F and B, or of all its actions if messages do not stand beside these.
+        """Returns the wiring of the group's passes, or of all its actions if messages do not stand beside these.
 
         It does not depend on policies. Raises ValueError like `check_action`.
         """
@@ -140,6 +143,13 @@ class PredictionCache:
             way = [stage.actions for stage in group.stages], len(group.stages[0].layer_ranges)
             self._wirings[key] = group, Wiring.of_passes(*way) or Wiring.of_actions(*way)
         return self._wirings[key][1]
+
+    def heads(self, group: SequenceGroup) -> dict[int, int]:
+        """Returns the stages of the group's output heads that are not on the last stage, which do not depend on policies."""
+        key = tuple(id(stage.actions) for stage in group.stages)
+        if key not in self._heads:
+            self._heads[key] = group, group.head_stages
+        return self._heads[key][1]
 
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
         """Returns the seconds of the group's chunks, which depend neither on policies nor on positions."""
@@ -164,7 +174,7 @@ class PredictionCache:
         if key not in self._kept:
             wiring, seconds = self.wiring(group), StageSeconds(plan, group, costs, self)
             stop_s = wiring.stop_s(wiring.seconds(seconds.table), wiring.hops(seconds.hops()))
-            self._kept[key] = group, stop_s, seconds.table.sum(axis=(0, 2, 3))
+            self._kept[key] = group, stop_s, seconds.on_stages(seconds.table)
         return self._kept[key][1:]
 
 
@@ -193,6 +203,50 @@ def run_pipeline(
     return known.runs[key][1]
 
 
+def with_heads(table: FloatArray, head_s: FloatArray, heads: Mapping[int, int], more_s: float = 0.0) -> FloatArray:
+    """Adds output heads to a table of all passes, (layer ranges, stages, chunks, F/B): one more layer range for `Wiring`.
+
+    head_s: seconds of the head, (chunks, F/B). Those of chunks that are not in `heads` belong to the last layer range, and
+    without any heads there is no further one. more_s: seconds that each head on another stage takes beside these.
+    """
+    away = list(heads)
+    own_s = head_s.copy()
+    own_s[away] = 0.0
+    found = np.concatenate([table, np.zeros((1, *table.shape[1:]))]) if heads else table.copy()
+    found[len(table) - 1, -1] += own_s
+    if heads:
+        found[-1, 0, away, 0] = head_s[away].sum(axis=1) + more_s
+    return found
+
+
+def seconds_on_stages(table: FloatArray, heads: Mapping[int, int]) -> FloatArray:
+    """Sums a table `with_heads` for every stage, shape (stages,). heads: stages of output heads by chunk."""
+    if not heads:
+        found: FloatArray = table.sum(axis=(0, 2, 3))
+        return found
+    found = table[:-1].sum(axis=(0, 2, 3))
+    np.add.at(found, list(heads.values()), table[-1, 0, list(heads), 0])
+    return found
+
+
+def hops_with_heads(
+    hops: FloatArray, leaves: Sequence[bool], heads: Mapping[int, int], hop_s: Callable[[bool], Sequence[float]]
+) -> FloatArray:
+    """Adds messages to and from output heads on other stages, if there are any, for `Wiring.hops`.
+
+    hops: seconds of messages between neighbours, (stages, chunks, F/B). leaves: for every stage, whether its messages to the next
+    stage cross nodes. heads: stages of these heads by chunk. hop_s: seconds of every chunk's message, across nodes or not.
+    """
+    if not heads:
+        return hops
+    found = np.concatenate([hops, np.zeros((1, *hops.shape[1:]))])
+    crosses = [any(leaves[stage:-1]) for stage in range(len(leaves))]
+    seconds = {leaves: hop_s(leaves) for leaves in set(crosses)}
+    for chunk, stage in heads.items():
+        found[-2:, chunk, 0] = seconds[crosses[stage]][chunk]
+    return found
+
+
 def run_alone(group: SequenceGroup, costs: CostModel, known: PredictionCache | None = None) -> StageRun:
     """Predicts a group on one stage that runs by itself from second 0."""
     plan = StepPlan(0, (), 1, group.degree, costs.parameters, (MicroBatch((group,)),))
@@ -206,7 +260,9 @@ def _run_pipeline(
     wiring = known.wiring(group)
     seconds = StageSeconds(plan, group, costs, known)
     _, steps = seconds.under_policies
-    copies = [steps[unit] for unit in np.where(wiring.is_pass, wiring.units, -1).tolist()] if any(steps) else []
+    # messages and output heads copy nothing
+    with_copies = wiring.is_pass & (wiring.units < len(steps) - 1)
+    copies = [steps[unit] for unit in np.where(with_copies, wiring.units, -1).tolist()] if any(steps) else []
     times, _ = wiring.run(wiring.seconds(seconds.table), wiring.hops(seconds.hops()), start_s, copies)
     exchange_s = wiring.seconds(seconds.exchanges())
     runs = []
@@ -225,7 +281,7 @@ def _stage_run(
     exchange_s: tuple[float, ...],
     known: PredictionCache,
 ) -> StageRun:
-    """Run of one stage, given the times of its F and B and the exchanges inside each of them."""
+    """Run of one stage, given the times of its passes and the exchanges inside each of them."""
     byte_model = known.byte_model(seconds.costs.model)
     passes = byte_model.passes(stage)
     model, group = seconds.costs.model, seconds.group
@@ -239,7 +295,7 @@ def _stage_run(
     else:
         state_bytes = byte_model.stage_states(stage, plan)
     return StageRun(
-        passes.actions,
+        passes.with_heads,
         when,
         exchange_s,
         state_bytes + found.peak + messages,
@@ -460,12 +516,28 @@ class StageSeconds:
 
     @cached_property
     def table(self) -> FloatArray:
-        """Seconds of every pass, as `of` returns them, shape (layer ranges, stages, chunks, F/B); input of `Wiring.seconds`."""
+        """Seconds of every pass, as `of` returns them, shape (layer ranges, stages, chunks, F/B); input of `Wiring.seconds`.
+
+        If other stages than the last one run output heads, one more layer range follows, with these as F of stage 0.
+        """
         table = self._by_layer(0)
         table[0, 0] += self.chunks.towers
+        return with_heads(table + self.under_policies[0] + self.gathers, self._head_s, self.heads, self._head_sum_s)
+
+    @cached_property
+    def heads(self) -> dict[int, int]:
+        """Stages of the output heads that are not on the last stage, by chunk."""
+        return self.group.head_stages if self.known is None else self.known.heads(self.group)
+
+    @cached_property
+    def _head_s(self) -> FloatArray:
+        """Seconds of the output head, shape (chunks, F/B)."""
         last = self.near[-1], self.pairs[-1][-1]
-        table[-1, -1] += np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
-        return table + self.under_policies[0] + self.gathers
+        return np.stack([self.chunks.passes(is_backward, *last)[:, 1] for is_backward in (False, True)], axis=1)
+
+    def on_stages(self, table: FloatArray) -> FloatArray:
+        """Sums a table of all passes for every stage, shape (stages,)."""
+        return seconds_on_stages(table, self.heads)
 
     @cached_property
     def under_policies(self) -> tuple[FloatArray, list[tuple[CopyStep, ...]]]:
@@ -482,10 +554,27 @@ class StageSeconds:
 
     @cached_property
     def gathers(self) -> FloatArray:
-        """Seconds that every pass counts for gathers of weights and sums of gradients, in the shape of `table`."""
+        """Seconds that every pass of layers counts for gathers and sums, shape (layer ranges, stages, chunks, F/B)."""
         if not self._collectives:
             return np.zeros_like(self._compute_s)
-        return counted_passes_s(self._collectives, self._compute_s, self._last_chunks)
+        found = counted_passes_s(self._collectives, self._compute_s, self._last_chunks)
+        if self.heads:
+            own = [chunk for chunk in range(len(self.group.chunks)) if chunk not in self.heads]
+            found[-1, -1, own, 1] += self._head_sum_s
+        return found
+
+    @cached_property
+    def counted_gathers(self) -> FloatArray:
+        """Seconds that every pass counts for gathers and sums, in the shape of `table`."""
+        return with_heads(self.gathers, np.zeros_like(self._head_s), self.heads, self._head_sum_s)
+
+    @cached_property
+    def _head_sum_s(self) -> float:
+        """Seconds in which the gradients of an output head are summed, if several stages have it and every pass sums its own."""
+        if not self._collectives or not self.heads:
+            return 0.0
+        assert self.known is not None
+        return head_sum_s(self.known.gathers(self.plan, self.costs, 0, False, True), self.plan.parameters)
 
     @cached_property
     def ends(self) -> list[tuple[float, float]]:
@@ -501,19 +590,13 @@ class StageSeconds:
         """Collectives of every layer range of every stage; empty if passes do not count them."""
         if self.known is None or not self.known.counts_gathers or self.plan.num_stages == 1:
             return []
-        stages, known = self.group.stages, partial(self.known.gathers, self.plan, self.costs)
-        last = len(stages) - 1, len(stages[0].layer_ranges) - 1
-        return [
-            [
-                known(each.num_layers, stage == place == 0, (stage, place) == last)
-                for place, each in enumerate(of_stage.layer_ranges)
-            ]
-            for stage, of_stage in enumerate(stages)
-        ]
+        known = partial(self.known.gathers, self.plan, self.costs)
+        ranges = [stage.layer_ranges for stage in self.group.stages]
+        return stage_collectives(known, ranges, self.plan.parameters, self.costs.model)
 
     @cached_property
     def _compute_s(self) -> FloatArray:
-        """Seconds that every pass computes layers, in the shape of `table`."""
+        """Seconds that every pass computes layers, shape (layer ranges, stages, chunks, F/B)."""
         found: FloatArray = self._by_layer(0) - self._by_layer(2)
         return found
 
@@ -524,12 +607,13 @@ class StageSeconds:
 
     def exchanges(self) -> FloatArray:
         """Seconds of communication in every pass, as `exchange_s` returns them, in the shape of `table`."""
-        return self._by_layer(2)
+        return with_heads(self._by_layer(2), np.zeros_like(self._head_s), self.heads)
 
     def hops(self) -> FloatArray:
         """Seconds of messages, shape (sending stage, chunk, F/B); input of `Wiring.hops`."""
         ways = [(leaves, self.leaves[stage - 1]) for stage, leaves in enumerate(self.leaves)]
-        return np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
+        found: FloatArray = np.array([[self.chunks.hops(leaves) for leaves in of_stage] for of_stage in ways]).swapaxes(1, 2)
+        return hops_with_heads(found, self.leaves, self.heads, self.chunks.hops)
 
     def _by_layer(self, column: int) -> FloatArray:
         """A column of `ChunkSeconds.passes` times the layers of every range; shape (layer ranges, stages, chunks, F/B)."""
@@ -550,27 +634,36 @@ class StageSeconds:
         return table
 
     def of(self, action: Action) -> float:
-        """Seconds of an F or B, with recomputation but without waits for copies."""
+        """Seconds of a pass, with recomputation but without waits for copies."""
+        if action.kind == "H":
+            return float(self._head_s[action.chunk].sum()) + self._head_sum_s
         body_s, head_s, _ = self._body(action)
         stage = self.group.stages[action.stage]
         is_last = action.stage == len(self.group.stages) - 1 and action.layer_range == len(stage.layer_ranges) - 1
-        seconds = body_s * stage.layer_ranges[action.layer_range].num_layers + (head_s if is_last else 0.0)
+        has_head = is_last and action.chunk not in self.heads
+        seconds = body_s * stage.layer_ranges[action.layer_range].num_layers + (head_s if has_head else 0.0)
         seconds += float(self.gathers[action.layer_range, action.stage, action.chunk, int(action.kind == "B")])
         seconds += 0.0 if action.stage or action.layer_range else float(self.chunks.towers[action.chunk, int(action.kind == "B")])
         return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
 
     def exchange_s(self, action: Action) -> float:
-        """Seconds of an F or B that are communication between the ranks of the group."""
+        """Seconds of a pass that are communication between the ranks of the group."""
+        if action.kind == "H":
+            return 0.0
         return self._body(action)[2] * self.group.stages[action.stage].layer_ranges[action.layer_range].num_layers
 
     def hop_s(self, action: Action) -> float:
         """Seconds of the message that carries an action's result to another stage."""
+        if action.kind == "H" or (
+            action.kind == "F" and action.stage == len(self.group.stages) - 1 and action.chunk in self.heads
+        ):
+            return self.costs.hop_s(self.tokens[action.chunk], any(self.leaves[self.heads[action.chunk] : -1]))
         is_forward = action.kind == "F" or action.kind == "SF"
         leaves = self.leaves[action.stage] if is_forward else self.leaves[action.stage - 1]
         return self.costs.hop_s(self.tokens[action.chunk], leaves)
 
     def copies(self, action: Action) -> tuple[CopyStep, ...]:
-        return self._policy(action)[1] if self.policies[action.stage] else ()
+        return self._policy(action)[1] if self.policies[action.stage] and action.kind != "H" else ()
 
     def _body(self, action: Action) -> tuple[float, float, float]:
         """Seconds of one layer, of the head, and of the communication in one layer."""

@@ -139,9 +139,9 @@ def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float
     is_early: without the copies to the host that the last backward hides.
     """
     hardware = costs.cluster.hardware
-    last, share = plan.num_stages - 1, 1 if plan.parameters == "replicated" else plan.block_ranks
+    share = 1 if plan.parameters == "replicated" else plan.block_ranks
     counts = [stage.num_layers for stage in plan.micro_batches[0].groups[0].stages]
-    stages = [(count, place == 0, place == last) for place, count in enumerate(counts)]
+    stages = [(count, place == 0, costs.model.has_head(place, plan.num_stages)) for place, count in enumerate(counts)]
     whole = max(part_state_bytes(costs.model, *stage, "replicated", 1) for stage in stages)
     device_s = 2 * whole / share / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
     on_host_s = []
@@ -154,6 +154,7 @@ def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float
 def _early_copies_s(plan: StepPlan, place: int, costs: CostModel) -> float:
     """Seconds of the backward beside which a stage's gradients leave for the host; 0 if they leave only after its end."""
     is_tied = costs.model.tied_embeddings and plan.num_stages > 1 and place in (0, plan.num_stages - 1)
+    is_tied |= costs.model.head_stages > 1 and costs.model.has_head(place, plan.num_stages)
     if plan.ranks_per_stage > 1 or costs.model.keeps_all_stages or is_tied:
         return 0.0
     return max(_last_backward_s(group, place, costs) for group in plan.micro_batches[-1].groups)
@@ -195,8 +196,9 @@ def piped_s(seconds: Sequence[float], num_parts: float) -> float:
 def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     cluster, block = costs.cluster, plan.block_ranks
     stage = plan.micro_batches[0].groups[0].stages[place]
-    weights = StageWeights.of(costs.model, stage.num_layers, place == 0, place == plan.num_stages - 1)
-    collectives = plan_gathers(plan, costs, stage.num_layers, place == 0, place == plan.num_stages - 1)
+    has_head = costs.model.has_head(place, plan.num_stages)
+    weights = StageWeights.of(costs.model, stage.num_layers, place == 0, has_head)
+    collectives = plan_gathers(plan, costs, stage.num_layers, place == 0, has_head)
     # a gather reads shards that were copied before it, while others compute
     copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
     links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
@@ -228,7 +230,7 @@ def _hidden_s(plan: StepPlan, place: int, costs: CostModel, sum_s: float) -> flo
     if plan.block_ranks > 1 or any(is_lent(group) for micro_batch in plan.micro_batches for group in micro_batch.groups):
         return 0.0
     num_layers = groups[0].stages[place].num_layers
-    whole = StageWeights.of(costs.model, num_layers, place == 0, place == plan.num_stages - 1)
+    whole = StageWeights.of(costs.model, num_layers, place == 0, costs.model.has_head(place, plan.num_stages))
     layers = StageWeights.of(costs.model, num_layers, False, False)
     share = min(1.0, layers.gradients / whole.gradients)
     return hidden_sums_s(share * sum_s, max(_last_backward_s(group, place, costs) for group in groups), num_layers)

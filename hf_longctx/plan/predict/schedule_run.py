@@ -48,7 +48,7 @@ class _Member:
     group: SequenceGroup
     seconds: StageSeconds
     lanes: tuple[int, ...]
-    # F and B of every stage, with the seconds of each, of its exchange and of the message after it, and its copies
+    # passes of every stage, with the seconds of each, of its exchange and of the message after it, and its copies
     passes: list[list[tuple[Action, float, float, float, tuple[CopyStep, ...]]]]
     # (start, stop) of each of these
     times: list[list[tuple[float, float]]] = field(default_factory=list)
@@ -82,7 +82,9 @@ def run_schedule(
         for stage in range(plan.num_stages):
             ranks = tuple(stage * plan.ranks_per_stage + position for position in positions)
             local = {m: index for index, (m, _) in enumerate(own)}
-            order: IntArray = np.array([local[m] for m in turns[stage] if m in local], dtype=np.int64)
+            kinds = {m: (action.kind for action, *_ in member.passes[stage]) for m, member in own}
+            # output heads hold nothing when they have ended
+            order: IntArray = np.array([local[m] for m in turns[stage] if m in local and next(kinds[m]) != "H"], dtype=np.int64)
             peak_bytes, host_bytes, peak_tokens, in_flight = _most(plan, [each for _, each in own], stage, order, costs, known)
             for _, member in own:
                 actions, _, exchange_s, _, _ = zip(*member.passes[stage], strict=True)
@@ -110,10 +112,12 @@ def _member(plan: StepPlan, group: SequenceGroup, costs: CostModel, known: Predi
     passes = []
     for stage in group.stages:
         own = []
-        for action in known.byte_model(costs.model).passes(stage).actions:
+        for action in known.byte_model(costs.model).passes(stage).with_heads:
             check_action(action, stage)
-            place = action.layer_range, stage.stage, action.chunk, int(action.kind == "B")
-            hop_s = hops[stage.stage][action.chunk][place[3]]
+            is_head = action.kind == "H"
+            # output heads come after all stages, see `Wiring`
+            place = action.layer_range, 0 if is_head else stage.stage, action.chunk, int(action.kind == "B")
+            hop_s = hops[plan.num_stages if is_head else stage.stage][action.chunk][place[3]]
             own.append((action, _at(of_pass, place), _at(exchanges, place), hop_s, seconds.copies(action)))
         passes.append(own)
     return _Member(group, seconds, lanes, passes, [[] for _ in group.stages])
@@ -175,9 +179,13 @@ class _Loop:
 
     def _need(self, stage: int, index: int, place: int, member: _Member) -> _Result | None:
         action = member.passes[stage][len(member.times[stage])][0]
-        where = action.layer_range * self.num_stages + stage
-        is_backward = action.kind == "B"
-        return None if where == (self.last if is_backward else 0) else (index, place, is_backward, where, action.chunk)
+        where, is_backward = self._where(action), action.kind == "B"
+        is_end = where == self.last and action.chunk not in member.seconds.heads if is_backward else not where
+        return None if is_end else (index, place, is_backward, where, action.chunk)
+
+    def _where(self, action: Action) -> int:
+        """Place of a pass in the chain of all layer ranges, after which output heads come that are not on the last stage."""
+        return self.last + 1 if action.kind == "H" else action.layer_range * self.num_stages + action.stage
 
     def _begin_s(self, stage: int, index: int, place: int) -> float:
         """Second from which on a group can begin its next pass: its ranks are free, and what it needs is there."""
@@ -210,15 +218,15 @@ class _Loop:
             for place, stop_s in zip(places, stops_s, strict=True):
                 member = of_batch[place]
                 action, _, _, hop_s, _ = member.passes[stage][len(member.times[stage]) - 1]
-                is_backward = action.kind == "B"
-                if is_backward and not self.gathers_every_pass:
+                goes_back = action.kind != "F"
+                if goes_back and not self.gathers_every_pass:
                     # sums of gradients end with the slowest
                     stop_s = max(stops_s)
                 for lane in member.lanes:
                     clocks[lane] = stop_s
-                there = action.layer_range * self.num_stages + stage + (-1 if is_backward else 1)
-                if 0 <= there <= self.last:
-                    made.append((index, place, is_backward, there, action.chunk))
+                there = self._where(action) + (-1 if goes_back else 1)
+                if 0 <= there <= self.last + (action.chunk in member.seconds.heads):
+                    made.append((index, place, goes_back, there, action.chunk))
                     self.arrived_s[made[-1]] = stop_s + hop_s
         return made
 

@@ -36,10 +36,10 @@ def step_parts(plan: StepPlan, planning: Planning, bound_s: float) -> StepParts:
         for group in micro_batch.groups:
             places = list(group.positions)
             kept, under = (StageSeconds(plan, each, planning.costs, planning.known) for each in (_kept(group), group))
-            kept_s, under_s = kept.table, under.table
-            work[:, places] += (kept_s - kept.gathers).sum(axis=(0, 2, 3))[:, None]
-            again[:, places] += (under_s - kept_s - (under.gathers - kept.gathers)).sum(axis=(0, 2, 3))[:, None]
-            gathers[:, places] += under.gathers.sum(axis=(0, 2, 3))[:, None]
+            work_s = kept.on_stages(kept.table - kept.counted_gathers)
+            work[:, places] += work_s[:, None]
+            again[:, places] += (under.on_stages(under.table - under.counted_gathers) - work_s)[:, None]
+            gathers[:, places] += under.on_stages(under.counted_gathers)[:, None]
     busiest = np.unravel_index(np.argmax(work + again + gathers), work.shape)
     run, mean_s = planning.predict(plan), float(work.mean())
     gathers_s = float(gathers[busiest]) + run.gathers_s

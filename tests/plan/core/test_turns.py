@@ -91,7 +91,7 @@ def refused(plan: StepPlan, message: str) -> None:
 def test_turns_that_do_not_name_every_pass_are_refused() -> None:
     plan = long_then_short()
     first, second = plan.turns
-    refused(replace(plan, turns=(first[:-1], second)), "turns of stage 0 name micro-batch 1 3 times, but it has 4 forwards")
+    refused(replace(plan, turns=(first[:-1], second)), "turns of stage 0 name micro-batch 1 3 times, but it has 4 passes")
     refused(replace(plan, turns=(first, (*second, 2))), "turns of stage 1 name micro-batch 2; the plan has micro-batches 0 to 1")
     refused(replace(plan, turns=(first,)), "turns of 1 stages, but 2 stages")
 

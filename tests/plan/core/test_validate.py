@@ -520,7 +520,7 @@ def test_sharded_parameters_need_one_order_of_kinds_in_all_groups() -> None:
     # groups may run their chunks in different orders as long as F and B alternate in the same way
     validate_plan(plan("sharded", "0F1 0F0 0B0 0B1"))
     validate_plan(plan("gathered_per_round", "0F0 0B0 0F1 0B1"))
-    message = refused(plan("sharded", "0F0 0B0 0F1 0B1"), "micro-batch 1: with these parameters all groups must run F and B")
+    message = refused(plan("sharded", "0F0 0B0 0F1 0B1"), "micro-batch 1: with these parameters all groups must run passes in")
     assert "group (2,)" in message
     assert "group (3,)" in message
 

@@ -28,7 +28,9 @@ def one_after_the_other(plan: StepPlan) -> StepPlan:
 def costs_of(plan: StepPlan, kind: str) -> CostModel:
     model_layers = sum(stage.num_layers for stage in plan.micro_batches[0].groups[0].stages)
     costs = cost_model(kind, plan.num_ranks)
-    model = replace(costs.model, num_layers=model_layers, windows=(2 * costs.model.windows)[:model_layers])
+    spreads = any(group.head_stages for batch in plan.micro_batches for group in batch.groups)
+    windows = (2 * costs.model.windows)[:model_layers]
+    model = replace(costs.model, num_layers=model_layers, windows=windows, spreads_head=spreads)
     return replace(costs, model=model, parameters=plan.parameters, shard_ranks=plan.ranks_per_stage)
 
 
@@ -74,7 +76,9 @@ class RankByRank:
         stage, position = self.plan.place(rank)
         place, _ = self.group(rank)
         num_stages = self.plan.num_stages
-        where = action.layer_range * num_stages + stage
+        num_ranges = len(self.plan.micro_batches[0].groups[0].stages[0].layer_ranges)
+        # output heads come after all layer ranges
+        where = min(action.layer_range * num_stages + stage, num_ranges * num_stages)
         if action.kind in ("SF", "SB"):
             there = where + (1 if action.kind == "SF" else -1)
             arrival_s = self.clocks[rank] + self.seconds[m][place].hop_s(action)
@@ -121,7 +125,10 @@ class RankByRank:
 
 # a group waits for what any of its ranks waits for, and all messages of a group arrive at once
 @pytest.mark.wide
-@given(st.one_of(random_schedules(), random_schedules(parameters="gathered_per_step")), st.sampled_from(COST_KINDS))
+@given(
+    st.one_of(random_schedules(), random_schedules(parameters="gathered_per_step"), random_schedules(spreads=True)),
+    st.sampled_from(COST_KINDS),
+)
 @settings(deadline=None, max_examples=150)
 def test_seconds_are_those_of_every_rank_by_itself(plan: StepPlan, kind: str) -> None:
     costs = costs_of(plan, kind)
@@ -138,7 +145,7 @@ def test_seconds_are_those_of_every_rank_by_itself(plan: StepPlan, kind: str) ->
 
 
 @pytest.mark.wide
-@given(random_schedules(), st.sampled_from(COST_KINDS))
+@given(st.one_of(random_schedules(), random_schedules(spreads=True)), st.sampled_from(COST_KINDS))
 @settings(deadline=None, max_examples=150)
 def test_bytes_of_micro_batches_in_flight_add_up_on_every_rank(plan: StepPlan, kind: str) -> None:
     costs = costs_of(plan, kind)
@@ -148,8 +155,10 @@ def test_bytes_of_micro_batches_in_flight_add_up_on_every_rank(plan: StepPlan, k
         stage, _ = plan.place(rank)
         rounds = plan.for_rank(rank).rounds
         moments = [byte_model.moments(group, own) for group, own in rounds]
-        passes = [[action for action in own.actions if action.kind in "FB"] for _, own in rounds]
-        order = [index for index, action in running_order(passes, plan.for_rank(rank).turns)]
+        actions = [[action for action in own.actions if action.kind in "FBH"] for _, own in rounds]
+        # the forward or backward before an output head counts its bytes
+        passes = [[action for action in own if action.kind != "H"] for own in actions]
+        order = [index for index, action in running_order(actions, plan.for_rank(rank).turns) if action.kind != "H"]
         done = [0] * len(rounds)
         most = most_tokens = most_chunks = 0
         waiting: dict[tuple[int, int], set[int]] = defaultdict(set)
