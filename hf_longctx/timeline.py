@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_COLOURS = {"F": "#4c78a8", "B": "#f58518", "exchange": "#d1495b", "reduce": "#9d9da1", "step": "#b7d3b0"}
+_COLOURS = {"F": "#4c78a8", "B": "#f58518", "H": "#54a24b", "exchange": "#d1495b", "reduce": "#9d9da1", "step": "#b7d3b0"}
 _OTHER_COLOUR = "#72b7b2"
 _WAITING = "#f2f2f2"
 _NAMES = {
     "F": "forward",
     "B": "backward",
+    "H": "output head",
     "exchange": "communication inside them",
     "reduce": "gradient reduction",
     "step": "clipping and optimizer",

@@ -303,6 +303,7 @@ Run = dict[str, Any]
 _KINDS = {
     "F": ("forward", BLUE),
     "B": ("backward", ORANGE),
+    "H": ("output head", GREEN),
     "reduce": ("gradient reduction", GREY),
     "exchange": ("communication", RED),
 }

@@ -25,7 +25,7 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.planning.source import PlanSource
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.journal import Line, append_lines
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.types import PASSES, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel, training_operations
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 from hf_longctx.timeline import TimelineEvent
@@ -152,7 +152,7 @@ def _step_facts(record: StepRecord, costs: CostModel) -> dict[str, Any]:
     plan, estimate = record.plan, record.plan.estimate
     seconds = {
         name: sum(interval.stop_s - interval.start_s for interval in record.intervals if interval.kind in kinds)
-        for name, kinds in (("compute", ("F", "B")), ("reduce", ("reduce",)), ("messages", ("SF", "RF", "SB", "RB")))
+        for name, kinds in (("compute", PASSES), ("reduce", ("reduce",)), ("messages", ("SF", "RF", "SB", "RB")))
     }
     is_predicted = record.error is not None
     return {

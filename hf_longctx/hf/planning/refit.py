@@ -260,4 +260,6 @@ def _part_of(model: ModelSpec, group: SequenceGroup, action: Action) -> ModelPar
     if len(group.stages) == 1 and len(layer_ranges) == 1:
         return WHOLE_MODEL
     has_head = (action.stage, action.layer_range) == (len(group.stages) - 1, len(layer_ranges) - 1)
+    # another stage may run the head of the chunk
+    has_head = has_head and action.chunk not in group.head_stages
     return ModelPart(layer_ranges[action.layer_range].num_layers / model.num_layers, has_head, model.head_share)

@@ -13,9 +13,9 @@ import numpy as np
 
 from hf_longctx.hf.planning.refit import MeasuredPlan, Samples, pass_samples
 from hf_longctx.plan.core.lending import is_lent
-from hf_longctx.plan.core.orders import running_order
+from hf_longctx.plan.core.orders import layer_turns, running_order
 from hf_longctx.plan.core.sharding import held_tokens, rank_pieces, shard_tokens
-from hf_longctx.plan.core.types import ActivationPolicy, SequenceGroup, StagePlan, StepPlan
+from hf_longctx.plan.core.types import PASSES, ActivationPolicy, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.saved_tensors import held_bytes
@@ -67,14 +67,14 @@ class StepRecord:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of the time that a pipeline's first stage spends outside forwards and backwards.
+        """Share of the time that a pipeline's first stage spends outside its passes.
 
         Only the first stage can measure it: its last backward ends the pipeline, for which all other stages wait at the
         beginning of the reduction. So the share is None on other stages, and if there is only one stage.
         """
         if self.plan.num_stages == 1 or self.plan.place(self.rank)[0]:
             return None
-        busy_s = sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind in ("F", "B"))
+        busy_s = sum(interval.stop_s - interval.start_s for interval in self.intervals if interval.kind in PASSES)
         return 1 - busy_s / (self.measured_s - self.reduce_s)
 
     @property
@@ -180,7 +180,9 @@ def _memory_of(
             moments.append(byte_model.moments(group, stage, place, waiting=byte_model.stage_waiting(stage, plan)))
             most_tokens = max(shard_tokens(chunk, group.shape)[place] for chunk in group.chunks)
             messages = max(messages, message_bytes(model, stage, plan.num_stages, most_tokens))
-        found = (joined_moments(moments, np.array(turns)) if turns else moments[0]).most
+        found = (
+            joined_moments(moments, np.array(layer_turns([stage for _, stage in rounds], turns))) if turns else moments[0]
+        ).most
         book, device_peak = found.book, byte_model.stage_states(rounds[0][1], plan) + found.peak + messages
         if not rounds[0][1].stage:
             towers = TowerBytes(plan, byte_model)

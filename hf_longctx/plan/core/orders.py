@@ -407,6 +407,15 @@ def running_order(actions: Sequence[Sequence[Action]], turns: Sequence[int]) -> 
     return [(index, action) for index in turns for action in next(blocks[index])]
 
 
+def layer_turns(stages: Sequence[StagePlan], turns: Sequence[int]) -> list[int]:
+    """Returns the turns of forwards and backwards alone, which are the passes of layers.
+
+    stages: plans of one stage for each micro-batch. turns: micro-batch of each pass.
+    """
+    order = running_order([stage.actions for stage in stages], turns)
+    return [index for index, action in order if action.kind in ("F", "B")]
+
+
 def joined_stages(micro_batches: Sequence[MicroBatch], turns: Sequence[Sequence[int]]) -> tuple[StagePlan, ...]:
     """Returns stages with the actions of all micro-batches in running order, and their chunks renumbered as slots of the step.
 

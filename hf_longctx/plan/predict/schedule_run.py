@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from hf_longctx.plan.core.orders import layer_turns
 from hf_longctx.plan.core.types import Action, IntArray, MicroBatch, SequenceGroup, StepPlan, gathers_every_pass
 from hf_longctx.plan.core.validate import PlanError
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -82,9 +83,9 @@ def run_schedule(
         for stage in range(plan.num_stages):
             ranks = tuple(stage * plan.ranks_per_stage + position for position in positions)
             local = {m: index for index, (m, _) in enumerate(own)}
-            kinds = {m: (action.kind for action, *_ in member.passes[stage]) for m, member in own}
+            own_turns = [local[m] for m in turns[stage] if m in local]
             # output heads hold nothing when they have ended
-            order: IntArray = np.array([local[m] for m in turns[stage] if m in local and next(kinds[m]) != "H"], dtype=np.int64)
+            order: IntArray = np.array(layer_turns([each.group.stages[stage] for _, each in own], own_turns), dtype=np.int64)
             peak_bytes, host_bytes, peak_tokens, in_flight = _most(plan, [each for _, each in own], stage, order, costs, known)
             for _, member in own:
                 actions, _, exchange_s, _, _ = zip(*member.passes[stage], strict=True)
