@@ -420,6 +420,8 @@ class Round:
         if output.requires_grad:
             with self._routing(action):
                 output.backward(gradient)
+        else:
+            self.host.parameters.skip_backward()
         self.host.parameters.after_backward()
         self.activations.pop(key, None)
         self._note_memory()

@@ -518,6 +518,9 @@ class ReplicatedParameters:
             self.early.begin_last()
             self.copies.begin_last()
 
+    def skip_backward(self) -> None:
+        """Does nothing, since sums over ranks do not wait for backwards."""
+
     def after_backward(self) -> None:
         """Collects the gradients of a backward; call it after each one."""
         self.gradients.absorb()

@@ -213,7 +213,10 @@ class ShardedParameters:
         free_gathered(self.model)
         self.gradients = GradientSum(list(model.parameters()), fp32_gradients)
         shard = model.get_parameter(seldom) if seldom else None
-        self._seldom = [weight for group in self._groups for weight in group.fsdp_params if weight.sharded_param is shard]
+        # its record, with that of all weights that are gathered together
+        self._seldom = [
+            (group, weight) for group in self._groups for weight in group.fsdp_params if weight.sharded_param is shard
+        ]
         self._parameters: Parameters = "sharded"
         # first and last layer of each layer range; empty if the order of layers is not known
         self._ends = _order_layers(model, range_layers)
@@ -285,7 +288,7 @@ class ShardedParameters:
         self._num_backwards += 1
         if is_last and not sums_each:
             # other ranks may sum a gradient that this one lacks
-            for weight in self._seldom:
+            for _, weight in self._seldom:
                 fill_whole_gradient(weight)
         # `_settle` ends the backward in place of FSDP2, which would wait at its end
         self.model.set_is_last_backward(False)
@@ -296,6 +299,11 @@ class ShardedParameters:
         self.model.set_reshard_after_backward(False, recurse=False)
         if gathers and self._last is not None and self._keeps_last:
             self._last.set_reshard_after_backward(False, recurse=False)
+
+    def skip_backward(self) -> None:
+        """Sums gradients that wait for a backward which would reach nothing, since a stage trains its output head alone."""
+        for group, _ in self._seldom if self._runs_sums else ():
+            group.post_backward()
 
     def after_backward(self) -> None:
         """Does nothing, since sums over ranks may still run; `_settle` collects their results."""

@@ -115,6 +115,30 @@ def test_models_match(ranks, name: str, parameters: Parameters) -> None:
     check_pipeline(ranks(4), MODELS[name], plan_of("2 x 2", parameters, num_layers=MODELS[name].num_layers))
 
 
+def step_with_a_frozen_stage(plan_json: str, rows: Rows) -> tuple[float, dict[str, Tensor]]:
+    """Loss of the second of two steps, and gradients of this rank's stage, of which the first one trains the head alone."""
+    plan = plan_from_json(plan_json)
+    executor, engine = stage_executor(ModelCase(num_layers=4), plan)
+    for name, weight in executor.model.named_parameters():
+        weight.requires_grad_("lm_head" in name or executor.stage.stage > 0)
+    path, chunks = plan.for_rank(executor.pool.rank), rank_inputs(plan, rows, executor.pool.rank)["chunks"]
+    count = sum(label != -100 for row in rows for label in row["labels"][1:])
+    for _ in range(2):
+        executor.model.zero_grad()
+        loss = float(executor.run(path, chunks, count, engine=engine).loss)
+    return loss, {name: whole(weight.grad) for name, weight in executor.model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_a_stage_that_trains_the_head_alone_matches(ranks, parameters: Parameters) -> None:
+    plan, rows = plan_of("2 x 2", parameters), random_rows(LENGTHS)
+    expected_loss, expected = reference_step(build_model(ModelCase(num_layers=4)), rows)
+    for rank, (loss, gradients) in enumerate(ranks(4).run(step_with_a_frozen_stage, plan_to_json(plan), rows)):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert (set(gradients) == {"lm_head.weight"}) == (rank < 2)
+        assert max(relative_error(gradient, expected[name]) for name, gradient in gradients.items()) <= TOLERANCE
+
+
 NUM_STEPS, MAX_NORM, LEARNING_RATE = 5, 0.5, 1e-2
 
 
