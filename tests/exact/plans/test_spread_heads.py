@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
 from hf_longctx.plan.core.types import ActivationPolicy, Parameters, StepPlan
+from hf_longctx.runtime.core.loss import TokenTally
 from hf_longctx.runtime.parameters.gradients import clip_stage_gradients
 
 # a long sequence in slices with a hybrid, packs, and other slices
@@ -113,6 +114,45 @@ MODELS: dict[str, ModelCase] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_match(ranks, name: str, parameters: Parameters) -> None:
     check_pipeline(ranks(4), MODELS[name], plan_of("2 x 2", parameters, num_layers=MODELS[name].num_layers))
+
+
+def refused_freezing(plan_json: str, rows: Rows, tied: bool) -> str:
+    """Why a step does not run after the head was frozen on the first stage alone."""
+    plan = plan_from_json(plan_json)
+    executor, engine = stage_executor(ModelCase(num_layers=4, tied=tied), plan)
+    executor.model.lm_head.weight.requires_grad_(executor.stage.stage > 0)
+    try:
+        executor.run(plan.for_rank(executor.pool.rank), rank_inputs(plan, rows, executor.pool.rank)["chunks"], 1, engine=engine)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_head_frozen_on_one_of_its_stages_is_refused_everywhere(ranks, tied: bool) -> None:
+    plan, rows = plan_of("2 x 1"), random_rows(LENGTHS)
+    for error in ranks(2).run(refused_freezing, plan_to_json(plan), rows, tied):
+        assert "is trained on some stages of the pipeline and frozen on others" in error
+
+
+def tallied_on_rank(plans_json: list[str], rows: Rows) -> list[list[float]]:
+    """What is counted of the label tokens of all ranks, under each plan."""
+    found = []
+    for plan in map(plan_from_json, plans_json):
+        executor, engine = stage_executor(ModelCase(num_layers=4), plan)
+        inputs = rank_inputs(plan, rows, executor.pool.rank)["chunks"]
+        tally = TokenTally(torch.device("cpu"))
+        result = executor.run(plan.for_rank(executor.pool.rank), inputs, 1, engine=engine, tally=tally)
+        found.append([float(each) for each in result.tallied])
+    return found
+
+
+def test_tokens_of_all_heads_are_counted(ranks) -> None:
+    num_stages, groups = SHAPES["2 x 1"]
+    plans = [plan_of("2 x 1"), pipeline_plan(LENGTHS, groups, num_stages)]
+    for spread, plain in ranks(2).run(tallied_on_rank, [plan_to_json(each) for each in plans], random_rows(LENGTHS)):
+        assert spread == pytest.approx(plain, rel=1e-12)
+        assert plain[0] > 0
 
 
 def step_with_a_frozen_stage(plan_json: str, rows: Rows) -> tuple[float, dict[str, Tensor]]:

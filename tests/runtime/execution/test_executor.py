@@ -22,7 +22,8 @@ from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBat
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
-from hf_longctx.runtime.execution.checks import refuse_unsupported
+from hf_longctx.runtime.core.loss import Distillation
+from hf_longctx.runtime.execution.checks import forward_only, refuse_unsupported
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.process_groups import GroupPool
@@ -164,6 +165,27 @@ def test_a_plan_of_other_stages_than_the_model_s_is_refused(planned: tuple[int, 
     with pytest.raises(ValueError) as refused:
         executor.run(plan.for_rank(0), [], 1)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("head_stages", "loss"), [((), None), ((0,), Distillation())], ids=["without a head", "distillation"])
+def test_output_heads_that_a_stage_cannot_run_are_refused(head_stages: tuple[int, ...], loss: Any) -> None:
+    plan = pipeline_plan([8] * 4, [[(1, [[(each, 0, 8)] for each in range(4)])]], 2, head_shares=(1.0, 1.0))
+    stage = StageModel(torch.nn.Linear(1, 1), 0, 2, (2,), 8, torch.float32, head_stages=head_stages)
+    executor = StepExecutor(stage, GroupPool((1,), timeout_s=1.0), CPU, token_loss=loss)
+    with pytest.raises(
+        ValueError, match=r"has output heads on stage 0, but .* only \[\] can run them: .*; plan with .*spread_head=False"
+    ):
+        executor.run(plan.for_rank(0), [], 1)
+
+
+def test_forwards_alone_run_all_heads_on_the_last_stage() -> None:
+    chunks = [[(each, 0, 8)] for each in range(4)]
+    spread, plain = (pipeline_plan([8] * 4, [[(1, chunks)]], 2, head_shares=shares) for shares in ((1.0, 1.0), ()))
+    for rank in range(2):
+        (group, stage), *_ = forward_only(spread.for_rank(rank)).rounds
+        (_, expected), *_ = forward_only(plain.for_rank(rank)).rounds
+        assert stage.actions == expected.actions
+        assert not group.head_stages
 
 
 ROWS = random_rows([13, 5, 9])
