@@ -221,9 +221,9 @@ def mixture(family: str, tied: bool) -> Any:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **more, pad_token_id=0))
 
 
-def save_mixture(folder: str, num_stages: int, is_sharded: bool) -> dict[str, Tensor]:
+def save_mixture(folder: str, num_stages: int, is_sharded: bool, heads: tuple[int, ...]) -> dict[str, Tensor]:
     """This stage's weights, read again after they were written and lost."""
-    own = rank_stage(num_stages, False, is_sharded, build=mixture)
+    own = rank_stage(num_stages, False, is_sharded, build=mixture, heads=heads)
     save(own, folder)
     with torch.no_grad():
         for parameter in own.parameters:
@@ -233,11 +233,13 @@ def save_mixture(folder: str, num_stages: int, is_sharded: bool) -> dict[str, Te
     return own.weights()
 
 
-@pytest.mark.daily("2-False")
-@pytest.mark.parametrize("num_stages,is_sharded", LAYOUTS)
-def test_fused_weights_are_written_and_read_as_files_have_them(ranks, tmp_path: Path, num_stages: int, is_sharded: bool) -> None:
+@pytest.mark.daily("2-False-heads2", "2-True-heads3")
+@pytest.mark.parametrize("num_stages,is_sharded,heads", [*((*each, ()) for each in LAYOUTS), *(each[:3] for each in HEADS)])
+def test_fused_weights_are_written_and_read_as_files_have_them(
+    ranks, tmp_path: Path, num_stages: int, is_sharded: bool, heads: tuple[int, ...]
+) -> None:
     expected = mixture("", False).state_dict()
-    for loaded in ranks(4).run(save_mixture, str(tmp_path), num_stages, is_sharded):
+    for loaded in ranks(4).run(save_mixture, str(tmp_path), num_stages, is_sharded, heads):
         assert any(".mlp.experts." in name for name in loaded)
         assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
