@@ -521,6 +521,11 @@ class _Choices:
             # with too few layers, this says so
             ranges, head_shares = layers.get(way) or stage_layers(costs, *way, lengths, wishes.spread_head)
             setups[way], plan = self._on_stages(ranges, head_shares, step, most_s)
+            if head_shares and setups[way].room_tokens < (setups[way].max_length or sys.maxsize):
+                # the head takes memory of other stages, too, which long sequences need more
+                alone = self._on_stages(balanced_ranges(costs, count, lengths, num_ranges), (), step, most_s)
+                if alone[0].room_tokens > setups[way].room_tokens:
+                    setups[way], plan = alone
             return StageSetup(setups[way].costs, setups[way].planner, plan=plan)
 
         def cutting_setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
@@ -561,15 +566,17 @@ class _Choices:
         return replace(with_planned_room(self._agreed(setups[chosen])), stage_options=options)
 
     def _agreed(self, setup: Setup) -> Setup:
-        """The setup with parameters shared as on rank 0, since ranks with other devices may choose by other costs. Collective."""
-        if not self.wishes.may_shard:
+        """The setup with weights and head shared as on rank 0, since other devices may lead to another choice. Collective."""
+        if not (self.wishes.may_shard or self.wishes.spread_head):
             return setup
-        (parameters, shard_ranks), notes = self.gather((setup.placement.sharing[:2], setup.notes))[0]
-        if setup.placement.sharing[:2] == (parameters, shard_ranks):
+        own = setup.placement.sharing[:2], (setup.ranges, setup.placement.head_shares)
+        ((parameters, shard_ranks), layers), notes = self.gather((own, setup.notes))[0]
+        if own == ((parameters, shard_ranks), layers):
             return setup
         placement = replace(self.wishes.placement, parameters=parameters, shard_ranks=shard_ranks)
         decided = self._with(placement=placement, may_shard=False)
-        return replace(decided._on_stages(setup.ranges, setup.placement.head_shares, ())[0], notes=notes)
+        ranges, head_shares = layers
+        return replace(decided._on_stages(ranges, head_shares, ())[0], notes=notes)
 
     def _holding(self, options: StageOptions, setup_of: Callable[[int, int], Setup]) -> tuple[StageOptions, StageOption]:
         """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
