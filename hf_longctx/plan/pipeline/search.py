@@ -103,6 +103,8 @@ class PipelineSearch:
     def bound_s(self) -> float:
         """Lower bound on the seconds of any plan, gathers counted: the stage that works longest is always busy.
 
+        Stages that share the output head may get less of it than their share, so the longest work is bounded by the mean and by
+        that of layers alone.
         If gradients that wait whole leave no room, groups run one chunk each, for which stages take turns. Stages that lend their
         ranks have only the bound of all ranks together.
         """
@@ -113,7 +115,14 @@ class PipelineSearch:
         once_s = [sum(ends_s(own)) for own in staged.gathers]
         # the stage with the most states has no more room than the budget says
         takes_turns = self._room is not None and min(staged.room.waiting) >= max(1, self._room.budget.device_bytes)
-        return float(np.sum(stages_s) if takes_turns else np.max(stages_s + once_s)) + self.costs.coefficients.step_s
+        if takes_turns:
+            longest_s = np.sum(stages_s)
+        elif self.config.head_shares:
+            layers_s = staged.stages_s(range(len(staged.lengths)), with_heads=False)
+            longest_s = max(np.mean(stages_s + once_s), np.max(layers_s + once_s))
+        else:
+            longest_s = np.max(stages_s + once_s)
+        return float(longest_s) + self.costs.coefficients.step_s
 
     def _in_turns(self, plan: StepPlan) -> StepPlan:
         """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""

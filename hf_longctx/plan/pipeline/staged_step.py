@@ -207,17 +207,19 @@ class StagedStep:
         """Lower bound on the seconds of any plan."""
         return self.least_s(range(len(self.lengths))) + self.costs.coefficients.step_s
 
-    def stages_s(self, members: Sequence[int]) -> FloatArray:
+    def stages_s(self, members: Sequence[int], with_heads: bool = True) -> FloatArray:
         """Lower bounds on the seconds in which every stage runs these sequences, with everything kept and gathers counted.
 
-        Each sequence counts at the degree of fewest rank-seconds, and chunks are as few as `tokens_per_rank` allows.
+        Each sequence counts at the degree of fewest rank-seconds, and chunks are as few as `tokens_per_rank` allows. with_heads:
+        output heads count, too, by the stages' shares of them.
         """
         tokens = self.lengths[list(members)].astype(np.float64)
         fewest = math.ceil(float(tokens.sum()) / (self.ranks_per_stage * self.config.tokens_per_rank))
         found = []
         for place, own in enumerate(self.ranges):
             share = sum(each.num_layers for each in own) / self.costs.model.num_layers
-            rates = {each: _rates(self.costs, shape, own, self.head_shares[place]) for each, shape in self.shapes.items()}
+            head_share = with_heads * self.head_shares[place]
+            rates = {each: _rates(self.costs, shape, own, head_share) for each, shape in self.shapes.items()}
             work = [
                 degree * (each.sequences_s(tokens) - share * self._hidden_s(tokens, degree)) for degree, each in rates.items()
             ]

@@ -30,10 +30,18 @@ def chunks_of(shapes: Sequence[FamilyShape]) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def plan_of(chunks: Sequence[Chunk], num_stages: int, schedule: Schedule, num_ranges: int = 1) -> StepPlan:
+def plan_of(
+    chunks: Sequence[Chunk],
+    num_stages: int,
+    schedule: Schedule,
+    num_ranges: int = 1,
+    head_shares: Sequence[float] = (),
+    lead: float = 1.0,
+) -> StepPlan:
     """Plan of a step with one pipelined group, one rank per stage and one layer per layer range."""
     group = SequenceGroup((0,), "local", tuple(chunks), ())
-    group = pipelined(group, layer_ranges(num_stages * num_ranges, num_stages, num_ranges), schedule)
+    ranges = layer_ranges(num_stages * num_ranges, num_stages, num_ranges)
+    group = pipelined(group, ranges, schedule, lead=lead, head_shares=head_shares)
     stops: dict[int, int] = {}
     for chunk in chunks:
         stops.update({span.sequence: span.stop for span in chunk.spans})

@@ -101,6 +101,32 @@ def test_the_messages_of_a_pipelined_group() -> None:
     assert group.stages == ()
 
 
+def test_heads_of_three_chunks_in_turn_on_three_stages() -> None:
+    # chunk 0 stays on the last stage, 1 goes to the stage before it, 2 to the first; all stages are one more forward ahead, and
+    # the last one gets the gradients of slices from behind
+    plan = plan_of(chunks_of([(3, 0)]), 3, "elastic", head_shares=(1, 1, 1))
+    assert schedule_grid(plan.micro_batches[0].groups[0]) == (
+        "  stage 0: 0F0 0SF0 0F1 0SF1 0F2 0SF2 0.1RF2 0.1H2 0.1SB2 0RB2 0B2 0RB1 0B1 0RB0 0B0\n"
+        "  stage 1: 1RF0 1F0 1SF0 1RF1 1F1 1SF1 1RF2 1F2 1SF2 1.1RF1 1.1H1 1.1SB1 1RB2 1B2 1SB2 1RB1 1B1 1SB1 1RB0 1B0 1SB0\n"
+        "  stage 2: 2RF0 2F0 2RF1 2F1 2SF1 2RF2 2F2 2SF2 2RB2 2B2 2SB2 2RB1 2B1 2SB1 2B0 2SB0"
+    )
+
+
+def test_a_further_forward_hides_the_head_on_another_stage() -> None:
+    plain, spread = (
+        [[str(each)[1:] for each in stage.actions if each.kind in "FB"] for stage in plan.micro_batches[0].groups[0].stages]
+        for plan in (plan_of(chunks_of([(0, 1)] * 4), 2, "elastic", head_shares=shares) for shares in ((), (1, 0)))
+    )
+    assert plain == ["F0 F1 B0 F2 B1 F3 B2 B3".split(), "F0 B0 F1 B1 F2 B2 F3 B3".split()]
+    assert spread == ["F0 F1 F2 B0 F3 B1 B2 B3".split(), "F0 F1 B0 F2 B1 F3 B2 B3".split()]
+
+
+@pytest.mark.parametrize(("num_ranges", "shares"), [(2, (1, 1)), (1, (1, 1, 1))])
+def test_heads_are_shared_by_stages_of_one_layer_range(num_ranges: int, shares: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"{len(shares)} shares of the output head for 2 stages of {num_ranges} layer range"):
+        plan_of(chunks_of([(0, 1)] * 4), 2, "interleaved" if num_ranges > 1 else "elastic", num_ranges, shares)
+
+
 # every mix
 
 
@@ -114,6 +140,28 @@ def test_every_schedule_of_any_families_is_valid(shapes: list[tuple[int, int]], 
 @given(family_shapes(), st.integers(1, 6), st.integers(2, 4))
 def test_every_interleaving_of_any_families_is_valid(shapes: list[tuple[int, int]], num_stages: int, num_ranges: int) -> None:
     validate_plan(plan_of(chunks_of(shapes), num_stages, "interleaved", num_ranges))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    family_shapes(),
+    st.integers(2, 6).flatmap(lambda count: st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.0]), min_size=count, max_size=count)),
+    st.sampled_from(["1f1b", "elastic", "gpipe"]),
+    st.sampled_from([1.0, 1.5, 2.0]),
+)
+def test_shared_heads_of_any_families_are_valid_and_follow_the_shares(
+    shapes: list[tuple[int, int]], shares: list[float], schedule: Schedule, lead: float
+) -> None:
+    chunks = chunks_of(shapes)
+    (micro_batch,) = validate_plan(plan_of(chunks, len(shares), schedule, 1, shares, lead)).micro_batches
+    (group,) = micro_batch.groups
+    heads = group.head_stages
+    assert sum(action.kind == "H" for stage in group.stages for action in stage.actions) == len(heads)
+    found = [sum(stage == each for stage in heads.values()) for each in range(len(shares))]
+    found[-1] += len(chunks) - len(heads)
+    expected = [share * len(chunks) / sum(shares) for share in shares] if sum(shares[:-1]) else [0.0] * (len(shares) - 1)
+    # no stage is a whole head behind its share, or two ahead
+    assert all(-1 < own - share < 2 for own, share in zip(found, expected, strict=False))
 
 
 @settings(max_examples=150, deadline=None)

@@ -51,9 +51,16 @@ def kinds(group: SequenceGroup) -> list[list[str]]:
     st.sampled_from(["replicated", "gathered_per_round", "sharded"]),
     st.sampled_from([(1,), (1, 2), (2,), (1, 2, 3, 4)]),
     st.sampled_from([0, 2]),
+    st.booleans(),
 )
 def test_every_plan_is_valid_and_its_estimate_the_judges(
-    lengths: list[int], kind: str, ranks: tuple[int, int], parameters: Parameters, degrees: tuple[int, ...], shards: int
+    lengths: list[int],
+    kind: str,
+    ranks: tuple[int, int],
+    parameters: Parameters,
+    degrees: tuple[int, ...],
+    shards: int,
+    spreads_head: bool,
 ) -> None:
     num_ranks, num_stages = ranks
     costs = replace(cost_model(kind, num_ranks), parameters=parameters, shard_ranks=shards or 1, method="auto")
@@ -61,7 +68,12 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
     if min(degrees) > per_stage or (shards and per_stage % shards):
         return
     try:
-        plan = plan_stages(3, lengths, costs, num_stages, config(2000, degrees))
+        settings = config(2000, degrees)
+        if spreads_head:
+            costs = replace(costs, model=replace(costs.model, head_stages=num_stages))
+            head_shares = (0.5, *(num_stages - 1) * (1.0,))
+            settings = replace(settings, stages=stage_ranges(costs.model, num_stages), head_shares=head_shares)
+        plan = plan_stages(3, lengths, costs, num_stages, settings)
     except ValueError as error:
         # with sharded parameters groups side by side cannot have slices
         assert parameters == "sharded" and max(degrees) < per_stage and "fits no pipeline" in str(error)
@@ -72,7 +84,10 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
     run = evaluate_plan(plan, costs)
     assert plan.estimate.step_s == pytest.approx(run.step_s, rel=1e-12)
     assert plan.estimate.peak_bytes == max(run.peak_bytes)
+    assert plan.estimate.lower_bound_s <= plan.estimate.counted_s * (1 + 1e-9)
     for group in (group for micro_batch in plan.micro_batches for group in micro_batch.groups):
+        # no stage gets a second head before every other one has its first
+        assert bool(group.head_stages) == (spreads_head and len(group.chunks) > 1)
         assert group.degree in degrees or not group.num_tokens
         assert all(chunk.num_tokens <= 2000 * group.degree for chunk in group.chunks)
 

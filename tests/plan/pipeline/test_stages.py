@@ -16,7 +16,7 @@ from hf_longctx.plan.core.types import Chunk, GroupShape, LayerRange, Ranges, Sp
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, PassCoefficients, default_coefficients
 from hf_longctx.plan.cost.profiles import read_profile
-from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges
+from hf_longctx.plan.pipeline.stages import balanced_ranges, layer_ranges, stage_layers
 
 
 def stage_work(stages: Ranges, layer_work: Sequence[float], head: float) -> list[float]:
@@ -165,3 +165,53 @@ def test_stages_of_a_model_with_windows_wait_less_for_the_one_with_most_full_lay
     by_seconds = balanced_ranges(costs, 8, [131_072])
     assert 0 < sum(full) < len(full)
     assert slowest_s(by_seconds, 131_072) < 0.95 * slowest_s(by_number, 131_072)
+
+
+def work_of(costs: CostModel, ranges: Ranges, length: int, head_shares: Sequence[float]) -> list[float]:
+    """Seconds of every stage for a sequence of this length, without constant seconds, as `CostModel` counts them."""
+    chunk, shape = Chunk(0, (Span(0, 0, length),)), GroupShape(1)
+    bare = costs.coefficients
+    bare = replace(bare, forward=replace(bare.forward, chunk_s=0.0), backward=replace(bare.backward, chunk_s=0.0))
+    costs = replace(costs, coefficients=bare)
+    found = []
+    for own, share in zip(ranges, head_shares, strict=True):
+        seconds = 0.0
+        for is_backward in (False, True):
+            seconds += share * costs.part_s(chunk, shape, is_backward, 0, True)
+            for each in own:
+                pairs = costs.model.attention_pairs((each,))
+                seconds += costs.part_s(chunk, shape, is_backward, each.num_layers, False, pairs=pairs)
+        found.append(seconds)
+    return found
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("llama-3.1-70b", 8), ("qwen3-32b", 8), ("qwen3-8b", 8), ("gemma-3-27b", 4)])
+def test_stages_share_the_head_if_that_takes_work_off_the_busiest(name: str, num_stages: int) -> None:
+    model, length = named_model(name), 65_536
+    cluster = ClusterSpec(64, 8, read_profile("h100").spec)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster))
+    plain = balanced_ranges(costs, num_stages, [length])
+    alone = max(work_of(costs, plain, length, (*(num_stages - 1) * (0.0,), 1.0)))
+    assert stage_layers(costs, num_stages, 1, [length], spreads_head=False) == (plain, ())
+    ranges, shares = stage_layers(costs, num_stages, 1, [length], spreads_head=True)
+    if not shares:
+        assert ranges == plain
+        return
+    work = work_of(costs, ranges, length, shares)
+    assert sum(shares) == pytest.approx(1) and max(work) < 0.99 * alone
+    # the last stages, and each of them some
+    first = next(stage for stage, share in enumerate(shares) if share)
+    assert all(share > 0 for share in shares[first:]) and first > 0
+    # hardly above the least: the mean, or the busiest stage without any head
+    least = max(sum(work) / num_stages, *work_of(costs, ranges, length, num_stages * (0.0,)))
+    assert max(work) <= 1.016 * least
+
+
+def test_stages_do_not_share_the_head_of_several_layer_ranges_or_a_cheap_one() -> None:
+    costs = tiny_costs(2)
+    dear = replace(costs, model=replace(costs.model, num_layers=8, vocab_size=2_000))
+    assert stage_layers(dear, 2, 1, [50], spreads_head=True)[1]
+    assert not stage_layers(dear, 2, 2, [50], spreads_head=True)[1]
+    assert not stage_layers(dear, 1, 1, [50], spreads_head=True)[1]
+    cheap = replace(dear, model=replace(dear.model, vocab_size=2))
+    assert not stage_layers(cheap, 2, 1, [50], spreads_head=True)[1]
