@@ -164,14 +164,15 @@ def choose_setup(
             "leave nor the tensors of their scan as memory; where memory is short, give a lower device_gib",
             facts.name,
         )
-    # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages
+    # a rank that loaded only its own stage does not know the adapters, four-bit and frozen weights of other stages, or their head
     frozen = frozen_parameters(model, config.may_have_stages)
     beside = beside or OtherResidents()
     # without images in rows, towers are frozen
     tower = trained_tower(model, spec.tower) if rows is not None and rows.may_have_media else spec.tower
     own = spec.adapters, spec.packed, spec.rounded_parameters, frozen, _moment_bytes(config, model, args), beside.kernels, tower
-    gathered = zip(*gather_objects(own, control), strict=True)
-    adapters, packed, rounded, all_frozen, moments, kernels, towers = (list(each) for each in gathered)
+    spreads_head = may_spread_head(config, facts, beside.teacher is not None)
+    gathered = zip(*gather_objects((*own, spreads_head), control), strict=True)
+    adapters, packed, rounded, all_frozen, moments, kernels, towers, spreads = (list(each) for each in gathered)
     spec = replace(spec, adapters=largest_adapters(adapters), packed=largest_packed(packed))
     spec = replace(spec, rounded_parameters=min(rounded), frozen_parameters=min(all_frozen), moment_bytes=max(moments))
     # ranks of later stages hold no towers
@@ -197,9 +198,7 @@ def choose_setup(
         taught_by = teacher_costs(model_spec(beside.teacher), cluster)
         measured = replace(measured, costs=replace(measured.costs, teacher=taught_by))
         max_length = min(max_length, taught_by.model.max_positions)
-    # a rank that loaded only its own stage does not know an adapter on the head of another one
-    spread_head = all(gather_objects(may_spread_head(config, facts, beside.teacher is not None), control))
-    heads: dict[str, Any] = {"spread_head": spread_head, "head_shares": loaded_head_shares(model)}
+    heads: dict[str, Any] = {"spread_head": all(spreads), "head_shares": loaded_head_shares(model)}
     wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred, **heads)
     placeholders = absent_token_ids(facts.base)
     lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)

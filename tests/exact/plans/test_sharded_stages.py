@@ -264,10 +264,12 @@ def kept_layers(path: RankPlan, ranges: list[range]) -> Counter[str]:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("parameters", MODES)
-@pytest.mark.parametrize("num_ranges", [1, 2])
-def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Parameters, num_ranges: int) -> None:
+@pytest.mark.parametrize(("num_ranges", "shares"), [(1, ()), (2, ()), (1, (1.0, 1.0, 1.0, 1.0))], ids=["1", "2", "heads"])
+def test_weights_are_gathered_as_often_as_the_plan_says(
+    ranks, parameters: Parameters, num_ranges: int, shares: tuple[float, ...]
+) -> None:
     if num_ranges == 1:
-        plan = plan_of("4 x 2", parameters, num_layers=8)
+        plan = plan_of("4 x 2", parameters, num_layers=8, head_shares=shares)
     else:
         plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)
     results = ranks(num_ranks(plan)).run(collectives_on_rank, plan_to_json(plan), random_rows(LENGTHS))
@@ -276,8 +278,10 @@ def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Param
         num_chunks = sum(len(group.chunks) for group, _ in path.rounds)
         ranges = [range(each.first_layer, each.first_layer + each.num_layers) for each in path.rounds[0][1].layer_ranges]
         layers = {f"model.layers.{layer}" for own in ranges for layer in own}
-        # the first stage has the embedding, the last one norm and head
-        outside = {""} if plan.place(rank)[0] in (0, plan.num_stages - 1) else set()
+        # the first stage has the embedding, the last one norm and head, and stages that share the head have that
+        num_heads = sum(action.kind == "H" for _, own in path.rounds for action in own.actions)
+        ends = {""} if plan.place(rank)[0] in (0, plan.num_stages - 1) else set()
+        outside = {""} if num_heads else ends
         is_kept = parameters == "gathered_per_step"
         # only the first pass of a step begins with a gather that nothing hides
         first = f"model.layers.{ranges[0][0]}"
@@ -288,7 +292,8 @@ def test_weights_are_gathered_as_often_as_the_plan_says(ranks, parameters: Param
             **{layer: 1 if is_kept else 2 * num_chunks - kept[layer] for layer in layers},
             **dict.fromkeys(outside, 1),
         }
-        assert sums == dict.fromkeys(layers | outside, num_chunks)
+        # a head runs no layer
+        assert sums == {**dict.fromkeys(layers, num_chunks), **{unit: num_chunks * len(ends) + num_heads for unit in outside}}
         assert Counter(unit for _, unit in evaluation) == {
             **dict.fromkeys(layers, 1 if is_kept else num_chunks),
             **dict.fromkeys(outside, 1),

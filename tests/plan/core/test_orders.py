@@ -114,11 +114,11 @@ def test_heads_of_three_chunks_in_turn_on_three_stages() -> None:
 
 def test_a_further_forward_hides_the_head_on_another_stage() -> None:
     plain, spread = (
-        [[str(each)[1:] for each in stage.actions if each.kind in "FB"] for stage in plan.micro_batches[0].groups[0].stages]
+        [words(tuple(each for each in stage.actions if each.kind in "FB")) for stage in plan.micro_batches[0].groups[0].stages]
         for plan in (plan_of(chunks_of([(0, 1)] * 4), 2, "elastic", head_shares=shares) for shares in ((), (1, 0)))
     )
-    assert plain == ["F0 F1 B0 F2 B1 F3 B2 B3".split(), "F0 B0 F1 B1 F2 B2 F3 B3".split()]
-    assert spread == ["F0 F1 F2 B0 F3 B1 B2 B3".split(), "F0 F1 B0 F2 B1 F3 B2 B3".split()]
+    assert plain == ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    assert spread == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"]
 
 
 @pytest.mark.parametrize(("num_ranges", "shares"), [(2, (1, 1)), (1, (1, 1, 1))])
