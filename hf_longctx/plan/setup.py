@@ -612,7 +612,7 @@ class _Choices:
             updates_on_host=wishes.optimizer_states == "host",
             layers_on_host=wishes.layer_weights == "host",
             keeps_all_stages=lends,
-            head_stages=sum(share > 0 for share in head_shares) or 1,
+            num_head_stages=sum(share > 0 for share in head_shares) or 1,
             experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
             index=index if index.is_empty else replace(index, most_ranks=wishes.placement.degrees[-1]),
         )

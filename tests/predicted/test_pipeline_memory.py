@@ -58,6 +58,25 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
         assert predicted.peak + messages == pytest.approx(peak, rel=0.07)
 
 
+@pytest.mark.daily("64-slices")
+@pytest.mark.parametrize("name", ["whole", "slices"])
+@pytest.mark.parametrize("num_words", [64, 8192])
+def test_stages_that_share_heads_hold_and_work_with_what_is_predicted(ranks, num_words: int, name: str) -> None:
+    lengths, chunks, _, _ = CASES[name]
+    spec = replace(SPEC, vocab_size=num_words)
+    plan = pipeline_plan(lengths, [[(1, chunks)]], 2, "elastic", 4, head_shares=(1, 1))
+    found = ranks(2).run(stage_peak_on_rank, spec, plan_to_json(plan), rows_of(lengths, spec))
+    (group,) = plan.micro_batches[0].groups
+    assert set(group.head_stages.values()) == {0}
+    spec = replace(spec, num_head_stages=2)
+    for (peak, memory), stage in zip(found, group.stages, strict=True):
+        predicted = ByteModel(spec).moments(group, stage, tiles_loss=False).most
+        assert predicted.book == memory.kv_book
+        messages = message_bytes(spec, stage, 2, max(chunk.num_tokens for chunk in group.chunks))
+        # a sum of the head's gradients over tiles counts, too, which these chunks of one tile do not need
+        assert predicted.peak + messages == pytest.approx(peak, rel=0.07 if num_words == 64 else 0.17)
+
+
 @pytest.mark.wide
 def test_micro_batches_in_turns_hold_together_what_is_predicted(ranks) -> None:
     """Ranks share a sequence in slices, then each has one of its own; the first stage holds chunks of both at once."""

@@ -275,11 +275,11 @@ def stage_collectives(
     """Returns the collectives of every layer range of every stage.
 
     collectives: those of a part of the model, given the number of layers, and whether the embedding and the head are there.
-    If several stages have the head (`ModelSpec.head_stages`) and every pass sums its own gradients, those of the head are not
+    If several stages have the head (`ModelSpec.num_head_stages`) and every pass sums its own gradients, those of the head are not
     part of backwards; see `head_sum_s`.
     """
     num_stages = len(ranges)
-    is_apart = model.head_stages > 1 and sums_every_backward(parameters, num_stages)
+    is_apart = model.num_head_stages > 1 and sums_every_backward(parameters, num_stages)
     found: list[list[StageGathers]] = []
     for stage, own in enumerate(ranges):
         found.append([])

@@ -106,7 +106,7 @@ def layer_shard_bytes(model: ModelSpec, num_layers: int, parameters: Parameters,
 
 def _sums_every_backward(model: ModelSpec, parameters: Parameters, is_first: bool, is_last: bool) -> bool:
     """Whether every backward of a stage reduce-scatters its gradients; the only stage has embedding and head."""
-    return sums_every_backward(parameters, 1 if is_first and is_last and model.head_stages == 1 else 2)
+    return sums_every_backward(parameters, 1 if is_first and is_last and model.num_head_stages == 1 else 2)
 
 
 def _leave(model: ModelSpec, parameters: Parameters) -> bool:
@@ -199,7 +199,7 @@ def summed_bytes(
     largest_outside = max(flight.head, flight.embedding) * outside // max(1, flight.outside)
     copied = outside if outside > flight.outside or model.vocab_size % shard_ranks else 0
     sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.larger_elements))
-    of_layer = (0 if model.head_stages > 1 else flight.head) + flight.layer + sent + received + sums
+    of_layer = (0 if model.num_head_stages > 1 else flight.head) + flight.layer + sent + received + sums
     # beside what is left of the last layer, beside copies, and what others send of the copies
     at_end = max(flight.outside + max(sent + received, copied), outside + largest_outside)
     return max(of_layer, at_end + sums_outside)
@@ -305,7 +305,7 @@ def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_token
         return 0
     has_ranges = len(stage.layer_ranges) > 1
     has_before, has_after = stage.stage > 0 or has_ranges, stage.stage < num_stages - 1 or has_ranges
-    return (2 * has_before + 2 * has_after + 2 * (model.head_stages > 1)) * num_tokens * model.hidden_bytes
+    return (2 * has_before + 2 * has_after + 2 * (model.num_head_stages > 1)) * num_tokens * model.hidden_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,7 @@ class ModelSpec:
     # most parts in which ranks exchange heads beside attention; 1: all heads before and after it
     exchange_parts: int = MOST_HEAD_PARTS
     # number of last pipeline stages that have the output head and share its work (`stage_layers`)
-    head_stages: int = 1
+    num_head_stages: int = 1
     # matrix parameters of a layer that one token does not pass
     idle_parameters: int = 0
     # elements per token and layer that routing to experts and back saves for backward, besides those that experts save inside
@@ -743,7 +743,7 @@ class ModelSpec:
 
     def has_head(self, stage: int, num_stages: int) -> bool:
         """Whether a pipeline stage has the output head."""
-        return stage >= num_stages - self.head_stages
+        return stage >= num_stages - self.num_head_stages
 
     def part_parameters(self, num_layers: int, is_first: bool, is_last: bool) -> int:
         """Matrix parameters of `num_layers` layers, with the embedding if `is_first` and the head if `is_last`."""

@@ -116,13 +116,13 @@ class PipelineSearch:
         # the stage with the most states has no more room than the budget says
         takes_turns = self._room is not None and min(staged.room.waiting) >= max(1, self._room.budget.device_bytes)
         if takes_turns:
-            longest_s = np.sum(stages_s)
+            longest_s = float(np.sum(stages_s))
         elif self.config.head_shares:
             layers_s = staged.stages_s(range(len(staged.lengths)), with_heads=False)
-            longest_s = max(np.mean(stages_s + once_s), np.max(layers_s + once_s))
+            longest_s = float(max(np.mean(stages_s + once_s), np.max(layers_s + once_s)))
         else:
-            longest_s = np.max(stages_s + once_s)
-        return float(longest_s) + self.costs.coefficients.step_s
+            longest_s = float(np.max(stages_s + once_s))
+        return longest_s + self.costs.coefficients.step_s
 
     def _in_turns(self, plan: StepPlan) -> StepPlan:
         """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""

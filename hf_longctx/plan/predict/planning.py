@@ -154,7 +154,7 @@ def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float
 def _early_copies_s(plan: StepPlan, place: int, costs: CostModel) -> float:
     """Seconds of the backward beside which a stage's gradients leave for the host; 0 if they leave only after its end."""
     is_tied = costs.model.tied_embeddings and plan.num_stages > 1 and place in (0, plan.num_stages - 1)
-    is_tied |= costs.model.head_stages > 1 and costs.model.has_head(place, plan.num_stages)
+    is_tied |= costs.model.num_head_stages > 1 and costs.model.has_head(place, plan.num_stages)
     if plan.ranks_per_stage > 1 or costs.model.keeps_all_stages or is_tied:
         return 0.0
     return max(_last_backward_s(group, place, costs) for group in plan.micro_batches[-1].groups)

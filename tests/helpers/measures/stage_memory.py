@@ -12,7 +12,7 @@ from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import tiny_costs
 from helpers.plans.pipeline_plans import planned_words
 from helpers.plans.sliced_plans import Rows
-from helpers.ranks.pipeline_steps import CPU, stage_mesh, stage_pool, stage_step_on_rank
+from helpers.ranks.pipeline_steps import CPU, head_stages, stage_mesh, stage_pool, stage_step_on_rank
 from helpers.ranks.rank_steps import rank_inputs
 
 from hf_longctx.hf.calibration.calibrate import shaped_config
@@ -31,6 +31,7 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.activations.output_head import OutputHead
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.parameters.sharded import shard_model
+from hf_longctx.runtime.process_groups import with_head
 
 
 def build_llama(spec: ModelSpec) -> Any:
@@ -44,19 +45,21 @@ def build_llama(spec: ModelSpec) -> Any:
 def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int, Any]:
     """The most bytes that a second step allocates on this rank, and the bytes that the step itself reports."""
     plan = plan_from_json(plan_json)
-    pool = stage_pool(plan.num_stages)
+    heads = head_stages(plan)
+    pool = stage_pool(plan.num_stages, heads=heads)
     model = build_llama(spec)
     ranges = [stage.layer_ranges for stage in plan.micro_batches[0].groups[0].stages]
-    cut_model(model, ranges, pool.stage)
-    stage = stage_model(model, ranges, pool.stage)
+    cut_model(model, ranges, pool.stage, head_stages=heads)
+    stage = stage_model(model, ranges, pool.stage, heads)
     if plan.parameters != "replicated":
         shard_model(model, tuple(model._no_split_modules), stage_mesh(plan.num_stages, pool.ranks_per_stage))
     for parameter in model.parameters():
         # gradients are states, not workspace; those in half precision add up elsewhere
         parameter.grad = torch.zeros_like(parameter) if spec.bytes_per_element > 2 else None
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
-    head = OutputHead(output_head(model)) if has_policies and pool.stage == plan.num_stages - 1 else None
-    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_policies else None
+    has_engine = has_policies or bool(heads)
+    head = OutputHead(output_head(model)) if has_engine and pool.stage in with_head(plan.num_stages, heads) else None
+    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_engine else None
     executor = StepExecutor(stage, pool, CPU)
     rank_plan, inputs = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
     executor.run(rank_plan, inputs, 1, engine=engine)

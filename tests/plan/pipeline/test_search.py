@@ -70,7 +70,7 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
     try:
         settings = config(2000, degrees)
         if spreads_head:
-            costs = replace(costs, model=replace(costs.model, head_stages=num_stages))
+            costs = replace(costs, model=replace(costs.model, num_head_stages=num_stages))
             head_shares = (0.5, *(num_stages - 1) * (1.0,))
             settings = replace(settings, stages=stage_ranges(costs.model, num_stages), head_shares=head_shares)
         plan = plan_stages(3, lengths, costs, num_stages, settings)

@@ -30,8 +30,8 @@ def costs_of(plan: StepPlan, kind: str) -> CostModel:
     costs = cost_model(kind, plan.num_ranks)
     spreads = any(group.head_stages for batch in plan.micro_batches for group in batch.groups)
     windows = (2 * costs.model.windows)[:model_layers]
-    head_stages = plan.num_stages if spreads else 1
-    model = replace(costs.model, num_layers=model_layers, windows=windows, head_stages=head_stages)
+    num_head_stages = plan.num_stages if spreads else 1
+    model = replace(costs.model, num_layers=model_layers, windows=windows, num_head_stages=num_head_stages)
     return replace(costs, model=model, parameters=plan.parameters, shard_ranks=plan.ranks_per_stage)
 
 
