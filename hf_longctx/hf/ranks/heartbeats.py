@@ -114,7 +114,7 @@ class Heartbeats:
         # set after all ranks that do not hang have reached the verdict
         self._all_know = threading.Event()
         self._beats: list[tuple[Beat, float]] = [(Beat(), 0.0)] * num_ranks
-        # first beats that were read, by rank
+        # beats of the first reading, by rank; empty for a rank that had not begun
         self._first: dict[int, Beat] = {}
         self._taking = threading.Lock()
         self._doing, self._has_told, self._main_s = Doing(), False, 0.0
@@ -143,7 +143,10 @@ class Heartbeats:
                     self._beats[rank] = Beat(), 0.0
 
     def start(self) -> None:
-        """Starts both threads."""
+        """Publishes the first beat, so that others know this rank after the roll call, and starts both threads."""
+        # without a store, the thread finds that too
+        with suppress(RuntimeError):
+            self._publish(1)
         for thread in self._threads:
             thread.start()
 
@@ -203,7 +206,7 @@ class Heartbeats:
         ]
 
     def _beat(self) -> None:
-        number = 0
+        number = 1
         try:
             while not self._has_left:
                 number += 1
@@ -272,13 +275,12 @@ class Heartbeats:
         now_s = self._lived_s
         with self._taking:
             for rank, (beat, (before, since_s)) in enumerate(zip(beats, self._beats, strict=True)):
+                is_new = beat != self._first.setdefault(rank, beat)
                 if not beat.start or beat.start != self._known.get(rank, beat.start):
                     # a rank that has not begun, or that ended before a restart
                     continue
-                if self._first.setdefault(rank, beat).start != beat.start:
-                    self._first[rank] = beat
-                # before the roll call, a rank counts as soon as its beats advance
-                if rank in self._known or beat.number > self._first[rank].number:
+                # before the roll call, a beat of the first reading may be from before a restart
+                if rank in self._known or is_new:
                     self._beats[rank] = beat, since_s if beat == before else now_s
             self._read_s = now_s
 

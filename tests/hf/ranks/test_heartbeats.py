@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -35,40 +36,76 @@ def hang(hearts: Heartbeats) -> None:
     hearts._ends.set()
 
 
+def wait_for(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Waits until `holds()`, since threads may be slow on a busy machine; fails after `timeout_s`."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until_s, f"not within {timeout_s:g} s"
+        time.sleep(0.05)
+
+
+def has_heard(hearts: Heartbeats, *ranks: int) -> bool:
+    """Whether all these ranks count, so that a rank that stops from now on is known."""
+    return all(hearts.beats()[rank].number for rank in ranks)
+
+
 def test_a_rank_that_hangs_is_known_and_one_that_left_is_not_taken_for_it() -> None:
     store = dist.HashStore()
     hearts = [Heartbeats(store, rank, 3, TIMEOUT_S, 60.0, in_rank_0=False) for rank in range(3)]
     for heart in hearts:
         heart.start()
-    time.sleep(TIMEOUT_S / 2)
+    wait_for(lambda: has_heard(hearts[0], 1, 2))
     hearts[1].leave()
     hang(hearts[2])
     assert hearts[0].still() == []
-    # a little over the time-out, and less than the time after which the process ends
-    time.sleep(1.2 * TIMEOUT_S)
-    assert hearts[0].still() == [2]
+    wait_for(lambda: hearts[0].still() == [2])
+    # until rank 1 has been silent for longer than that too
+    wait_for(lambda: 2 in hearts[0].still(2.0))
+    wait_for(lambda: hearts[0].still() == [2])
     assert hearts[0].beats()[1].has_left
+    hearts[0].leave()
+
+
+def test_a_rank_that_stops_right_after_its_start_is_known_after_the_roll_call() -> None:
+    store = dist.HashStore()
+    hearts = [Heartbeats(store, rank, 2, TIMEOUT_S / 2, 60.0, in_rank_0=False) for rank in range(2)]
+    # stands for a process that was stopped before its threads have run
+    hearts[1]._threads.clear()
+    hearts[1].start()
+    hearts[0].start()
+    wait_for(lambda: hearts[0]._read_s > TIMEOUT_S)
+    # its beat may be from before a restart
+    assert hearts[0].still() == []
+    hearts[0].know([heart.start_id for heart in hearts], None)
+    wait_for(lambda: hearts[0].still() == [1])
+    hearts[0].leave()
+
+
+def test_a_rank_that_starts_later_and_stops_at_once_is_known_before_the_roll_call() -> None:
+    store = dist.HashStore()
+    hearts = [Heartbeats(store, rank, 2, TIMEOUT_S / 2, 60.0, in_rank_0=False) for rank in range(2)]
+    hearts[0].start()
+    wait_for(lambda: hearts[0]._read_s > 0)
+    hearts[1]._threads.clear()
+    hearts[1].start()
+    wait_for(lambda: hearts[0].still() == [1])
     hearts[0].leave()
 
 
 def test_a_rank_that_has_not_begun_a_run_with_a_shorter_time_out_is_not_taken_for_one_that_hangs() -> None:
     store = dist.HashStore()
-    hearts = [Heartbeats(store, rank, 2, 60.0, 60.0, in_rank_0=False) for rank in range(2)]
+    time_outs_s = (0.5 * TIMEOUT_S, 60.0)
+    hearts = [Heartbeats(store, rank, 2, time_outs_s[rank], 60.0, in_rank_0=False) for rank in range(2)]
     for heart in hearts:
         heart.start()
-    time.sleep(0.5)
-    hearts[0].limit(0.5 * TIMEOUT_S, 60.0)
-    until_s = time.monotonic() + 1.5 * TIMEOUT_S
-    while time.monotonic() < until_s:
-        assert hearts[0].still() == []
-        time.sleep(0.1)
+    hearts[0].know([heart.start_id for heart in hearts], None)
+    wait_for(lambda: has_heard(hearts[0], 1))
+    wait_for(lambda: hearts[0].still() != [] or hearts[0]._read_s > TIMEOUT_S)
+    assert hearts[0].still() == []
     hearts[1].limit(0.5 * TIMEOUT_S, 60.0)
-    time.sleep(0.5)
+    wait_for(lambda: hearts[0].beats()[1].interval_s < TIMEOUT_S)
     hang(hearts[1])
-    until_s = time.monotonic() + 10 * TIMEOUT_S
-    while hearts[0].still() != [1]:
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+    wait_for(lambda: hearts[0].still() == [1], 10 * TIMEOUT_S)
     hearts[0].leave()
 
 
@@ -78,13 +115,11 @@ def test_a_rank_that_stands_still_is_known_after_the_store_has_ended() -> None:
     hearts = [Heartbeats(store, rank, 3, 2 * TIMEOUT_S, 60.0, in_rank_0=True) for rank, store in enumerate(stores)]
     for heart in hearts:
         heart.start()
-    time.sleep(0.5)
+    wait_for(lambda: has_heard(hearts[1], 0, 2))
     hang(hearts[2])
-    while hearts[1].still() != [2]:
-        time.sleep(0.05)
-    # less than the time after which the process ends
+    wait_for(lambda: hearts[1].still() == [2])
     del server
-    time.sleep(1.0)
+    wait_for(lambda: hearts[1].is_blind)
     assert hearts[1].still() == [2]
     for heart in hearts[:2]:
         heart.leave()
