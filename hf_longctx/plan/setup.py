@@ -304,7 +304,8 @@ class Measured:
         usable, memory = self.memory.usable_bytes, replace(self.memory, model=costs.model, teacher=teacher)
         if self.has_communicators:
             blocks, num_stages = block_sizes(placement.degrees, costs), max(1, len(placement.ranges))
-            number = num_communicators(placement.num_ranks, blocks, placement.shard_ranks, num_stages, lends)
+            ways = placement.shard_ranks, num_stages, lends, costs.model.num_head_stages
+            number = num_communicators(placement.num_ranks, blocks, *ways)
             given = max(0, usable - number * COMMUNICATOR_BYTES)
             usable = given if self.is_given else min(usable, usable_bytes(memory.device_bytes, number, self.is_expandable))
         if self.reference_bytes:
@@ -612,7 +613,7 @@ class _Choices:
             updates_on_host=wishes.optimizer_states == "host",
             layers_on_host=wishes.layer_weights == "host",
             keeps_all_stages=lends,
-            num_head_stages=sum(share > 0 for share in head_shares) or 1,
+            num_head_stages=num_stages - next((stage for stage, share in enumerate(head_shares) if share), num_stages - 1),
             experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
             index=index if index.is_empty else replace(index, most_ranks=wishes.placement.degrees[-1]),
         )
@@ -846,19 +847,25 @@ class _HostPlace:
 
 
 def num_communicators(
-    num_ranks: int, degrees: Sequence[int], shard_ranks: int = 1, num_stages: int = 1, lends: bool = False
+    num_ranks: int,
+    degrees: Sequence[int],
+    shard_ranks: int = 1,
+    num_stages: int = 1,
+    lends: bool = False,
+    num_head_stages: int = 1,
 ) -> int:
     """Counts the groups of the rank with the most of them, including the default group; 0 for a single rank.
 
     degrees: those of groups that exchange heads (`cost_model.block_sizes`). shard_ranks: ranks that share one copy of the
     parameters; with 1, gradients are summed early in a separate group, unless stages lend ranks. lends: stages may lend ranks to
-    each other.
+    each other. num_head_stages: see `ModelSpec`.
     """
     if num_ranks == 1:
         return 0
     per_stage = num_ranks // num_stages
     most = max(
-        len(_sequence_groups(stage, position, num_ranks, num_stages, degrees, lends)) + _num_links(stage, num_stages)
+        len(_sequence_groups(stage, position, num_ranks, num_stages, degrees, lends))
+        + _num_links(stage, num_stages, num_head_stages)
         for stage in range(num_stages)
         for position in range(per_stage)
     )
@@ -894,13 +901,17 @@ def _sequence_groups(
     return found
 
 
-def _num_links(stage: int, num_stages: int) -> int:
-    """Counts a rank's groups for messages between stages, for sums over all stages, and over the first and the last."""
+def _num_links(stage: int, num_stages: int, num_head_stages: int) -> int:
+    """Counts a rank's groups for messages between stages, and for sums over all stages and over those of embedding and head."""
     if num_stages == 1:
         return 0
-    is_end = stage in (0, num_stages - 1)
+    is_end, has_head = stage in (0, num_stages - 1), stage >= num_stages - num_head_stages
     neighbours = (stage > 0) + (stage < num_stages - 1)
-    return _LANES_EACH_WAY * (neighbours + is_end) + 1 + is_end
+    # messages to and from heads on other stages
+    others = 0 if not has_head else num_head_stages - 1 if stage == num_stages - 1 else 1
+    # the head alone, if several stages have it, and with the embedding
+    sums = (has_head or not stage) + (has_head and 1 < num_head_stages < num_stages)
+    return _LANES_EACH_WAY * (neighbours + is_end + others) + 1 + sums
 
 
 @dataclass(frozen=True, slots=True)

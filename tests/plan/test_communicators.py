@@ -13,21 +13,25 @@ from hf_longctx.runtime.parameters.sharded import shard_mesh
 from hf_longctx.runtime.process_groups import GroupPool
 
 GIB = 2**30
-# ranks, degrees, ranks that share one copy of the parameters, stages, whether stages lend ranks
-RUNS: dict[str, tuple[int, tuple[int, ...], int, int, bool]] = {
-    "replicated": (4, (1, 2, 4), 1, 1, False),
-    "odd degrees": (4, (1, 2, 3), 1, 1, False),
-    "sharded": (4, (1, 2, 4), 4, 1, False),
-    "copies of shards": (4, (1, 2), 2, 1, False),
-    "stages": (4, (1, 2), 1, 2, False),
-    "sharded stages": (4, (1, 2), 2, 2, False),
-    "four stages": (4, (1,), 1, 4, False),
-    "lent stages": (4, (1,), 1, 4, True),
-    "two lent stages": (4, (1, 2), 1, 2, True),
+# ranks, degrees, ranks that share one copy of the parameters, stages, whether stages lend ranks, stages with the head
+RUNS: dict[str, tuple[int, tuple[int, ...], int, int, bool, int]] = {
+    "replicated": (4, (1, 2, 4), 1, 1, False, 1),
+    "odd degrees": (4, (1, 2, 3), 1, 1, False, 1),
+    "sharded": (4, (1, 2, 4), 4, 1, False, 1),
+    "copies of shards": (4, (1, 2), 2, 1, False, 1),
+    "stages": (4, (1, 2), 1, 2, False, 1),
+    "sharded stages": (4, (1, 2), 2, 2, False, 1),
+    "four stages": (4, (1,), 1, 4, False, 1),
+    "two of four stages with the head": (4, (1,), 1, 4, False, 2),
+    "all stages with the head": (4, (1,), 1, 4, False, 4),
+    "lent stages": (4, (1,), 1, 4, True, 1),
+    "two lent stages": (4, (1, 2), 1, 2, True, 1),
 }
 
 
-def groups_of_a_run(number: int, degrees: tuple[int, ...], shard_ranks: int, num_stages: int, lends: bool) -> int:
+def groups_of_a_run(
+    number: int, degrees: tuple[int, ...], shard_ranks: int, num_stages: int, lends: bool, num_head_stages: int
+) -> int:
     """Number of groups that this rank is in, the default group included."""
     found: list[Any] = []
     new_group = dist.new_group
@@ -44,7 +48,9 @@ def groups_of_a_run(number: int, degrees: tuple[int, ...], shard_ranks: int, num
         if shard_ranks > 1:
             shard_mesh("cpu", shard_ranks, timeout_s, num_stages)
         # settings of `open_plan_source`
-        pool = GroupPool(degrees, timeout_s, num_stages=num_stages, lends=lends, sums_early=shard_ranks == 1 and not lends)
+        ways = num_stages, lends, shard_ranks == 1 and not lends
+        heads = tuple(range(num_stages - num_head_stages, num_stages - 1))
+        pool = GroupPool(degrees, timeout_s, None, *ways, head_stages=heads)
     dist.barrier()
     pool.close()
     return 1 + len(found)
@@ -52,9 +58,9 @@ def groups_of_a_run(number: int, degrees: tuple[int, ...], shard_ranks: int, num
 
 @pytest.mark.parametrize("name", RUNS)
 def test_communicators_are_the_groups_that_a_run_creates(ranks, name: str) -> None:
-    num_ranks, degrees, shard_ranks, num_stages, lends = RUNS[name]
-    found = ranks(num_ranks).run(groups_of_a_run, list(RUNS).index(name), degrees, shard_ranks, num_stages, lends)
-    assert num_communicators(num_ranks, degrees, shard_ranks, num_stages, lends) == max(found)
+    num_ranks, degrees, *ways = RUNS[name]
+    found = ranks(num_ranks).run(groups_of_a_run, list(RUNS).index(name), degrees, *ways)
+    assert num_communicators(num_ranks, degrees, *ways) == max(found)
 
 
 def test_one_rank_has_no_communicator() -> None:

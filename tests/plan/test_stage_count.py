@@ -214,12 +214,18 @@ def test_interleaving_does_not_count_where_sequences_would_have_to_be_shorter_fo
 
 
 def test_sums_of_gradients_over_a_slow_network_count() -> None:
-    model, hardware = named_model("llama-3.2-1b"), replace(GENERIC_GPU, network_bytes_per_s=2e8)
+    # an embedding that is the head, too, would be summed over both stages
+    model = replace(named_model("llama-3.2-1b"), tied_embeddings=False)
+    hardware = replace(GENERIC_GPU, network_bytes_per_s=2e8)
     cluster = ClusterSpec(4, 2, hardware)
     costs = CostModel(model, cluster, default_coefficients(model, cluster), parameters="replicated", shard_ranks=1)
     one, two = (stage_options([3000] * 6, [count], lambda *way: setup(*way[:2], costs, PLENTY)).fitting[0] for count in (1, 2))
     # stages of one node each sum inside it
     assert weight_seconds(one.plan, costs).left_s > 10 * weight_seconds(two.plan, costs).left_s
+    # of a sum over two ranks, each sends all of its four bytes once
+    tied = replace(costs, model=replace(model, tied_embeddings=True))
+    more_s = weight_seconds(two.plan, tied).left_s - weight_seconds(two.plan, costs).left_s
+    assert more_s == pytest.approx(4 * model.vocab_size * model.hidden_size / 2e8, rel=0.01)
     assert one.plan.estimate.counted_s < two.plan.estimate.counted_s and one.counted_s > two.counted_s
     found = stage_options([3000] * 6, [1, 2], lambda *way: setup(*way[:2], costs, PLENTY)).fitting
     assert [option.num_stages for option in found] == [2, 1]

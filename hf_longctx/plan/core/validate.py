@@ -670,9 +670,12 @@ def _check_same_layers(plan: StepPlan) -> None:
 
 def _check_same_order(index: int, micro_batch: MicroBatch, block: int, block_ranks: int) -> None:
     groups = [group for group in micro_batch.groups if any(position // block_ranks == block for position in group.positions)]
-    orders: set[tuple[Sequence[tuple[str, int]], ...]] = {
-        tuple(tuple((a.kind, a.layer_range) for a in stage.actions if a.kind in PASSES) for stage in group.stages)
-        for group in groups
+    # on the last stage, passes of a chunk whose head another stage runs do not sum the gradient of the head
+    orders: set[tuple[Sequence[tuple[str, int, bool]], ...]] = {
+        tuple(
+            tuple((a.kind, a.layer_range, a.chunk in away) for a in stage.actions if a.kind in PASSES) for stage in group.stages
+        )
+        for group, away in ((group, group.head_stages) for group in groups)
     }
     if len(orders) > 1:
         grids = "\n".join(f" group {group.positions}\n{schedule_grid(group)}" for group in groups)

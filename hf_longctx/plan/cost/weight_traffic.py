@@ -109,6 +109,20 @@ def copies_traffic(weights: StageWeights, cluster: ClusterSpec, shard_ranks: int
     return ring_traffic(2 * shard_bytes, num_copies, shard_ranks, 2, cluster)
 
 
+def shared_head_traffic(
+    model: ModelSpec, cluster: ClusterSpec, shard_ranks: int, num_stages: int, ranks_per_stage: int
+) -> Traffic:
+    """Returns traffic of a rank in the sum of the output head's gradient over the stages that have it, once per step.
+
+    The first stage takes part if its embedding is the head's weight. shard_ranks: see `copies_traffic`.
+    """
+    num_sharing = model.num_head_stages + (model.tied_embeddings and model.num_head_stages < num_stages)
+    if num_stages == 1 or num_sharing == 1:
+        return Traffic()
+    shard_bytes = StageWeights.of(model, 0, False, True).gradients / shard_ranks
+    return ring_traffic(2 * shard_bytes, num_sharing, ranks_per_stage, 2, cluster)
+
+
 @dataclass(frozen=True, slots=True)
 class Collectives:
     """Seconds of the collectives of one forward or backward of a chunk on a stage."""

@@ -14,7 +14,7 @@ from hf_longctx.plan.core.lending import is_lent
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import Blocks, Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic
+from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, shared_head_traffic
 from hf_longctx.plan.memory.stage import host_state_bytes, layer_shard_bytes, part_state_bytes, trained_sizes, update_part_bytes
 from hf_longctx.plan.memory.towers import TowerBytes
 from hf_longctx.plan.policies.fit import FittedGroups
@@ -32,7 +32,7 @@ class WeightSeconds:
     # for every rank, gathers of sharded weights and sums of their gradients in all micro-batches, with copies of shards from the
     # host before gathers
     gathers_s: tuple[float, ...] = ()
-    # the sum of gradients over copies, once per step
+    # the sum of gradients over copies, and of a weight that several stages have, once per step
     sum_s: float = 0.0
     # the optimizer
     update_s: float = 0.0
@@ -218,6 +218,9 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     gathers_s = tuple(links[position // block] for position in range(plan.ranks_per_stage))
     sum_s = costs.coefficients.forward.exchange_s(to_copies)
     hidden_s = _hidden_s(plan, place, costs, sum_s) if sum_s else 0.0
+    if has_head:
+        shared = shared_head_traffic(costs.model, cluster, block, plan.num_stages, plan.ranks_per_stage)
+        sum_s += costs.coefficients.forward.exchange_s(shared)
     # a pipeline fills and drains in every micro-batch, or once if micro-batches follow one schedule
     num_drains = 1 if plan.turns else len(plan.micro_batches)
     drains = 1 + (plan.num_stages - 1) * num_drains / max(1, *slots)

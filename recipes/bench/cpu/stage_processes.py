@@ -27,7 +27,7 @@ from hf_longctx.hf.models.cutting import cut_model, stage_model
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.planning.step_record import StepRecord
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import Ranges, StepPlan
+from hf_longctx.plan.core.types import PASSES, Ranges, StepPlan
 from hf_longctx.runtime.core.chunk_inputs import ChunkInputs
 from hf_longctx.runtime.execution.executor import StepExecutor
 from hf_longctx.runtime.process_groups import GroupPool
@@ -47,8 +47,8 @@ class StageStep:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in forwards and backwards."""
-        return sum(interval.stop_s - interval.start_s for interval in self.record.intervals if interval.kind in ("F", "B"))
+        """Seconds in passes."""
+        return sum(interval.stop_s - interval.start_s for interval in self.record.intervals if interval.kind in PASSES)
 
     @property
     def core_share(self) -> float:

@@ -9,7 +9,20 @@ import pytest
 from helpers.plans.fixture_plans import FIXTURE_NAMES, edited, fixture
 
 from hf_longctx.plan.core.serialize import plan_digest, plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import Action, ActivationPolicy, LayerPolicy, SequenceGroup, StagePlan, StepPlan, TensorShare
+from hf_longctx.plan.core.types import (
+    Action,
+    ActivationPolicy,
+    Chunk,
+    LayerPolicy,
+    LayerRange,
+    MicroBatch,
+    Parameters,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+    TensorShare,
+)
 from hf_longctx.plan.core.validate import PlanError, describe_plan, schedule_grid, validate_plan
 
 _GROUP = "micro_batches__0__groups__0"
@@ -563,3 +576,54 @@ def test_a_plan_error_is_a_value_error_and_survives_the_round_trip_of_the_plan()
 def test_the_grid_has_a_line_per_stage() -> None:
     group = SequenceGroup((0,), "local", (), (StagePlan(0, (), (Action("F", 0, 0), Action("B", 0, 0))), StagePlan(1, (), ())))
     assert schedule_grid(group, (0, 1)) == "  stage 0: 0F0 >0B0<\n  stage 1: "
+
+
+def shared_heads(parameters: Parameters, *texts: tuple[str, str]) -> StepPlan:
+    """Groups of one rank on each of two stages, with two whole sequences each, and these actions of both stages."""
+    groups = []
+    for place, own in enumerate(texts):
+        chunks = tuple(Chunk(index, (Span(2 * place + index, 0, 8),)) for index in range(2))
+        stages = tuple(
+            StagePlan(stage, (LayerRange(stage, 1),), tuple(map(Action.parse, text.split()))) for stage, text in enumerate(own)
+        )
+        groups.append(SequenceGroup((place,), "local", chunks, stages))
+    return StepPlan(0, (8,) * 2 * len(texts), 2, len(texts), parameters, (MicroBatch(tuple(groups)),))
+
+
+OF_0 = (
+    "0F0 0SF0 0F1 0SF1 0.1RF0 0.1H0 0.1SB0 0RB0 0B0 0RB1 0B1",
+    "1RF0 1F0 1SF0 1RF1 1F1 1RB0 1B0 1SB0 1B1 1SB1",
+)
+OF_1 = (
+    "0F0 0SF0 0F1 0SF1 0.1RF1 0.1H1 0.1SB1 0RB0 0B0 0RB1 0B1",
+    "1RF0 1F0 1RF1 1F1 1SF1 1B0 1SB0 1RB1 1B1 1SB1",
+)
+
+
+def test_groups_that_share_weights_run_the_heads_of_the_same_chunks_elsewhere() -> None:
+    validate_plan(shared_heads("sharded", OF_0, OF_0))
+    validate_plan(shared_heads("gathered_per_round", OF_0, OF_1))
+    refused(shared_heads("sharded", OF_0, OF_1), "micro-batch 0: with these parameters all groups must run passes in")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        ("0.1H0", "0H0", "0H0 names a chunk or layer range that does not exist"),
+        ("0.1H0", "0.2H0", "0.2H0 names a chunk or layer range that does not exist"),
+        ("0.1RF0 0.1H0", "0.1H0 0.1RF0", "0.1H0 runs before its RF"),
+        ("0.1SB0 ", "", "S?B of .* to stage 1, which receives"),
+        ("0.1RF0 0.1H0 0.1SB0", "0.1RF0 0.1SB0", "0.1RF0 belongs to an output head, which runs once"),
+        ("0.1RF0 0.1H0 0.1SB0 0RB0 0B0", "0RB0 0B0 0.1RF0 0.1H0 0.1SB0", "waits for ever: deadlock"),
+        ("0.1H0", "0.1H0 0.1H0", "0.1H0 runs twice"),
+    ],
+)
+def test_heads_on_other_stages_have_their_messages(wrong: str, right: str, message: str) -> None:
+    first, last = OF_0
+    refused(shared_heads("replicated", (first.replace(wrong, right), last)), message)
+
+
+def test_the_last_stage_runs_the_other_heads_itself() -> None:
+    first, last = OF_0
+    last = last.replace("1F1", "1F1 1.1RF1 1.1H1 1.1SB1")
+    refused(shared_heads("replicated", (first, last)), "1.1RF1 belongs to an output head, which runs once, on a stage")
