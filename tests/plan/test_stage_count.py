@@ -222,7 +222,7 @@ def test_sums_of_gradients_over_a_slow_network_count() -> None:
     one, two = (stage_options([3000] * 6, [count], lambda *way: setup(*way[:2], costs, PLENTY)).fitting[0] for count in (1, 2))
     # stages of one node each sum inside it
     assert weight_seconds(one.plan, costs).left_s > 10 * weight_seconds(two.plan, costs).left_s
-    # of a sum over two ranks, each sends all of its four bytes once
+    # each of the two ranks sends all bytes of its sum once
     tied = replace(costs, model=replace(model, tied_embeddings=True))
     more_s = weight_seconds(two.plan, tied).left_s - weight_seconds(two.plan, costs).left_s
     assert more_s == pytest.approx(4 * model.vocab_size * model.hidden_size / 2e8, rel=0.01)

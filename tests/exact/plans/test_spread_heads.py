@@ -136,7 +136,7 @@ def test_a_head_frozen_on_one_of_its_stages_is_refused_everywhere(ranks, tied: b
 
 
 def tallied_on_rank(plans_json: list[str], rows: Rows) -> list[list[float]]:
-    """What is counted of the label tokens of all ranks, under each plan."""
+    """Counts the label tokens of all ranks under each plan."""
     found = []
     for plan in map(plan_from_json, plans_json):
         executor, engine = stage_executor(ModelCase(num_layers=4), plan)
