@@ -498,7 +498,11 @@ class _Choices:
         if (loaded := wishes.placement.ranges) or wishes.stages == 1:
             is_open = wishes.may_shard and (wishes.shares_fastest or len(loaded) > 1)
             step = self.lengths.step(self.lengths.sample()) if is_open else ()
-            setup, _ = self._on_stages(loaded or balanced_ranges(costs, 1, ()), wishes.placement.head_shares, step)
+            ranges = loaded or balanced_ranges(costs, 1, ())
+            if shares := wishes.placement.head_shares:
+                setup, _ = self._with_best_head(ranges, shares, ranges, step)
+            else:
+                setup, _ = self._on_stages(ranges, (), step)
             return _with_planned_room(self._agreed(setup))
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
         step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
@@ -521,12 +525,11 @@ class _Choices:
             way = count, num_ranges
             # with too few layers, this says so
             ranges, head_shares = layers.get(way) or stage_layers(costs, *way, lengths, wishes.spread_head)
-            setups[way], plan = self._on_stages(ranges, head_shares, step, most_s)
-            if head_shares and setups[way].room_tokens < (setups[way].max_length or sys.maxsize):
-                # the head takes memory of other stages, too, which long sequences need more
-                alone = self._on_stages(balanced_ranges(costs, count, lengths, num_ranges), (), step, most_s)
-                if alone[0].room_tokens > setups[way].room_tokens:
-                    setups[way], plan = alone
+            if head_shares:
+                alone = balanced_ranges(costs, count, lengths, num_ranges)
+                setups[way], plan = self._with_best_head(ranges, head_shares, alone, step, most_s)
+            else:
+                setups[way], plan = self._on_stages(ranges, (), step, most_s)
             return StageSetup(setups[way].costs, setups[way].planner, plan=plan)
 
         def cutting_setup_of(count: int, num_ranges: int, _: float) -> StageSetup:
@@ -597,6 +600,26 @@ class _Choices:
                 return replace(options, fitting=options.fitting[number:], unfit=(*options.unfit, *unfit)), option
             rooms.append(setup.room_tokens)
         return options, options.fitting[rooms.index(max(rooms))]
+
+    def _with_best_head(
+        self, ranges: Ranges, head_shares: tuple[float, ...], alone: Ranges, step: Sequence[int], most_s: float = math.inf
+    ) -> tuple[Setup, StepPlan | None]:
+        """The setup with these shares of the output head, or with all of it on the last stage if that alone has room.
+
+        The head takes memory of other stages, too, which may leave no room, or less than sequences of `max_length` need. alone:
+        layer ranges with all of the head on the last stage. Raises ValueError if neither has room.
+        """
+        try:
+            spread = self._on_stages(ranges, head_shares, step, most_s)
+        except ValueError:
+            return self._on_stages(alone, (), step, most_s)
+        if spread[0].room_tokens >= (spread[0].max_length or sys.maxsize):
+            return spread
+        try:
+            other = self._on_stages(alone, (), step, most_s)
+        except (ValueError, NotFaster):
+            return spread
+        return other if other[0].room_tokens > spread[0].room_tokens else spread
 
     def _on_stages(
         self, ranges: Ranges, head_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf

@@ -508,9 +508,16 @@ class CheckpointedCosts(CostModel):
         values["model"] = replace(costs.model, exchange_parts=1)
         return cls(**values, checkpointing=checkpointing)
 
-    def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
+    def local_s(
+        self,
+        chunk: Chunk,
+        shape: GroupShape,
+        is_backward: bool,
+        pairs: AttentionPairs | None = None,
+        hidden_s: float | None = None,
+    ) -> float:
         """Returns seconds of one pass of `chunk`, including the replay in its backward."""
-        seconds = super().local_s(chunk, shape, is_backward, pairs)
+        seconds = super().local_s(chunk, shape, is_backward, pairs, hidden_s)
         if not is_backward or not self.checkpointing.recomputed:
             return seconds
         pairs = self.attention_pairs() if pairs is None else pairs

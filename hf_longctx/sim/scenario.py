@@ -352,7 +352,7 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: in
     return Wishes(
         PlannerConfig(1, degrees, request.solver, solver_time_limit_s=request.solver_time_limit_s),
         placement,
-        spread_head=True,
+        spread_head=model.tower.is_empty and not request.teacher,
         may_shard=not (given or is_sharded),
         shares_fastest=shares_fastest,
         expert_ranks=request.expert_ranks,

@@ -27,6 +27,7 @@ SLICED = [[span] for sequence in range(2) for span in cut(sequence, [512, 512])]
 CASES = {
     "whole": ([512] * 4, WHOLE, 1, None),
     "slices": ([1024, 512], [*([span] for span in cut(0, [256] * 4)), [(1, 0, 512)]], 1, None),
+    "many-slices": ([2048], [[span] for span in cut(0, [128] * 16)], 1, None),
     "parts": ([512] * 4, WHOLE, 2, None),
     "slices-on-parts": ([1024] * 2, SLICED, 2, None),
     "recomputed": ([512] * 4, WHOLE, 1, offloading()),
@@ -59,7 +60,7 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
 
 
 @pytest.mark.daily("64-slices")
-@pytest.mark.parametrize("name", ["whole", "slices"])
+@pytest.mark.parametrize("name", ["whole", "slices", "many-slices"])
 @pytest.mark.parametrize("num_words", [64, 8192])
 def test_stages_that_share_heads_hold_and_work_with_what_is_predicted(ranks, num_words: int, name: str) -> None:
     lengths, chunks, _, _ = CASES[name]
@@ -73,8 +74,8 @@ def test_stages_that_share_heads_hold_and_work_with_what_is_predicted(ranks, num
         predicted = ByteModel(spec).moments(group, stage, tiles_loss=False).most
         assert predicted.book == memory.kv_book
         messages = message_bytes(spec, stage, 2, max(chunk.num_tokens for chunk in group.chunks))
-        # a sum of the head's gradients over tiles counts, too, which these chunks of one tile do not need
-        assert predicted.peak + messages == pytest.approx(peak, rel=0.07 if num_words == 64 else 0.17)
+        # messages count as if all were under way, as does a sum of the head's gradients over tiles, of which these chunks have one
+        assert 0.99 * peak < predicted.peak + messages < 1.2 * peak
 
 
 @pytest.mark.wide

@@ -248,13 +248,16 @@ def spread_heads(num_chunks: int, head_shares: Sequence[float]) -> dict[int, int
     """
     if not sum(head_shares[:-1]):
         return {}
-    shares = np.array(head_shares[::-1]) / sum(head_shares)
-    done, found, last = np.zeros(len(shares)), {}, len(shares) - 1
+    shares = [share / sum(head_shares) for share in head_shares]
+    lags, found, last = [0.0] * len(shares), {}, len(shares) - 1
     for chunk in range(num_chunks):
-        place = int(np.argmax(np.round((chunk + 1) * shares - done, 9)))
-        done[place] += 1
-        if place:
-            found[chunk] = last - place
+        lags = [lag + share for lag, share in zip(lags, shares, strict=True)]
+        # equal but for rounding
+        most = max(lags) - 1e-9
+        stage = next(stage for stage in range(last, -1, -1) if lags[stage] >= most)
+        lags[stage] -= 1
+        if stage < last:
+            found[chunk] = stage
     return found
 
 

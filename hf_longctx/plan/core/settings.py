@@ -101,6 +101,8 @@ class PlannerConfig:
             raise ValueError(
                 "lend_stages needs at least two pipeline stages of one layer range each; set stages, or leave it out"
             )
+        if self.head_shares and not (min(self.head_shares) >= 0 and 0 < sum(self.head_shares) < float("inf")):
+            raise ValueError(f"head_shares are {self.head_shares}; give numbers of 0 or more, some of them above 0")
         if self.head_shares and (len(self.head_shares) != len(self.stages) or self.lend_stages or len(self.stages[0]) > 1):
             raise ValueError(
                 f"{len(self.head_shares)} head_shares for {len(self.stages)} stages; give one for every stage of one layer "

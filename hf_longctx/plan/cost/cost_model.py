@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -292,10 +293,18 @@ class CostModel:
         """Returns seconds of one backward of `chunk`; arguments as for `forward_s`."""
         return self._pass_s(chunk, shape, num_layers, True, near_ranks, pairs)
 
-    def local_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool, pairs: AttentionPairs | None = None) -> float:
+    def local_s(
+        self,
+        chunk: Chunk,
+        shape: GroupShape,
+        is_backward: bool,
+        pairs: AttentionPairs | None = None,
+        hidden_s: float | None = None,
+    ) -> float:
         """Returns seconds of one pass of `chunk` over all layers, as if every layer had `pairs` (None: its own).
 
-        Without the communication counted by `exchange_line`, minus its hidden part, plus that of earlier slices.
+        Without the communication counted by `exchange_line`, minus its hidden part, plus that of earlier slices. hidden_s: that
+        part, if it is known (`chunks_hidden_s`).
         """
         pairs = self.attention_pairs() if pairs is None else pairs
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
@@ -304,15 +313,22 @@ class CostModel:
         if is_backward:
             seconds += float(self.rescan_s(tokens / shape.degree))
         if shape.degree > 1:
-            seconds -= self.chunk_hidden_s(chunk, shape, is_backward)
+            seconds -= self.chunk_hidden_s(chunk, shape, is_backward) if hidden_s is None else hidden_s
         return seconds + self.document_s(shape, is_backward) * len(chunk.spans)
 
     def chunk_hidden_s(self, chunk: Chunk, shape: GroupShape, is_backward: bool) -> float:
         """Returns the sum of `hidden_s` over the documents of a chunk."""
+        return self.chunks_hidden_s((chunk,), shape, is_backward)[0]
+
+    def chunks_hidden_s(self, chunks: Sequence[Chunk], shape: GroupShape, is_backward: bool) -> list[float]:
+        """Returns the sum of `hidden_s` over the documents of each chunk, all in one computation."""
         if shape.degree == 1:
-            return 0.0
-        lengths, starts = ([float(span.num_tokens) for span in chunk.spans], [float(span.start) for span in chunk.spans])
-        return float(self.hidden_s(lengths, shape, is_backward, starts).sum())
+            return [0.0] * len(chunks)
+        spans = [span for chunk in chunks for span in chunk.spans]
+        lengths, starts = [float(span.num_tokens) for span in spans], [float(span.start) for span in spans]
+        found = self.hidden_s(lengths, shape, is_backward, starts)
+        ends = list(accumulate((len(chunk.spans) for chunk in chunks), initial=0))
+        return [float(found[first:stop].sum()) for first, stop in pairwise(ends)]
 
     def hidden_s(
         self,
@@ -564,15 +580,22 @@ class CostModel:
         return layer_s * num_layers + (head_s if has_head else 0.0)
 
     def layer_and_head_s(
-        self, chunk: Chunk, shape: GroupShape, is_backward: bool, exchange_s: float, pairs: AttentionPairs | None = None
+        self,
+        chunk: Chunk,
+        shape: GroupShape,
+        is_backward: bool,
+        exchange_s: float,
+        pairs: AttentionPairs | None = None,
+        hidden_s: float | None = None,
     ) -> tuple[float, float]:
         """Returns seconds of one pass of `chunk` over one layer, and over output head and loss.
 
         exchange_s: seconds of communication in all layers together. pairs: pairs of the layer; None for the average layer.
+        hidden_s: see `local_s`.
         """
         costs = self.coefficients.backward if is_backward else self.coefficients.forward
         head_s = costs.token_s * self.head_share(is_backward) * max(chunk.num_tokens, shape.degree) / shape.degree
-        layers_s = self.local_s(chunk, shape, is_backward, pairs) + exchange_s - head_s
+        layers_s = self.local_s(chunk, shape, is_backward, pairs, hidden_s) + exchange_s - head_s
         return layers_s / self.model.num_layers, head_s
 
     def replay_parts_s(self, num_tokens: float) -> tuple[float, float, float]:

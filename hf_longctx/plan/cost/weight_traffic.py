@@ -290,7 +290,7 @@ def stage_collectives(
 
     collectives: those of a part of the model, given the number of layers, and whether the embedding and the head are there.
     If several stages have the head (`ModelSpec.num_head_stages`) and every pass sums its own gradients, those of the head are not
-    part of backwards; see `head_sum_s`.
+    part of backwards; see `summed_head_s`.
     """
     num_stages = len(ranges)
     is_apart = model.num_head_stages > 1 and sums_every_backward(parameters, num_stages)
@@ -306,7 +306,7 @@ def stage_collectives(
     return found
 
 
-def head_sum_s(head: StageGathers, parameters: Parameters) -> float:
+def summed_head_s(head: StageGathers, parameters: Parameters) -> float:
     """Returns seconds in which a spread output head's gradients are summed after each chunk; 0 if they wait.
 
     head: collectives of the head alone, on one of several stages. What runs beside them does not count.

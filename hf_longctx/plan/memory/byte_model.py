@@ -512,7 +512,7 @@ class ByteModel:
         """Returns the numbers of `ChunkBytes` of these chunks on one layer range of a stage, (chunks, 5).
 
         Output head and loss are on the last layer range of the last stage, unless another stage runs those of a chunk: then the
-        norm's input and output stay instead, the latter until a gradient of the same size takes its place.
+        norm's input and output stay instead, and the gradient that may come before others are needed.
         """
         is_last, num_ranges, passes = _has_head(group, stage, layer_range), len(stage.layer_ranges), self.passes(stage)
         kinds, policies, is_first = (
@@ -530,7 +530,7 @@ class ByteModel:
             numbers = self._outside(load, number, has_head, keeps_gradients, loss_tile)
             if is_last and not has_head:
                 shared, head, *work = numbers
-                numbers = (shared, head + 2 * load.num_tokens * self.model.hidden_bytes, *work)
+                numbers = (shared, head + 3 * load.num_tokens * self.model.hidden_bytes, *work)
             outside.append(numbers)
             # hidden states received from another layer range wait for their gradient only if a policy may move them
             receives.append(bool(policy.layers) and not is_first)

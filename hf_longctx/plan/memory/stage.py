@@ -298,14 +298,15 @@ def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequenc
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
     """Returns bytes of messages that no chunk in flight holds, for chunks of at most `num_tokens` tokens on the rank.
 
-    Each direction has a buffer for its next message before that arrives; so have ways to and from output heads on other stages. A
-    gradient that arrived stays while its backward runs; a gradient that is sent stays until the next one is sent.
+    Each direction has a buffer for its next message before that arrives; so have ways to and from output heads on other
+    stages, beside what is being sent there. A gradient that arrived stays while its backward runs; a gradient that is sent stays
+    until the next one is sent.
     """
     if num_stages == 1:
         return 0
     has_ranges = len(stage.layer_ranges) > 1
     has_before, has_after = stage.stage > 0 or has_ranges, stage.stage < num_stages - 1 or has_ranges
-    return (2 * has_before + 2 * has_after + 2 * (model.num_head_stages > 1)) * num_tokens * model.hidden_bytes
+    return (2 * has_before + 2 * has_after + 4 * (model.num_head_stages > 1)) * num_tokens * model.hidden_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,27 +102,17 @@ class PipelineSearch:
 
     def bound_s(self) -> float:
         """Lower bound on the seconds of any plan, gathers counted: the stage that works longest is always busy.
-
-        Stages that share the output head may get less of it than their share, so the longest work is bounded by the mean and by
-        that of layers alone.
         If gradients that wait whole leave no room, groups run one chunk each, for which stages take turns. Stages that lend their
         ranks have only the bound of all ranks together.
         """
-        staged = self.staged
-        if self.config.lend_stages or not len(staged.lengths):
+        staged, members = self.staged, range(len(self.staged.lengths))
+        if self.config.lend_stages or not len(members):
             return staged.lower_bound_s()
-        stages_s = staged.stages_s(range(len(staged.lengths)))
-        once_s = [sum(ends_s(own)) for own in staged.gathers]
+        once_s = np.array([sum(ends_s(own)) for own in staged.gathers])
         # the stage with the most states has no more room than the budget says
         takes_turns = self._room is not None and min(staged.room.waiting) >= max(1, self._room.budget.device_bytes)
-        if takes_turns:
-            longest_s = float(np.sum(stages_s))
-        elif self.config.head_shares:
-            layers_s = staged.stages_s(range(len(staged.lengths)), with_heads=False)
-            longest_s = float(max(np.mean(stages_s + once_s), np.max(layers_s + once_s)))
-        else:
-            longest_s = float(np.max(stages_s + once_s))
-        return longest_s + self.costs.coefficients.step_s
+        least_s = float(np.sum(staged.stages_s(members))) if takes_turns else staged.busiest_s(members, once_s)
+        return least_s + self.costs.coefficients.step_s
 
     def _in_turns(self, plan: StepPlan) -> StepPlan:
         """The plan with one schedule through its micro-batches, if that is predicted to be faster and fits."""
@@ -149,7 +139,7 @@ class PipelineSearch:
         others = tuple(i for i in members if i not in set(apart))
         if apart and self.most_s < math.inf and len(members) == len(self.staged.lengths):
             # stages take turns at single chunks
-            least_s = float(np.sum(self.staged.stages_s(apart)) + np.max(self.staged.stages_s(others)))
+            least_s = float(np.sum(self.staged.stages_s(apart))) + self.staged.busiest_s(others)
             if least_s >= self.most_s:
                 raise NotFaster(least_s)
         try:
@@ -179,7 +169,9 @@ class PipelineSearch:
         must_beat = self.most_s < math.inf and len(members) == len(self.staged.lengths)
         while waiting:
             together = waiting.pop()
-            others_s = work_s + self.staged.stages_s([i for part in waiting for i in part]) if must_beat else None
+            # a stage may get no output head of its share
+            left = [i for part in waiting for i in part]
+            others_s = work_s + self.staged.stages_s(left, not self.config.head_shares) if must_beat else None
             most_s = _CHOICE.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
             row, is_slow = None, False
             if not self._is_hopeless(together):

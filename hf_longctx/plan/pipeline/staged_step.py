@@ -19,7 +19,7 @@ from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, stage_collectives
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, stage_collectives, summed_head_s
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
 from hf_longctx.plan.memory.stage import accumulated_bytes, most_tokens_at_once
@@ -105,6 +105,9 @@ class StagedStep:
         self.shapes = {degree: self._shape(degree) for degree in self.degrees}
         tokens = self.lengths.astype(np.float64)
         self.gathers = stage_gathers(costs, ranges, self.block_ranks)
+        of_head = StageGathers.of(costs, self.block_ranks, (0, False, True), len(ranges))
+        # seconds in which the gradients of an output head are summed, if several stages have it
+        self.head_sum_s = summed_head_s(of_head, costs.parameters) if costs.model.num_head_stages > 1 else 0.0
         self.rates = {
             degree: busiest_rates(costs, shape, ranges, tokens, self.gathers, self.head_shares)
             for degree, shape in self.shapes.items()
@@ -187,7 +190,7 @@ class StagedStep:
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
         how = self.ranges, self.schedule, self.leaves_node, self.config.head_shares
         groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
-        runs = pipeline_s(groups, self.costs, *how, leads=leads, gathers=self.gathers)
+        runs = pipeline_s(groups, self.costs, *how, leads=leads, gathers=self.gathers, head_sum_s=self.head_sum_s)
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
         most = max(chunk.num_tokens / group.degree for group, own in chunks.items() for chunk in own)
         for lead, (kept_s, held, busy_s) in zip(leads, runs, strict=False):
@@ -227,6 +230,17 @@ class StagedStep:
             fixed_s += sum(each.least_s(fewest) for each in self.gathers[place]) if fewest else 0.0
             found.append(float(np.min(work, axis=0).sum()) / self.ranks_per_stage + fixed_s)
         return np.array(found)
+
+    def busiest_s(self, members: Sequence[int], once_s: FloatArray | float = 0.0) -> float:
+        """Lower bound on the seconds in which the busiest stage runs these sequences, as in `stages_s`.
+
+        Stages that share the output head may get less of it than their share, so the mean and layers alone are the bounds then.
+        once_s: seconds of every stage beside its passes.
+        """
+        stages_s = self.stages_s(members) + once_s
+        if not self.config.head_shares:
+            return float(np.max(stages_s))
+        return float(max(np.mean(stages_s), np.max(self.stages_s(members, with_heads=False) + once_s)))
 
     def _hidden_s(self, tokens: FloatArray, degree: int) -> FloatArray:
         """Seconds in which groups of a degree compute while they send, in all layers, for each of these sequences."""
@@ -398,6 +412,7 @@ def pipeline_s(
     *,
     leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
+    head_sum_s: float = 0.0,
 ) -> Iterator[tuple[float, tuple[int, ...], tuple[float, ...]]]:
     """Seconds of chunks on all stages with everything kept, most tokens that a rank of each stage holds, and its seconds of work.
 
@@ -406,7 +421,7 @@ def pipeline_s(
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
     every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
-    first). head_shares: see `family_orders`. gathers: see `stage_gathers`.
+    first). head_shares: see `family_orders`. gathers, head_sum_s: see `StagedStep`.
     """
     num_stages, num_ranges = len(ranges), len(ranges[0])
     heads = spread_heads(len(groups[0][0]), head_shares)
@@ -426,7 +441,9 @@ def pipeline_s(
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]
             has_gathers = bool(gathers and gathers[0][0].passes)
             tables = [
-                with_heads(own_s + (counted_passes_s(gathers, compute_s, last_chunks) if has_gathers else 0.0), head_s, heads)
+                with_heads(
+                    own_s + (counted_passes_s(gathers, compute_s, last_chunks) if has_gathers else 0.0), head_s, heads, head_sum_s
+                )
                 for own_s, compute_s, head_s in passes
             ]
         # a pass of groups that wait for one another takes as long as that of the slowest
@@ -461,7 +478,7 @@ def _passes_s(
     for is_backward in (False, True):
         fixed_s, sent_s = costs.exchange_line(shape, is_backward)
         exchange_s = (fixed_s + sent_s * tokens) / costs.model.num_layers
-        hidden_s = np.array([costs.chunk_hidden_s(chunk, shape, is_backward) for chunk in chunks])
+        hidden_s = np.array(costs.chunks_hidden_s(chunks, shape, is_backward))
         found = {
             pairs: _layer_and_head_s(costs, shape, is_backward, tokens, counts, documents, hidden_s)
             for pairs, counts in num_pairs.items()

@@ -22,6 +22,8 @@ _EQUAL = 1e-9
 
 # share of the busiest stage's work that a spread head must save
 _LEAST_GAIN = 0.01
+# least share of the head's work for which a stage holds its weight and states
+_LEAST_SHARE = 0.05
 # share of the least work of the busiest stage by which fewer stages may exceed it: each holds the head's weight and its states,
 # and stages at the end hold the fewest chunks
 _NEAR_LEAST = 0.015
@@ -32,21 +34,27 @@ def stage_layers(
 ) -> tuple[Ranges, tuple[float, ...]]:
     """Layers of every stage, balanced by seconds, and the share of the output head's work that each stage does.
 
-    The last stages share it, as few as bring the busiest stage near its least work. There are no shares if the head stays on the
-    last stage: without `spreads_head`, with several layer ranges, or if the busiest stage would work hardly less. Raises
-    ValueError like `balanced_ranges`.
+    The last stages share it, as few as bring the busiest stage near its least work; later ones have no more layers than earlier
+    ones. There are no shares if the head stays on the last stage: without `spreads_head`, with several layer ranges, or if the
+    busiest stage would work hardly less. Raises ValueError like `balanced_ranges`.
     """
     plain = balanced_ranges(costs, num_stages, lengths, num_ranges)
     head_layers, layer_work = _work(costs, lengths) if spreads_head and num_stages > 1 and num_ranges == 1 else (0.0, [])
     if not layer_work or not head_layers:
         return plain, ()
     found: list[tuple[float, Ranges, list[float]]] = []
-    without_head = layer_ranges(len(layer_work), num_stages, 1, 0.0, layer_work)
+    # divided from behind, so that the first stages get what is left over
+    counts = [own[0].num_layers for own in layer_ranges(len(layer_work), num_stages, 1, 0.0, layer_work[::-1])][::-1]
+    bounds = accumulate(counts, initial=0)
+    without_head = tuple((LayerRange(start, stop - start),) for start, stop in pairwise(bounds))
     for first, ranges in product(range(num_stages - 2, -1, -1), (without_head, plain)):
         work = [_layers_work(own, layer_work) for own in ranges]
         shares = [0.0] * first + _even_shares(work[first:], head_layers)
-        found.append((max(own + share for own, share in zip(work, shares, strict=True)), ranges, shares))
-    least = min(most for most, _, _ in found)
+        if min(shares[first:]) >= _LEAST_SHARE * head_layers:
+            found.append((max(own + share for own, share in zip(work, shares, strict=True)), ranges, shares))
+    least = min((most for most, _, _ in found), default=0.0)
+    if not found:
+        return plain, ()
     most, ranges, shares = next(each for each in found if each[0] <= (1 + _NEAR_LEAST) * least)
     alone = [_layers_work(own, layer_work) for own in plain]
     alone[-1] += head_layers

@@ -25,7 +25,7 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, ends_s, head_sum_s, stage_collectives
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, ends_s, stage_collectives, summed_head_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import layer_shard_bytes, message_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
@@ -207,10 +207,10 @@ def with_heads(table: FloatArray, head_s: FloatArray, heads: Mapping[int, int], 
     """Adds output heads to a table of all passes, (layer ranges, stages, chunks, F/B): one more layer range for `Wiring`.
 
     head_s: seconds of the head, (chunks, F/B). Those of chunks that are not in `heads` belong to the last layer range, and
-    without any heads there is no further one. more_s: seconds that each head on another stage takes beside these.
+    without any heads there is no further one. more_s: seconds that each head takes beside these, in its backward.
     """
     away = list(heads)
-    own_s = head_s.copy()
+    own_s = head_s + np.array([0.0, more_s])
     own_s[away] = 0.0
     found = np.concatenate([table, np.zeros((1, *table.shape[1:]))]) if heads else table.copy()
     found[len(table) - 1, -1] += own_s
@@ -313,6 +313,8 @@ class ChunkSeconds:
         shape = group.shape
         self.tokens = [fullest_share(chunk, shape) for chunk in group.chunks]
         self._passes: dict[tuple[bool, int, AttentionPairs], FloatArray] = {}
+        # seconds that exchanges hide in all layers
+        self._hidden: dict[bool, list[float]] = {}
         self._hops: dict[bool, list[float]] = {}
         self._slots: dict[tuple[int, LayerKind], Slot] = {}
         # these are known by ids of policies, which are stored with them, so that these ids are not reused
@@ -328,9 +330,11 @@ class ChunkSeconds:
         if key not in self._passes:
             costs, shape, found = self.costs, self.group.shape, []
             fixed_s, token_s = costs.exchange_line(shape, is_backward, near)
-            for chunk in self.group.chunks:
+            if is_backward not in self._hidden:
+                self._hidden[is_backward] = costs.chunks_hidden_s(self.group.chunks, shape, is_backward)
+            for chunk, hidden_s in zip(self.group.chunks, self._hidden[is_backward], strict=True):
                 exchange_s = fixed_s + token_s * max(chunk.num_tokens, shape.degree)
-                pass_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs)
+                pass_s = costs.layer_and_head_s(chunk, shape, is_backward, exchange_s, pairs, hidden_s)
                 found.append((*pass_s, exchange_s / costs.model.num_layers))
             self._passes[key] = np.array(found)
         return self._passes[key]
@@ -554,14 +558,13 @@ class StageSeconds:
 
     @cached_property
     def gathers(self) -> FloatArray:
-        """Seconds that every pass of layers counts for gathers and sums, shape (layer ranges, stages, chunks, F/B)."""
+        """Seconds that every pass of layers counts for gathers and sums, shape (layer ranges, stages, chunks, F/B).
+
+        Sums of an output head's gradients are not part of it if several stages have the head and every pass sums its own.
+        """
         if not self._collectives:
             return np.zeros_like(self._compute_s)
-        found = counted_passes_s(self._collectives, self._compute_s, self._last_chunks)
-        if self.heads:
-            own = [chunk for chunk in range(len(self.group.chunks)) if chunk not in self.heads]
-            found[-1, -1, own, 1] += self._head_sum_s
-        return found
+        return counted_passes_s(self._collectives, self._compute_s, self._last_chunks)
 
     @cached_property
     def counted_gathers(self) -> FloatArray:
@@ -571,10 +574,10 @@ class StageSeconds:
     @cached_property
     def _head_sum_s(self) -> float:
         """Seconds in which the gradients of an output head are summed, if several stages have it and every pass sums its own."""
-        if not self._collectives or not self.heads:
+        if not self._collectives or self.costs.model.num_head_stages == 1:
             return 0.0
         assert self.known is not None
-        return head_sum_s(self.known.gathers(self.plan, self.costs, 0, False, True), self.plan.parameters)
+        return summed_head_s(self.known.gathers(self.plan, self.costs, 0, False, True), self.plan.parameters)
 
     @cached_property
     def ends(self) -> list[tuple[float, float]]:
@@ -643,6 +646,7 @@ class StageSeconds:
         has_head = is_last and action.chunk not in self.heads
         seconds = body_s * stage.layer_ranges[action.layer_range].num_layers + (head_s if has_head else 0.0)
         seconds += float(self.gathers[action.layer_range, action.stage, action.chunk, int(action.kind == "B")])
+        seconds += self._head_sum_s if has_head and action.kind == "B" else 0.0
         seconds += 0.0 if action.stage or action.layer_range else float(self.chunks.towers[action.chunk, int(action.kind == "B")])
         return seconds + self._policy(action)[0] if self.policies[action.stage] else seconds
 

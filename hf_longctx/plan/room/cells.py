@@ -306,7 +306,9 @@ class GroupCells:
         )
         pairs = self.costs.attention_pairs((owned,))
         passes = (self._slots.passes(is_backward, 0, pairs).T for is_backward in (False, True))
-        shorter: FloatArray = np.minimum(*(layer_s * owned.num_layers + has_head * head_s for layer_s, head_s, _ in passes))
+        away = self.group.head_stages if has_head else {}
+        own_head = np.array([has_head and chunk not in away for chunk in range(len(self.group.chunks))])
+        shorter: FloatArray = np.minimum(*(layer_s * owned.num_layers + own_head * head_s for layer_s, head_s, _ in passes))
         return shorter
 
     @cached_property
