@@ -192,7 +192,7 @@ class Placement:
     # layers of every pipeline stage (empty: one stage)
     ranges: Ranges = ()
     # share of the output head's work that each stage does (empty: the last stage does all of it)
-    head_shares: tuple[float, ...] = ()
+    output_shares: tuple[float, ...] = ()
 
     @property
     def is_shared(self) -> bool:
@@ -399,7 +399,7 @@ class Setup:
             activations=placement.budget(memory),
             degrees=placement.degrees,
             stages=placement.ranges if placement.is_pipeline else (),
-            head_shares=placement.head_shares,
+            output_shares=placement.output_shares,
             lend_stages=lends,
             longest_tokens=room if room > tokens * placement.degrees[-1] else 0,
         )
@@ -499,7 +499,7 @@ class _Choices:
             is_open = wishes.may_shard and (wishes.shares_fastest or len(loaded) > 1)
             step = self.lengths.step(self.lengths.sample()) if is_open else ()
             ranges = loaded or balanced_ranges(costs, 1, ())
-            if shares := wishes.placement.head_shares:
+            if shares := wishes.placement.output_shares:
                 setup, _ = self._with_best_head(ranges, shares, ranges, step)
             else:
                 setup, _ = self._on_stages(ranges, (), step)
@@ -524,10 +524,10 @@ class _Choices:
         def setup_of(count: int, num_ranges: int, most_s: float = math.inf) -> StageSetup:
             way = count, num_ranges
             # with too few layers, this says so
-            ranges, head_shares = layers.get(way) or stage_layers(costs, *way, lengths, wishes.spread_head)
-            if head_shares:
+            ranges, output_shares = layers.get(way) or stage_layers(costs, *way, lengths, wishes.spread_head)
+            if output_shares:
                 alone = balanced_ranges(costs, count, lengths, num_ranges)
-                setups[way], plan = self._with_best_head(ranges, head_shares, alone, step, most_s)
+                setups[way], plan = self._with_best_head(ranges, output_shares, alone, step, most_s)
             else:
                 setups[way], plan = self._on_stages(ranges, (), step, most_s)
             return StageSetup(setups[way].costs, setups[way].planner, plan=plan)
@@ -573,14 +573,14 @@ class _Choices:
         """The setup with weights and head shared as on rank 0, since other devices may lead to another choice. Collective."""
         if not (self.wishes.may_shard or self.wishes.spread_head):
             return setup
-        own = setup.placement.sharing[:2], (setup.ranges, setup.placement.head_shares)
+        own = setup.placement.sharing[:2], (setup.ranges, setup.placement.output_shares)
         ((parameters, shard_ranks), layers), notes = self.gather((own, setup.notes))[0]
         if own == ((parameters, shard_ranks), layers):
             return setup
         placement = replace(self.wishes.placement, parameters=parameters, shard_ranks=shard_ranks)
         decided = self._with(placement=placement, may_shard=False)
-        ranges, head_shares = layers
-        return replace(decided._on_stages(ranges, head_shares, ())[0], notes=notes)
+        ranges, output_shares = layers
+        return replace(decided._on_stages(ranges, output_shares, ())[0], notes=notes)
 
     def _holding(self, options: StageOptions, setup_of: Callable[[int, int], Setup]) -> tuple[StageOptions, StageOption]:
         """Drops options that are faster than the first one that holds `lengths.must_hold`; returns the others and that one.
@@ -602,7 +602,7 @@ class _Choices:
         return options, options.fitting[rooms.index(max(rooms))]
 
     def _with_best_head(
-        self, ranges: Ranges, head_shares: tuple[float, ...], alone: Ranges, step: Sequence[int], most_s: float = math.inf
+        self, ranges: Ranges, output_shares: tuple[float, ...], alone: Ranges, step: Sequence[int], most_s: float = math.inf
     ) -> tuple[Setup, StepPlan | None]:
         """The setup with these shares of the output head, or with all of it on the last stage if that alone has room.
 
@@ -610,7 +610,7 @@ class _Choices:
         layer ranges with all of the head on the last stage. Raises ValueError if neither has room.
         """
         try:
-            spread = self._on_stages(ranges, head_shares, step, most_s)
+            spread = self._on_stages(ranges, output_shares, step, most_s)
         except ValueError:
             return self._on_stages(alone, (), step, most_s)
         if spread[0].room_tokens >= (spread[0].max_length or sys.maxsize):
@@ -622,11 +622,11 @@ class _Choices:
         return other if other[0].room_tokens > spread[0].room_tokens else spread
 
     def _on_stages(
-        self, ranges: Ranges, head_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf
+        self, ranges: Ranges, output_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf
     ) -> tuple[Setup, StepPlan | None]:
         """The setup with these layer ranges on the stages, and the plan of a step of these lengths if it was made on the way.
 
-        head_shares: see `Placement`. most_s: see `plan_step`.
+        output_shares: see `Placement`. most_s: see `plan_step`.
         """
         wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
         num_ranks, lends = wishes.placement.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
@@ -636,7 +636,7 @@ class _Choices:
             updates_on_host=wishes.optimizer_states == "host",
             layers_on_host=wishes.layer_weights == "host",
             keeps_all_stages=lends,
-            num_head_stages=num_stages - next((stage for stage, share in enumerate(head_shares) if share), num_stages - 1),
+            num_head_stages=num_stages - next((stage for stage, share in enumerate(output_shares) if share), num_stages - 1),
             experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
             index=index if index.is_empty else replace(index, most_ranks=wishes.placement.degrees[-1]),
         )
@@ -644,7 +644,7 @@ class _Choices:
             wishes.placement,
             degrees=tuple(degree for degree in wishes.placement.degrees if degree <= num_ranks),
             ranges=ranges,
-            head_shares=head_shares,
+            output_shares=output_shares,
         )
         parameters, shard_ranks = shared_parameters(placement.parameters, placement.shard_ranks, num_ranks)
         method = _stage_method(measured.costs, num_ranks, placement) if num_stages > 1 else placement.method

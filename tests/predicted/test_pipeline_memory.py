@@ -65,7 +65,7 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
 def test_stages_that_share_heads_hold_and_work_with_what_is_predicted(ranks, num_words: int, name: str) -> None:
     lengths, chunks, _, _ = CASES[name]
     spec = replace(SPEC, vocab_size=num_words)
-    plan = pipeline_plan(lengths, [[(1, chunks)]], 2, "elastic", 4, head_shares=(1, 1))
+    plan = pipeline_plan(lengths, [[(1, chunks)]], 2, "elastic", 4, output_shares=(1, 1))
     found = ranks(2).run(stage_peak_on_rank, spec, plan_to_json(plan), rows_of(lengths, spec))
     (group,) = plan.micro_batches[0].groups
     assert set(group.head_stages.values()) == {0}
@@ -74,7 +74,7 @@ def test_stages_that_share_heads_hold_and_work_with_what_is_predicted(ranks, num
         predicted = ByteModel(spec).moments(group, stage, tiles_loss=False).most
         assert predicted.book == memory.kv_book
         messages = message_bytes(spec, stage, 2, max(chunk.num_tokens for chunk in group.chunks))
-        # messages count as if all were under way, as does a sum of the head's gradients over tiles, of which these chunks have one
+        # messages count as if all were under way, and gradients of the head as if there were several tiles to add up
         assert 0.99 * peak < predicted.peak + messages < 1.2 * peak
 
 

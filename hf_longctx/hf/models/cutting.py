@@ -39,7 +39,7 @@ from hf_longctx.runtime.process_groups import with_head
 # attribute of a model that was loaded stage by stage, one stage per rank; it holds the layer ranges of all stages
 RANGES = "longctx_ranges"
 # another, with the share of the output head's work that each stage does; (): the last stage does all of it
-HEAD_SHARES = "longctx_head_shares"
+OUTPUT_SHARES = "longctx_output_shares"
 
 # words in names of config fields by which layers read more than hidden states from other layers
 _SHARING_WORDS = ("num_kv_shared_layers", "kv_sharing", "use_cla", "cla_share", "cross_layer", "hidden_size_per_layer_input")
@@ -243,9 +243,9 @@ def spread_head_problem(model: nn.Module) -> str:
     return head_problem(model)
 
 
-def stages_of_heads(head_shares: Sequence[float]) -> tuple[int, ...]:
+def stages_of_heads(output_shares: Sequence[float]) -> tuple[int, ...]:
     """Returns the stages before the last that run output heads, given the share of the heads' work that each stage does."""
-    return tuple(stage for stage, share in enumerate(head_shares[:-1]) if share)
+    return tuple(stage for stage, share in enumerate(output_shares[:-1]) if share)
 
 
 def cut_model(model: nn.Module, ranges: Ranges, stage: int, keeps_tie: bool = False, head_stages: Sequence[int] = ()) -> None:
@@ -531,7 +531,7 @@ def loaded_ranges(model: nn.Module) -> Ranges | None:
     return ranges
 
 
-def loaded_head_shares(model: nn.Module) -> tuple[float, ...]:
+def loaded_output_shares(model: nn.Module) -> tuple[float, ...]:
     """The shares of the output head's work for which `model` was loaded as one stage; () if the last stage does all of it."""
-    shares: tuple[float, ...] = getattr(model, HEAD_SHARES, ())
+    shares: tuple[float, ...] = getattr(model, OUTPUT_SHARES, ())
     return shares

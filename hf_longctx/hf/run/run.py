@@ -466,7 +466,7 @@ def _take(checked: _Checked, basis: _Basis, undo: ExitStack) -> tuple[Run, SelfT
     if test is None or not request.mode.loss:
         _warn_of_forward(checked.forward, args, token_loss)
     all_stages = stages_that_lend(model, setup.ranges) if setup.planner.lend_stages else ()
-    heads = stages_of_heads(setup.planner.head_shares)
+    heads = stages_of_heads(setup.planner.output_shares)
     stage = all_stages[own_stage(setup.num_stages)] if all_stages else _own_stage(setup.ranges, model, heads)
     code.forget_others(model)
     if setup.num_stages > 1 and not all_stages:

@@ -88,7 +88,7 @@ def probe_plans(
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
     groups = [SequenceGroup.of(shape, range(shape.degree), whole) for shape in shapes]
     probes = [
-        ProbePlan(_name(shape), _plan([group], sequences, ranks_per_stage, ranges, costs, config.head_shares))
+        ProbePlan(_name(shape), _plan([group], sequences, ranks_per_stage, ranges, costs, config.output_shares))
         for shape, group in zip(shapes, groups, strict=True)
     ]
     in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
@@ -97,26 +97,29 @@ def probe_plans(
         chunks = _slices(sequences) if has_slices else whole
         group = SequenceGroup.of(in_one_block, range(in_one_block.degree), chunks)
         name = ("slices, " if has_slices else "") + f"{_name(in_one_block)}, heads in parts"
-        plan = _plan([group], sequences, ranks_per_stage, ranges, costs, config.head_shares)
-        probes.append(
-            ProbePlan(name, _plan([group], sequences, ranks_per_stage, ranges, costs, config.head_shares), in_parts=True)
-        )
+        plan = _plan([group], sequences, ranks_per_stage, ranges, costs, config.output_shares)
+        probes.append(ProbePlan(name, plan, in_parts=True))
+    for stage in (stage for stage, share in enumerate(config.output_shares[:-1]) if share):
+        group = SequenceGroup.of(in_one_block, range(in_one_block.degree), whole)
+        shares = [float(other == stage) for other in range(len(ranges))]
+        plan = _plan([group], sequences, ranks_per_stage, ranges, costs, shares)
+        probes.append(ProbePlan(f"{_name(in_one_block)}, output head on stage {stage}", plan))
     if has_slices:
         # slices of a hybrid use everything that those of a ring use
         in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
         for shape in dict.fromkeys((in_one_block, in_several)):
             sliced = SequenceGroup.of(shape, range(shape.degree), _slices(sequences))
-            plan = _plan([sliced], sequences, ranks_per_stage, ranges, costs, config.head_shares)
+            plan = _plan([sliced], sequences, ranks_per_stage, ranges, costs, config.output_shares)
             name = f"slices, {_name(shape)}" + (", interleaved" if len(ranges[0]) > 1 else "")
             probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
         shape = in_one_block
         if has_policies and len(num_layers) == 1 and (pieces := costs.model.head_pieces(shape.ulysses)) > 1:
             group = SequenceGroup.of(shape, range(shape.degree), whole)
-            plan = _recomputed(_plan([group], sequences, ranks_per_stage, ranges, costs, config.head_shares), pieces)
+            plan = _recomputed(_plan([group], sequences, ranks_per_stage, ranges, costs, config.output_shares), pieces)
             probes.append(ProbePlan(f"{_name(shape)}, attention in {pieces} pieces of heads", plan))
         if config.lend_stages and lengths[LONG] >= least_lent_tokens(len(num_layers), shape.degree):
             alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(sequences, len(num_layers))]
-            plan = _lent(_plan(alone, sequences, ranks_per_stage, ranges, costs, config.head_shares))
+            plan = _lent(_plan(alone, sequences, ranks_per_stage, ranges, costs, config.output_shares))
             probes.append(ProbePlan(f"slices, {_name(shape)}, lent stages", plan))
     return tuple(probes)
 
@@ -163,7 +166,7 @@ def _plan(
     num_ranks: int,
     ranges: Sequence[tuple[LayerRange, ...]],
     costs: CostModel,
-    head_shares: Sequence[float],
+    output_shares: Sequence[float],
 ) -> StepPlan:
     """Makes a plan with a micro-batch for each group, then one for the lone documents on the first and the last rank.
 
@@ -172,7 +175,7 @@ def _plan(
     lengths = sequences.lengths
     schedule: Schedule = "interleaved" if len(ranges[0]) > 1 else "elastic"
     micro_batches = []
-    for group in (pipelined(each, ranges, schedule, head_shares=head_shares) for each in groups):
+    for group in (pipelined(each, ranges, schedule, output_shares=output_shares) for each in groups):
         # under sharded parameters all ranks must run the same order of action kinds
         dummies = tuple(Chunk(chunk.index) for chunk in group.chunks)
         idle = [SequenceGroup((place,), "local", dummies, group.stages) for place in range(group.degree, num_ranks)]
@@ -185,7 +188,7 @@ def _plan(
             SequenceGroup((position,), "local", (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in each)),), ()),
             ranges,
             schedule,
-            head_shares=head_shares,
+            output_shares=output_shares,
         )
         for position, each in members.items()
     ]

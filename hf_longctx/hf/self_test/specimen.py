@@ -457,7 +457,7 @@ class Specimen:
         """Cuts this rank's stage from another copy of the model; returns it with its embedding and layers."""
         model, ranges, stage = independent_copy(self.model), self.setup.ranges, self.pool.stage
         sites = {EMBEDDING: base_of(model).get_input_embeddings()} if not stage else {}
-        heads = stages_of_heads(self.setup.planner.head_shares)
+        heads = stages_of_heads(self.setup.planner.output_shares)
         cut_model(model, ranges, stage, head_stages=heads)
         _, layers = decoder_layers(model)
         own = [place for place in self.layers for each in ranges[stage] if place - each.first_layer in range(each.num_layers)]

@@ -23,7 +23,7 @@ from hf_longctx.hf.data.scan import scan_on_every_rank
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.activations import activation_problem
 from hf_longctx.hf.models.adapters import hidden_dtype, largest_adapters
-from hf_longctx.hf.models.cutting import loaded_head_shares, spread_head_problem, stages_of_heads
+from hf_longctx.hf.models.cutting import loaded_output_shares, spread_head_problem, stages_of_heads
 from hf_longctx.hf.models.facts import ModelFacts
 from hf_longctx.hf.models.media import sees_images_both_ways
 from hf_longctx.hf.models.positions import absent_token_ids
@@ -198,7 +198,7 @@ def choose_setup(
         taught_by = teacher_costs(model_spec(beside.teacher), cluster)
         measured = replace(measured, costs=replace(measured.costs, teacher=taught_by))
         max_length = min(max_length, taught_by.model.max_positions)
-    heads: dict[str, Any] = {"spread_head": all(spreads), "head_shares": loaded_head_shares(model)}
+    heads: dict[str, Any] = {"spread_head": all(spreads), "output_shares": loaded_output_shares(model)}
     wishes = _wishes(config, degrees, facts.loaded_ranges or (), cluster, max_length, is_deferred, **heads)
     placeholders = absent_token_ids(facts.base)
     lengths = _lengths(rows or TrainingRows(), args, wishes.placement.max_length, costs.model.vocab_size, placeholders, control)
@@ -264,11 +264,11 @@ def _wishes(
     is_deferred: bool = False,
     *,
     spread_head: bool = False,
-    head_shares: tuple[float, ...] = (),
+    output_shares: tuple[float, ...] = (),
 ) -> Wishes:
     """The settings that the setup follows.
 
-    ranges, head_shares: of the stages, if this rank loaded only its own. is_deferred: weights will be read in shards, never
+    ranges, output_shares: of the stages, if this rank loaded only its own. is_deferred: weights will be read in shards, never
     whole. spread_head: whether stages may share the output head.
     """
     planner = PlannerConfig(
@@ -294,7 +294,7 @@ def _wishes(
         config.tile_tokens,
         trusts_limit=True,
         ranges=ranges,
-        head_shares=head_shares if spread_head else (),
+        output_shares=output_shares if spread_head else (),
     )
     return Wishes(
         planner,
@@ -471,7 +471,7 @@ def open_plan_source(
     lends = setup.planner.lend_stages
     sums_early = setup.costs.shard_ranks == 1 and not lends
     parts = setup.costs.model.exchange_parts
-    heads = stages_of_heads(setup.planner.head_shares)
+    heads = stages_of_heads(setup.planner.output_shares)
     pool = GroupPool(
         blocks, args.ddp_timeout, control, setup.num_stages, lends, sums_early, exchange_parts=parts, head_stages=heads
     )
@@ -528,7 +528,7 @@ def _plans_line(setup: Setup, args: TrainingArguments) -> str:
             line += f", interleaved with {num_ranges} layer ranges each"
         if planner.lend_stages:
             line += ", which lend their ranks where that is predicted to be faster"
-        if heads := stages_of_heads(planner.head_shares):
+        if heads := stages_of_heads(planner.output_shares):
             line += f", of which {len(heads) + 1} share the output head"
     shared = "" if costs.parameters == "replicated" else f" over {costs.shard_ranks} ranks"
     return f"{line}; parameters {costs.parameters.replace('_', ' ')}{shared}"

@@ -30,7 +30,7 @@ from hf_longctx.hf.checkpoints.weights import checkpoint_files, listed_files
 from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.hf.data.streams.sources import is_stream
 from hf_longctx.hf.models.cutting import (
-    HEAD_SHARES,
+    OUTPUT_SHARES,
     RANGES,
     check_ties,
     cut_model,
@@ -250,7 +250,7 @@ def load_pipeline_stage(
     stage, is_packed, heads = own_stage(config.asked_stages), packs_experts or is_mxfp4(checkpoint), stages_of_heads(shares)
     model = load_stage(folder, ranges, stage, dtype, is_packed, head_stages=heads, **settings)
     setattr(model, RANGES, ranges)
-    setattr(model, HEAD_SHARES, shares)
+    setattr(model, OUTPUT_SHARES, shares)
     # a stock trainer would train, evaluate or save this part as if it were a whole model
     refuse_all(model, own_stage(config.asked_stages), config.asked_stages)
     return model

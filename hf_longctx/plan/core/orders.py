@@ -38,7 +38,7 @@ chunks of all micro-batches, one micro-batch after the other; the chunks of a mi
 slots are in one family if they are for any of these groups, since all of them run one order.
 
 Whole layers cannot make up for the output head, with which the last stage is busier than the mean, so the head may be spread over
-all stages (`head_shares`). Chunks take turns: the last stage sends the hidden states of most chunks to other stages, which send
+all stages (`output_shares`). Chunks take turns: the last stage sends the hidden states of most chunks to other stages, which send
 back their gradients (H). So that it need not wait for these, every stage is one more forward ahead, as if the head were a further
 stage. Vocabulary parallelism (arXiv 2411.05288) divides the vocabulary in place of chunks, with collectives over all stages for
 each chunk.
@@ -184,15 +184,15 @@ def family_orders(
     num_ranges: int,
     lead: float,
     most_ahead: Sequence[int] = (),
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
 ) -> tuple[ComputeOrder, ...]:
     """Computes the `compute_orders` of chunks in these families.
 
-    most_ahead: most forwards before each backward with "1f1b" and "elastic"; (): as many as the schedule wants. head_shares:
+    most_ahead: most forwards before each backward with "1f1b" and "elastic"; (): as many as the schedule wants. output_shares:
     share of the output head's work that each stage does, for stages of one layer range; (): the last stage does all of it.
     """
     sizes = tuple(map(len, members))
-    return _orders(sizes, num_stages, schedule, num_ranges, lead, tuple(most_ahead), tuple(head_shares))
+    return _orders(sizes, num_stages, schedule, num_ranges, lead, tuple(most_ahead), tuple(output_shares))
 
 
 # a search makes the orders of the same families several times, and times of heads take long
@@ -204,17 +204,17 @@ def _orders(
     num_ranges: int,
     lead: float,
     most_ahead: tuple[int, ...],
-    head_shares: tuple[float, ...],
+    output_shares: tuple[float, ...],
 ) -> tuple[ComputeOrder, ...]:
     """Computes the `family_orders` of families of so many chunks."""
     ends = list(accumulate(sizes, initial=0))
     num_chunks, members = ends[-1], [range(first, stop) for first, stop in pairwise(ends)]
     _check_request(num_chunks, num_stages, schedule, num_ranges, lead)
-    heads = spread_heads(num_chunks, head_shares)
-    if heads and (num_ranges > 1 or len(head_shares) != num_stages):
+    heads = deal_output_heads(num_chunks, output_shares)
+    if heads and (num_ranges > 1 or len(output_shares) != num_stages):
         raise ValueError(
-            f"{len(head_shares)} shares of the output head for {num_stages} stages of {num_ranges} layer range(s); give a share "
-            f"for every stage, and leave the head on the last one if stages have several layer ranges"
+            f"{len(output_shares)} shares of the output head for {num_stages} stages of {num_ranges} layer range(s); give a "
+            f"share for every stage, and leave the head on the last one if stages have several layer ranges"
         )
     forwards: list[Unit] = [(place, 0) for family in members for place in family]
     backwards: list[Unit] = [(place, 0) for family in members for place in reversed(family)]
@@ -241,14 +241,14 @@ def _orders(
     return _with_heads(orders, heads) if heads else orders
 
 
-def spread_heads(num_chunks: int, head_shares: Sequence[float]) -> dict[int, int]:
+def deal_output_heads(num_chunks: int, output_shares: Sequence[float]) -> dict[int, int]:
     """Deals the output heads of chunks to stages by their shares of the work; returns the stages of those not on the last one.
 
     Chunks are dealt one after the other, to the stage that lags behind its share the most, the last stage first.
     """
-    if not sum(head_shares[:-1]):
+    if not sum(output_shares[:-1]):
         return {}
-    shares = [share / sum(head_shares) for share in head_shares]
+    shares = [share / sum(output_shares) for share in output_shares]
     lags, found, last = [0.0] * len(shares), {}, len(shares) - 1
     for chunk in range(num_chunks):
         lags = [lag + share for lag, share in zip(lags, shares, strict=True)]
@@ -317,11 +317,11 @@ def pipelined(
     schedule: Schedule = "elastic",
     known: MessagedPasses | None = None,
     lead: float = 1.0,
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
 ) -> SequenceGroup:
     """Gives the group a stage plan (compute actions, messages) per entry of `ranges`; nothing is offloaded or recomputed.
 
-    known: actions made for other groups. lead: see `compute_orders`. head_shares: see `family_orders`.
+    known: actions made for other groups. lead: see `compute_orders`. output_shares: see `family_orders`.
     """
     sizes = {len(own) for own in ranges}
     if len(sizes) != 1:
@@ -331,10 +331,10 @@ def pipelined(
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), sizes.pop()
     members = families(group.chunks)
     # chunks in equal families run in the same order
-    key = num_stages, num_ranges, schedule, lead, tuple(head_shares), *map(len, members)
+    key = num_stages, num_ranges, schedule, lead, tuple(output_shares), *map(len, members)
     if key not in known.stages:
-        orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), head_shares)
-        heads = spread_heads(len(group.chunks), head_shares)
+        orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), output_shares)
+        heads = deal_output_heads(len(group.chunks), output_shares)
         known.stages[key] = [
             known.actions(stage, num_stages, num_ranges, _passes(order, heads)) for stage, order in enumerate(orders)
         ]
@@ -349,13 +349,13 @@ def in_turns(
     known: MessagedPasses | None = None,
     lead: float = 1.0,
     reach: int | None = None,
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
 ) -> tuple[tuple[MicroBatch, ...], tuple[tuple[int, ...], ...]]:
     """Gives all groups stage plans of one schedule through the micro-batches, and returns the turns of `StepPlan`.
 
     The groups of a micro-batch get one order of passes. A single micro-batch needs no turns, nor does a single stage. Nothing is
     offloaded or recomputed. known: actions made for other groups. lead: see `compute_orders`. reach: most forwards of later
-    micro-batches before a backward with "1f1b" and "elastic", to limit what is in flight; None: any number. head_shares: see
+    micro-batches before a backward with "1f1b" and "elastic", to limit what is in flight; None: any number. output_shares: see
     `family_orders`. Raises ValueError if the groups of a micro-batch have different numbers of chunks.
     """
     known, num_stages, num_ranges = MessagedPasses() if known is None else known, len(ranges), len(ranges[0])
@@ -374,8 +374,8 @@ def in_turns(
     stages: list[list[StagePlan]] = [[] for _ in micro_batches]
     turns: list[tuple[int, ...]] = []
     ends = [] if reach is None else [stop + reach for first, stop in pairwise(firsts) for _ in range(first, stop)]
-    orders = family_orders(members, num_stages, schedule, num_ranges, lead, ends, head_shares)
-    heads = spread_heads(firsts[-1], head_shares)
+    orders = family_orders(members, num_stages, schedule, num_ranges, lead, ends, output_shares)
+    heads = deal_output_heads(firsts[-1], output_shares)
     for stage, (kinds, slots, of_ranges) in enumerate(orders):
         owners = np.searchsorted(firsts, slots, side="right") - 1
         turns.append(tuple(owners.tolist()))

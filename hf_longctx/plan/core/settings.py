@@ -75,7 +75,7 @@ class PlannerConfig:
     # layer ranges of every pipeline stage (empty: no pipeline)
     stages: tuple[tuple[LayerRange, ...], ...] = ()
     # share of the output head's work that each stage does (empty: the last stage does all of it)
-    head_shares: tuple[float, ...] = ()
+    output_shares: tuple[float, ...] = ()
     # let idle stages lend their ranks to others; every rank must then hold the weights of all stages
     lend_stages: bool = False
     # most tokens of a sequence alone in a group of the largest degree (from `longest_alone`), if more than that of others;
@@ -101,11 +101,11 @@ class PlannerConfig:
             raise ValueError(
                 "lend_stages needs at least two pipeline stages of one layer range each; set stages, or leave it out"
             )
-        if self.head_shares and not (min(self.head_shares) >= 0 and 0 < sum(self.head_shares) < float("inf")):
-            raise ValueError(f"head_shares are {self.head_shares}; give numbers of 0 or more, some of them above 0")
-        if self.head_shares and (len(self.head_shares) != len(self.stages) or self.lend_stages or len(self.stages[0]) > 1):
+        if self.output_shares and not (min(self.output_shares) >= 0 and 0 < sum(self.output_shares) < float("inf")):
+            raise ValueError(f"output_shares are {self.output_shares}; give numbers of 0 or more, some of them above 0")
+        if self.output_shares and (len(self.output_shares) != len(self.stages) or self.lend_stages or len(self.stages[0]) > 1):
             raise ValueError(
-                f"{len(self.head_shares)} head_shares for {len(self.stages)} stages; give one for every stage of one layer "
+                f"{len(self.output_shares)} output_shares for {len(self.stages)} stages; give one for every stage of one layer "
                 f"range, or none if stages lend their ranks"
             )
         if not self.solver_time_limit_s > 0:

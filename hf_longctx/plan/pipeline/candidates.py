@@ -407,7 +407,7 @@ class Candidates:
             self.passes,
             lead,
             None,
-            self.staged.config.head_shares,
+            self.staged.config.output_shares,
         )
         return made
 
@@ -463,7 +463,7 @@ class Candidates:
             key = shape, own, leads.get(each, 1.0)
             if key not in self._pipelines:
                 group = SequenceGroup.of(shape, each.positions, own)
-                how = self.staged.schedule, self.passes, key[2], self.staged.config.head_shares
+                how = self.staged.schedule, self.passes, key[2], self.staged.config.output_shares
                 self._pipelines[key] = pipelined(group, self.staged.ranges, *how)
             groups.append(replace(self._pipelines[key], positions=tuple(each.positions)))
         return MicroBatch(tuple(groups))
@@ -546,7 +546,7 @@ class SingleChunks:
             chunk = Chunk(0, (Span(0, 0, tokens * degree),))
             group = SequenceGroup.of(staged.shapes[degree], range(degree), (chunk,))
             return may_fit(
-                pipelined(group, staged.ranges, staged.schedule, self.candidates.passes, 1.0, staged.config.head_shares)
+                pipelined(group, staged.ranges, staged.schedule, self.candidates.passes, 1.0, staged.config.output_shares)
             )
 
         low, high = 0, staged.config.tokens_per_rank

@@ -125,7 +125,7 @@ class PipelineSearch:
         reaches = [None, *(max(1, math.ceil(share * plan.num_stages)) for share in _CHOICE.reaches)]
         for reach in reaches if len(self.staged.ranges[0]) == 1 else reaches[:1]:
             how = self.staged.schedule, self.candidates.passes
-            made, turns = in_turns(even, self.staged.ranges, *how, reach=reach, head_shares=self.config.head_shares)
+            made, turns = in_turns(even, self.staged.ranges, *how, reach=reach, output_shares=self.config.output_shares)
             tried = replace(plan, micro_batches=tuple(map(_with_policies, made, plan.micro_batches)), turns=turns)
             if self.fits(tried, self.planning.predict(tried)):
                 # forwards that reach less far ahead save memory and no time
@@ -171,7 +171,7 @@ class PipelineSearch:
             together = waiting.pop()
             # a stage may get no output head of its share
             left = [i for part in waiting for i in part]
-            others_s = work_s + self.staged.stages_s(left, not self.config.head_shares) if must_beat else None
+            others_s = work_s + self.staged.stages_s(left, not self.config.output_shares) if must_beat else None
             most_s = _CHOICE.in_turn * self.staged.num_stages * self.staged.least_s(together) if may_leave else math.inf
             row, is_slow = None, False
             if not self._is_hopeless(together):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.plan.core.orders import Schedule, families, family_orders, spread_heads
+from hf_longctx.plan.core.orders import Schedule, deal_output_heads, families, family_orders
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
 from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
@@ -95,7 +95,7 @@ class StagedStep:
             if length < 1:
                 raise ValueError(f"sequence {index} has {length} tokens; remove empty sequences before planning")
         self.ranges, self.num_stages, self.config = ranges, len(ranges), config
-        self.head_shares = _head_shares(config.head_shares, len(ranges))
+        self.output_shares = _output_shares(config.output_shares, len(ranges))
         # stages with several layer ranges support only the interleaved schedule
         self.schedule: Schedule = schedule if len(ranges[0]) == 1 else "interleaved"
         self.ranks_per_stage = per_stage = cluster.num_ranks // self.num_stages
@@ -109,7 +109,7 @@ class StagedStep:
         # seconds in which the gradients of an output head are summed, if several stages have it
         self.head_sum_s = summed_head_s(of_head, costs.parameters) if costs.model.num_head_stages > 1 else 0.0
         self.rates = {
-            degree: busiest_rates(costs, shape, ranges, tokens, self.gathers, self.head_shares)
+            degree: busiest_rates(costs, shape, ranges, tokens, self.gathers, self.output_shares)
             for degree, shape in self.shapes.items()
         }
         # the first stage has the towers
@@ -188,7 +188,7 @@ class StagedStep:
         found: list[StagedRun] = []
         work_s, before_s = max(map(self.work_s, chunks)), math.inf
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
-        how = self.ranges, self.schedule, self.leaves_node, self.config.head_shares
+        how = self.ranges, self.schedule, self.leaves_node, self.config.output_shares
         groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
         runs = pipeline_s(groups, self.costs, *how, leads=leads, gathers=self.gathers, head_sum_s=self.head_sum_s)
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
@@ -221,7 +221,7 @@ class StagedStep:
         found = []
         for place, own in enumerate(self.ranges):
             share = sum(each.num_layers for each in own) / self.costs.model.num_layers
-            head_share = with_heads * self.head_shares[place]
+            head_share = with_heads * self.output_shares[place]
             rates = {each: _rates(self.costs, shape, own, head_share) for each, shape in self.shapes.items()}
             work = [
                 degree * (each.sequences_s(tokens) - share * self._hidden_s(tokens, degree)) for degree, each in rates.items()
@@ -238,7 +238,7 @@ class StagedStep:
         once_s: seconds of every stage beside its passes.
         """
         stages_s = self.stages_s(members) + once_s
-        if not self.config.head_shares:
+        if not self.config.output_shares:
             return float(np.max(stages_s))
         return float(max(np.mean(stages_s), np.max(self.stages_s(members, with_heads=False) + once_s)))
 
@@ -361,9 +361,9 @@ def stage_gathers(costs: CostModel, ranges: Ranges, block_ranks: int) -> list[li
     return stage_collectives(collectives, ranges, costs.parameters, costs.model)
 
 
-def _head_shares(head_shares: Sequence[float], num_stages: int) -> Sequence[float]:
-    """Share of the output head's work that each stage does. head_shares: (): the last stage does all of it."""
-    return head_shares or (*(num_stages - 1) * (0.0,), 1.0)
+def _output_shares(output_shares: Sequence[float], num_stages: int) -> Sequence[float]:
+    """Share of the output head's work that each stage does. output_shares: (): the last stage does all of it."""
+    return output_shares or (*(num_stages - 1) * (0.0,), 1.0)
 
 
 def busiest_rates(
@@ -372,15 +372,15 @@ def busiest_rates(
     ranges: Ranges,
     tokens: FloatArray,
     gathers: Sequence[Sequence[StageGathers]] = (),
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
 ) -> StageRates:
     """Rates of the stage that works longest on sequences of these lengths, since chunks are balanced for that stage.
 
-    gathers: see `stage_gathers`; what every chunk counts for them beside any computing is part of `chunk_s`. head_shares: see
-    `_head_shares`.
+    gathers: see `stage_gathers`; what every chunk counts for them beside any computing is part of `chunk_s`. output_shares: see
+    `_output_shares`.
     """
-    head_shares = _head_shares(head_shares, len(ranges))
-    rates = [_rates(costs, shape, *each) for each in zip(ranges, head_shares, strict=True)]
+    output_shares = _output_shares(output_shares, len(ranges))
+    rates = [_rates(costs, shape, *each) for each in zip(ranges, output_shares, strict=True)]
     work_s = [float(each.sequences_s(tokens).sum()) for each in rates]
     place = max(range(len(rates)), key=lambda place: work_s[place])
     busiest, spare = rates[place], 1 - work_s[0] / work_s[place] if work_s[place] else 0.0
@@ -408,7 +408,7 @@ def pipeline_s(
     ranges: Ranges,
     schedule: Schedule,
     leaves_node: Sequence[bool],
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
     *,
     leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
@@ -421,10 +421,10 @@ def pipeline_s(
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
     every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
-    first). head_shares: see `family_orders`. gathers, head_sum_s: see `StagedStep`.
+    first). output_shares: see `family_orders`. gathers, head_sum_s: see `StagedStep`.
     """
     num_stages, num_ranges = len(ranges), len(ranges[0])
-    heads = spread_heads(len(groups[0][0]), head_shares)
+    heads = deal_output_heads(len(groups[0][0]), output_shares)
     passes = [_passes_s(*group, costs, ranges) for group in groups]
     on_rank = [[fullest_share(chunk, shape) for chunk in chunks] for chunks, shape in groups]
     most = [max(of_slot) for of_slot in zip(*on_rank, strict=True)]
@@ -435,7 +435,7 @@ def pipeline_s(
     members = families(*(chunks for chunks, _ in groups))
     tables: list[FloatArray] = []
     for lead in leads:
-        orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), head_shares)
+        orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), output_shares)
         kinds, of_chunks, of_ranges = zip(*orders, strict=True)
         if lead == leads[0]:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]

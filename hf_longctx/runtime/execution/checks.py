@@ -61,7 +61,7 @@ def refuse_unsupported(
             raise ValueError(
                 f"the plan has output heads on stage {min(others)}, but of the stages before the last only {[*head_stages]} can "
                 f"run them: those that were cut with a head, and none beside a teacher, whose states are on the last stage; plan "
-                f"with the head_shares for which the model was cut, or with spread_head=False"
+                f"with the output_shares for which the model was cut, or with spread_head=False"
             )
         if engine is not None:
             for policy in stage.activations:

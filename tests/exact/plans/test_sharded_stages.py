@@ -269,7 +269,7 @@ def test_weights_are_gathered_as_often_as_the_plan_says(
     ranks, parameters: Parameters, num_ranges: int, shares: tuple[float, ...]
 ) -> None:
     if num_ranges == 1:
-        plan = plan_of("4 x 2", parameters, num_layers=8, head_shares=shares)
+        plan = plan_of("4 x 2", parameters, num_layers=8, output_shares=shares)
     else:
         plan = pipeline_plan(LENGTHS, [[(1, LONG), (1, MIXED)], [(2, [[(5, 0, 30)]])]], 2, "interleaved", 8, 2, parameters)
     results = ranks(num_ranks(plan)).run(collectives_on_rank, plan_to_json(plan), random_rows(LENGTHS))

@@ -41,7 +41,7 @@ PARAMETERS: tuple[Parameters, ...] = ("replicated", "gathered_per_round", "gathe
 def plan_of(shape: str, parameters: Parameters = "replicated", has_policies: bool = True, **changes: Any) -> StepPlan:
     """The plan of a shape, in which every stage runs heads, and layers of some chunks are recomputed or offloaded."""
     num_stages, groups = SHAPES[shape]
-    plan = pipeline_plan(LENGTHS, groups, num_stages, parameters=parameters, head_shares=(1.0,) * num_stages, **changes)
+    plan = pipeline_plan(LENGTHS, groups, num_stages, parameters=parameters, output_shares=(1.0,) * num_stages, **changes)
     heads = [group.head_stages for micro_batch in plan.micro_batches for group in micro_batch.groups]
     assert {stage for each in heads for stage in each.values()} == set(range(num_stages - 1))
     if not has_policies:
@@ -72,7 +72,7 @@ def test_any_stages_and_parameters_match(ranks, shape: str, parameters: Paramete
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 0.0), (2.0, 1.0)], ids=str)
 def test_a_rank_without_heads_beside_one_with_heads_matches(ranks, shares: Any, parameters: Parameters, tied: bool) -> None:
     groups = [(1, LONG), (1, [[(5, 0, 30)]])]
-    plan = pipeline_plan(LENGTHS, [groups, [(2, MIXED)]], 2, parameters=parameters, head_shares=shares)
+    plan = pipeline_plan(LENGTHS, [groups, [(2, MIXED)]], 2, parameters=parameters, output_shares=shares)
     check_pipeline(ranks(4), ModelCase(num_layers=4, tied=tied), plan)
 
 
@@ -85,7 +85,7 @@ def test_rounds_in_turns_match(ranks, shape: str, parameters: Parameters) -> Non
 
 def test_copies_of_shards_match(ranks) -> None:
     groups = [(1, LONG), (1, MIXED), (2, [[(5, 0, 17)], [(5, 17, 30)]])]
-    plan = pipeline_plan(LENGTHS, [groups], 2, parameters="gathered_per_round", shard_ranks=2, head_shares=(1.0, 1.0))
+    plan = pipeline_plan(LENGTHS, [groups], 2, parameters="gathered_per_round", shard_ranks=2, output_shares=(1.0, 1.0))
     check_pipeline(ranks(8), ModelCase(num_layers=4, tied=True), plan)
 
 
@@ -264,7 +264,7 @@ def plans(draw: st.DrawFn, num_stages: int, per_stage: int) -> StepPlan:
         2 * num_stages,
         parameters=parameters,
         has_turns=parameters != "gathered_per_round" and draw(st.booleans()),
-        head_shares=shares,
+        output_shares=shares,
     )
     layers = st.lists(layer_policies(), max_size=2).map(tuple)
     policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))

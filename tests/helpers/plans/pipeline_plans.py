@@ -49,13 +49,13 @@ def pipeline_plan(
     has_turns: bool = False,
     reach: int | None = None,
     ulysses: int = 0,
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
 ) -> StepPlan:
     """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
     Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
     of several ranks share attention, with blocks of `ulysses` ranks if it is "hybrid". has_turns: all micro-batches follow one
-    schedule. reach: see `in_turns`. head_shares: share of the output head's work of each stage.
+    schedule. reach: see `in_turns`. output_shares: share of the output head's work of each stage.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
     in_one_order = has_turns or meets_in_every_pass(parameters)
@@ -78,12 +78,12 @@ def pipeline_plan(
         bare.append(MicroBatch(tuple(found)))
     turns: tuple[tuple[int, ...], ...] = ()
     if has_turns:
-        rounds, turns = in_turns(bare, ranges, schedule, reach=reach, head_shares=head_shares)
+        rounds, turns = in_turns(bare, ranges, schedule, reach=reach, output_shares=output_shares)
     elif in_one_order:
-        rounds = tuple(made for batch in bare for made in in_turns([batch], ranges, schedule, head_shares=head_shares)[0])
+        rounds = tuple(made for batch in bare for made in in_turns([batch], ranges, schedule, output_shares=output_shares)[0])
     else:
         rounds = tuple(
-            MicroBatch(tuple(pipelined(group, ranges, schedule, head_shares=head_shares) for group in batch.groups))
+            MicroBatch(tuple(pipelined(group, ranges, schedule, output_shares=output_shares) for group in batch.groups))
             for batch in bare
         )
     num_positions = sum(degree for degree, _ in micro_batches[0])
@@ -151,7 +151,7 @@ def random_schedules(
         parameters=draw(st.sampled_from(kinds)) if parameters is None else parameters,
         has_turns=True,
         reach=draw(st.none() | st.integers(1, 4)) if has_reach else None,
-        head_shares=draw(some) if spreads and num_ranges == 1 else (),
+        output_shares=draw(some) if spreads and num_ranges == 1 else (),
     )
 
 

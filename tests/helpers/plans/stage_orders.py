@@ -35,13 +35,13 @@ def plan_of(
     num_stages: int,
     schedule: Schedule,
     num_ranges: int = 1,
-    head_shares: Sequence[float] = (),
+    output_shares: Sequence[float] = (),
     lead: float = 1.0,
 ) -> StepPlan:
     """Plan of a step with one pipelined group, one rank per stage and one layer per layer range."""
     group = SequenceGroup((0,), "local", tuple(chunks), ())
     ranges = layer_ranges(num_stages * num_ranges, num_stages, num_ranges)
-    group = pipelined(group, ranges, schedule, lead=lead, head_shares=head_shares)
+    group = pipelined(group, ranges, schedule, lead=lead, output_shares=output_shares)
     stops: dict[int, int] = {}
     for chunk in chunks:
         stops.update({span.sequence: span.stop for span in chunk.spans})

@@ -104,7 +104,7 @@ def test_the_messages_of_a_pipelined_group() -> None:
 def test_heads_of_three_chunks_in_turn_on_three_stages() -> None:
     # chunk 0 stays on the last stage, 1 goes to the stage before it, 2 to the first; all stages are one more forward ahead, and
     # the last one gets the gradients of slices from behind
-    plan = plan_of(chunks_of([(3, 0)]), 3, "elastic", head_shares=(1, 1, 1))
+    plan = plan_of(chunks_of([(3, 0)]), 3, "elastic", output_shares=(1, 1, 1))
     assert schedule_grid(plan.micro_batches[0].groups[0]) == (
         "  stage 0: 0F0 0SF0 0F1 0SF1 0F2 0SF2 0.1RF2 0.1H2 0.1SB2 0RB2 0B2 0RB1 0B1 0RB0 0B0\n"
         "  stage 1: 1RF0 1F0 1SF0 1RF1 1F1 1SF1 1RF2 1F2 1SF2 1.1RF1 1.1H1 1.1SB1 1RB2 1B2 1SB2 1RB1 1B1 1SB1 1RB0 1B0 1SB0\n"
@@ -115,7 +115,7 @@ def test_heads_of_three_chunks_in_turn_on_three_stages() -> None:
 def test_a_further_forward_hides_the_head_on_another_stage() -> None:
     plain, spread = (
         [words(tuple(each for each in stage.actions if each.kind in "FB")) for stage in plan.micro_batches[0].groups[0].stages]
-        for plan in (plan_of(chunks_of([(0, 1)] * 4), 2, "elastic", head_shares=shares) for shares in ((), (1, 0)))
+        for plan in (plan_of(chunks_of([(0, 1)] * 4), 2, "elastic", output_shares=shares) for shares in ((), (1, 0)))
     )
     assert plain == ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
     assert spread == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"]

@@ -71,8 +71,8 @@ def test_every_plan_is_valid_and_its_estimate_the_judges(
         settings = config(2000, degrees)
         if spreads_head:
             costs = replace(costs, model=replace(costs.model, num_head_stages=num_stages))
-            head_shares = (0.5, *(num_stages - 1) * (1.0,))
-            settings = replace(settings, stages=stage_ranges(costs.model, num_stages), head_shares=head_shares)
+            output_shares = (0.5, *(num_stages - 1) * (1.0,))
+            settings = replace(settings, stages=stage_ranges(costs.model, num_stages), output_shares=output_shares)
         plan = plan_stages(3, lengths, costs, num_stages, settings)
     except ValueError as error:
         # with sharded parameters groups side by side cannot have slices

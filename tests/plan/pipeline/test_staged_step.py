@@ -64,18 +64,18 @@ def test_seconds_and_tokens_are_the_judges(
     spreads_head: bool,
 ) -> None:
     num_stages, degree, num_ranges, schedule = what
-    head_shares = (0.2, *(num_stages - 1) * (1.0,)) if spreads_head and num_ranges == 1 else ()
+    output_shares = (0.2, *(num_stages - 1) * (1.0,)) if spreads_head and num_ranges == 1 else ()
     costs = with_measured_head(cost_model(kind, num_stages * degree), head_factor)
     ranges = layer_ranges(costs.model.num_layers, num_stages, num_ranges, head_layers=0.5)
     shape = GroupShape(degree, 1 if is_ring else degree)
     chunks = elastic_chunks(dict(enumerate(lengths)), num_slices, SpanRates(1e-3, 1.0), 5000)
     group = SequenceGroup.of(shape, range(degree), chunks)
-    group = pipelined(group, ranges, schedule, lead=lead, head_shares=head_shares)
+    group = pipelined(group, ranges, schedule, lead=lead, output_shares=output_shares)
     plan = StepPlan(0, tuple(lengths), num_stages, degree, "replicated", (MicroBatch((group,)),))
     run = evaluate_plan(plan, costs)
     nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
     leaves = [node != nodes[(stage + 1) % num_stages] for stage, node in enumerate(nodes)]
-    [(seconds, held, _)] = pipeline_s([(chunks, shape)], costs, ranges, schedule, leaves, head_shares, leads=[lead])
+    [(seconds, held, _)] = pipeline_s([(chunks, shape)], costs, ranges, schedule, leaves, output_shares, leads=[lead])
     assert seconds == pytest.approx(run.step_s - run.once_s, rel=1e-9)
     assert held == tuple(run.ranks[stage * degree].peak_tokens for stage in range(num_stages))
 

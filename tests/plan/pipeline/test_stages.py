@@ -167,14 +167,14 @@ def test_stages_of_a_model_with_windows_wait_less_for_the_one_with_most_full_lay
     assert slowest_s(by_seconds, 131_072) < 0.95 * slowest_s(by_number, 131_072)
 
 
-def work_of(costs: CostModel, ranges: Ranges, length: int, head_shares: Sequence[float]) -> list[float]:
+def work_of(costs: CostModel, ranges: Ranges, length: int, output_shares: Sequence[float]) -> list[float]:
     """Seconds of every stage for a sequence of this length, without constant seconds, as `CostModel` counts them."""
     chunk, shape = Chunk(0, (Span(0, 0, length),)), GroupShape(1)
     bare = costs.coefficients
     bare = replace(bare, forward=replace(bare.forward, chunk_s=0.0), backward=replace(bare.backward, chunk_s=0.0))
     costs = replace(costs, coefficients=bare)
     found = []
-    for own, share in zip(ranges, head_shares, strict=True):
+    for own, share in zip(ranges, output_shares, strict=True):
         seconds = 0.0
         for is_backward in (False, True):
             seconds += share * costs.part_s(chunk, shape, is_backward, 0, True)

@@ -169,7 +169,7 @@ def test_a_plan_of_other_stages_than_the_model_s_is_refused(planned: tuple[int, 
 
 @pytest.mark.parametrize(("head_stages", "loss"), [((), None), ((0,), Distillation())], ids=["without a head", "distillation"])
 def test_output_heads_that_a_stage_cannot_run_are_refused(head_stages: tuple[int, ...], loss: Any) -> None:
-    plan = pipeline_plan([8] * 4, [[(1, [[(each, 0, 8)] for each in range(4)])]], 2, head_shares=(1.0, 1.0))
+    plan = pipeline_plan([8] * 4, [[(1, [[(each, 0, 8)] for each in range(4)])]], 2, output_shares=(1.0, 1.0))
     stage = StageModel(torch.nn.Linear(1, 1), 0, 2, (2,), 8, torch.float32, head_stages=head_stages)
     executor = StepExecutor(stage, GroupPool((1,), timeout_s=1.0), CPU, token_loss=loss)
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_output_heads_that_a_stage_cannot_run_are_refused(head_stages: tuple[int
 
 def test_forwards_alone_run_all_heads_on_the_last_stage() -> None:
     chunks = [[(each, 0, 8)] for each in range(4)]
-    spread, plain = (pipeline_plan([8] * 4, [[(1, chunks)]], 2, head_shares=shares) for shares in ((1.0, 1.0), ()))
+    spread, plain = (pipeline_plan([8] * 4, [[(1, chunks)]], 2, output_shares=shares) for shares in ((1.0, 1.0), ()))
     for rank in range(2):
         (group, stage), *_ = forward_only(spread.for_rank(rank)).rounds
         (_, expected), *_ = forward_only(plain.for_rank(rank)).rounds
