@@ -220,7 +220,8 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     hidden_s = _hidden_s(plan, place, costs, sum_s) if sum_s else 0.0
     if has_head:
         shared = shared_head_traffic(costs.model, cluster, block, plan.num_stages, plan.ranks_per_stage)
-        sum_s += costs.coefficients.forward.exchange_s(shared)
+        shared_s = costs.coefficients.forward.exchange_s(shared)
+        sum_s, hidden_s = sum_s + shared_s, hidden_s + min(shared_s, _drain_s(plan, costs))
     # a pipeline fills and drains in every micro-batch, or once if micro-batches follow one schedule
     num_drains = 1 if plan.turns else len(plan.micro_batches)
     drains = 1 + (plan.num_stages - 1) * num_drains / max(1, *slots)
@@ -237,6 +238,18 @@ def _hidden_s(plan: StepPlan, place: int, costs: CostModel, sum_s: float) -> flo
     layers = StageWeights.of(costs.model, num_layers, False, False)
     share = min(1.0, layers.gradients / whole.gradients)
     return hidden_sums_s(share * sum_s, max(_last_backward_s(group, place, costs) for group in groups), num_layers)
+
+
+def _drain_s(plan: StepPlan, costs: CostModel) -> float:
+    """Least seconds for which stages before those with the output head still run when these have ended.
+
+    0 if the first stage has its weight, too: as its embedding, or since all stages share the head.
+    """
+    first = plan.num_stages - costs.model.num_head_stages
+    if costs.model.tied_embeddings or first < 1:
+        return 0.0
+    groups = plan.micro_batches[-1].groups
+    return sum(min(_last_backward_s(group, place, costs) for group in groups) for place in range(first))
 
 
 def _last_backward_s(group: SequenceGroup, place: int, costs: CostModel) -> float:

@@ -85,3 +85,22 @@ def test_copies_to_the_host_hide_beside_the_last_backward_of_a_rank_alone() -> N
     # states on the device send nothing, and ranks that sum gradients send them later
     assert hidden_s(1, 4000)[1].hidden_s == 0
     assert hidden_s(2, 4000, spec)[1].hidden_s == pytest.approx(hidden_s(2, 4000)[1].hidden_s)
+
+
+@pytest.mark.parametrize("network", [1e7, 1e9])
+def test_stages_with_the_head_sum_its_gradient_while_stages_before_them_end(network: float) -> None:
+    hardware = replace(GENERIC_GPU, network_bytes_per_s=network)
+    cluster = ClusterSpec(4, 1, hardware)
+    model = replace(named_model("llama-3.2-1b"), tied_embeddings=False, num_head_stages=2)
+    costs = CostModel(model, cluster, default_coefficients(model, cluster), parameters="replicated", shard_ranks=1)
+    layers = tuple((LayerRange(4 * stage, 4),) for stage in range(4))
+    plan = plan_step(0, (4000,) * 4, costs, PlannerConfig(4000, (1,), stages=layers, output_shares=(0.0, 0.0, 0.5, 0.5)))
+    (group,) = plan.micro_batches[0].groups
+    found, tied = (weight_seconds(plan, each) for each in (costs, replace(costs, model=replace(model, tied_embeddings=True))))
+    # each of two ranks sends the fp32 gradient once, each of three four thirds of it
+    sent_s = 4 * model.vocab_size * model.hidden_size / network
+    assert found.sum_s == pytest.approx(sent_s, rel=1e-3) and tied.sum_s == pytest.approx(4 / 3 * sent_s, rel=1e-3)
+    # the first two stages run the backward of the last chunk after those with the head
+    backward_s = costs.backward_s(group.chunks[-1], group.shape, 4)
+    assert found.left_s == pytest.approx(max(0.0, found.sum_s - 2 * backward_s), rel=1e-3, abs=1e-3)
+    assert tied.left_s == pytest.approx(tied.sum_s, rel=1e-3)
