@@ -305,8 +305,8 @@ PYTHONS = {
 }  # fmt: skip
 # private names that are read under a fallback, so that plans go on without them
 FALLBACKS = {
-    "_fsdp_param_groups", "_is_expert_parallel", "_end_backward_iteration", "_post_backward_pending", "_set_unsharded_grad_dtypes",
-    "_torchdynamo_orig_callable", "_timeout", "_weight_conversions",
+    "_fsdp_param_groups", "_is_expert_parallel", "_end_backward_iteration", "_post_backward_pending",
+    "_set_unsharded_grad_dtypes", "_torchdynamo_orig_callable", "_timeout", "_weight_conversions",
 }  # fmt: skip
 # operators of torch, which it keeps for programs that were exported
 OPERATORS = re.compile(r"torch\.ops\.aten$")
