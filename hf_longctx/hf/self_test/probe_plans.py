@@ -87,9 +87,9 @@ def probe_plans(
     ranges = _layer_ranges(num_layers)
     whole = (Chunk(0, tuple(Span(i, 0, lengths[i]) for i in PACKED)),)
     groups = [SequenceGroup.of(shape, range(shape.degree), whole) for shape in shapes]
+    how = sequences, ranks_per_stage, ranges, costs
     probes = [
-        ProbePlan(_name(shape), _plan([group], sequences, ranks_per_stage, ranges, costs, config.output_shares))
-        for shape, group in zip(shapes, groups, strict=True)
+        ProbePlan(_name(shape), _plan([group], *how, config.output_shares)) for shape, group in zip(shapes, groups, strict=True)
     ]
     in_one_block = next((shape for shape in shapes if shape.num_blocks == 1), GroupShape(1))
     has_slices = has_policies or len(num_layers) > 1
@@ -97,29 +97,29 @@ def probe_plans(
         chunks = _slices(sequences) if has_slices else whole
         group = SequenceGroup.of(in_one_block, range(in_one_block.degree), chunks)
         name = ("slices, " if has_slices else "") + f"{_name(in_one_block)}, heads in parts"
-        plan = _plan([group], sequences, ranks_per_stage, ranges, costs, config.output_shares)
+        plan = _plan([group], *how, config.output_shares)
         probes.append(ProbePlan(name, plan, in_parts=True))
     for stage in (stage for stage, share in enumerate(config.output_shares[:-1]) if share):
         group = SequenceGroup.of(in_one_block, range(in_one_block.degree), whole)
         shares = [float(other == stage) for other in range(len(ranges))]
-        plan = _plan([group], sequences, ranks_per_stage, ranges, costs, shares)
+        plan = _plan([group], *how, shares)
         probes.append(ProbePlan(f"{_name(in_one_block)}, output head on stage {stage}", plan))
     if has_slices:
         # slices of a hybrid use everything that those of a ring use
         in_several = next((shape for shape in shapes if shape.num_blocks > 1), in_one_block)
         for shape in dict.fromkeys((in_one_block, in_several)):
             sliced = SequenceGroup.of(shape, range(shape.degree), _slices(sequences))
-            plan = _plan([sliced], sequences, ranks_per_stage, ranges, costs, config.output_shares)
+            plan = _plan([sliced], *how, config.output_shares)
             name = f"slices, {_name(shape)}" + (", interleaved" if len(ranges[0]) > 1 else "")
             probes.append(ProbePlan(f"{name}, recomputed", _recomputed(plan)) if has_policies else ProbePlan(name, plan))
         shape = in_one_block
         if has_policies and len(num_layers) == 1 and (pieces := costs.model.head_pieces(shape.ulysses)) > 1:
             group = SequenceGroup.of(shape, range(shape.degree), whole)
-            plan = _recomputed(_plan([group], sequences, ranks_per_stage, ranges, costs, config.output_shares), pieces)
+            plan = _recomputed(_plan([group], *how, config.output_shares), pieces)
             probes.append(ProbePlan(f"{_name(shape)}, attention in {pieces} pieces of heads", plan))
         if config.lend_stages and lengths[LONG] >= least_lent_tokens(len(num_layers), shape.degree):
             alone = [SequenceGroup.of(shape, range(shape.degree), chunks) for chunks in _long_alone(sequences, len(num_layers))]
-            plan = _lent(_plan(alone, sequences, ranks_per_stage, ranges, costs, config.output_shares))
+            plan = _lent(_plan(alone, *how, config.output_shares))
             probes.append(ProbePlan(f"slices, {_name(shape)}, lent stages", plan))
     return tuple(probes)
 

@@ -56,7 +56,7 @@ from hf_longctx.runtime.execution.lending import block_of
 from hf_longctx.runtime.execution.stage_model import StageModel, whole_model
 from hf_longctx.runtime.parameters.rounded import note_rounded
 from hf_longctx.runtime.parameters.sharded import block_mesh, shard_model
-from hf_longctx.runtime.process_groups import GroupPool
+from hf_longctx.runtime.process_groups import GroupPool, with_head
 from hf_longctx.runtime.states.book import CONVOLUTION, scan_name
 
 # room for graphs of towers that takes all of them
@@ -314,7 +314,7 @@ class Specimen:
         if is_autocast:
             for model in {id(each): each for each in (self.model, owned)}.values():
                 model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
-        has_head = self.stage.stage in (*self.stage.head_stages, setup.num_stages - 1)
+        has_head = self.stage.stage in with_head(setup.num_stages, self.stage.head_stages)
         self._activations = ActivationRuntime(device, 0, lambda rate: None, has_head, own_layers)
 
     def probes(self, lengths: Sequence[int]) -> tuple[ProbePlan, ...]:

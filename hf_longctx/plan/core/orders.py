@@ -91,9 +91,9 @@ def _messaged(action: Action, num_stages: int, num_ranges: int, is_away: bool) -
     place = action.layer_range * num_stages + action.stage
     has_front = num_stages > 1 and place > 0
     has_behind = num_stages > 1 and place < num_ranges * num_stages - (not is_away)
-    receives, sends = (has_behind, has_front) if action.kind == "B" else (has_front, has_behind)
-    if action.kind == "H":
-        receives = sends = True
+    # a head gets hidden states from the stage in front of it, and sends their gradient back there
+    around = {"F": (has_front, has_behind), "B": (has_behind, has_front), "H": (has_front, has_front)}
+    receives, sends = around[action.kind]
     receive, send = _AROUND[action.kind]
     before = (Action(receive, action.stage, action.chunk, action.layer_range),) if receives else ()
     after = (Action(send, action.stage, action.chunk, action.layer_range),) if sends else ()

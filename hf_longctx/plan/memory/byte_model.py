@@ -493,13 +493,13 @@ class ByteModel:
 
     def _range_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
         """Returns the numbers of `ChunkBytes` of every chunk on every layer range of a stage, (chunks * ranges, 5)."""
-        known, at_once = self._counted.layer_ranges, self.passes(stage).at_once
+        known, passes = self._counted.layer_ranges, self.passes(stage)
         found = np.empty((len(loads.loads), len(stage.layer_ranges), 5), dtype=np.int64)
         for layer_range, owned in enumerate(stage.layer_ranges):
             has_head = _has_head(group, stage, layer_range)
             # equal stages share one entry of the cache
             policies = self._policies(group, stage, layer_range)[1]
-            heads = (at_once, self.passes(stage).leaving) if has_head else None
+            heads = (passes.at_once, passes.leaving) if has_head else None
             key = loads.number, self._kinds(owned), heads, (stage.stage, layer_range) == (0, 0), policies
             if key not in known:
                 known[key] = self._chunks_of(group, stage, layer_range, loads, tiles_loss, range(len(loads.loads)))

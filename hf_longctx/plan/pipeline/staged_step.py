@@ -431,7 +431,7 @@ def pipeline_s(
     hops = {leaves: [costs.hop_s(count, leaves) for count in most] for leaves in set(leaves_node)}
     # forwards send to the next stage, backwards to the previous one
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
-    hop_s = hops_with_heads(hop_s, leaves_node, heads, lambda leaves: [costs.hop_s(count, leaves) for count in most])
+    hop_s = hops_with_heads(hop_s, leaves_node, heads, hops.__getitem__)
     members = families(*(chunks for chunks, _ in groups))
     tables: list[FloatArray] = []
     for lead in leads:

@@ -240,10 +240,9 @@ def hops_with_heads(
     if not heads:
         return hops
     found = np.concatenate([hops, np.zeros((1, *hops.shape[1:]))])
-    crosses = [any(leaves[stage:-1]) for stage in range(len(leaves))]
-    seconds = {leaves: hop_s(leaves) for leaves in set(crosses)}
+    seconds = {stage: hop_s(any(leaves[stage:-1])) for stage in set(heads.values())}
     for chunk, stage in heads.items():
-        found[-2:, chunk, 0] = seconds[crosses[stage]][chunk]
+        found[-2:, chunk, 0] = seconds[stage][chunk]
     return found
 
 

@@ -153,8 +153,10 @@ def _update_s(plan: StepPlan, costs: CostModel, is_early: bool = False) -> float
 
 def _early_copies_s(plan: StepPlan, place: int, costs: CostModel) -> float:
     """Seconds of the backward beside which a stage's gradients leave for the host; 0 if they leave only after its end."""
-    is_tied = costs.model.tied_embeddings and plan.num_stages > 1 and place in (0, plan.num_stages - 1)
-    is_tied |= costs.model.num_head_stages > 1 and costs.model.has_head(place, plan.num_stages)
+    model, has_head = costs.model, costs.model.has_head(place, plan.num_stages)
+    # several stages hold the weight of the head
+    is_shared = plan.num_stages > 1 and (model.tied_embeddings or model.num_head_stages > 1)
+    is_tied = is_shared and (has_head or (model.tied_embeddings and not place))
     if plan.ranks_per_stage > 1 or costs.model.keeps_all_stages or is_tied:
         return 0.0
     return max(_last_backward_s(group, place, costs) for group in plan.micro_batches[-1].groups)
