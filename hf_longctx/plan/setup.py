@@ -606,14 +606,14 @@ class _Choices:
     ) -> tuple[Setup, StepPlan | None]:
         """The setup with these shares of the output head, or with all of it on the last stage if that alone has room.
 
-        The head takes memory of other stages, too, which may leave no room, or less than sequences of `max_length` need. alone:
+        The head takes memory of other stages, too, which may leave no room, or less than the longest sequences need. alone:
         layer ranges with all of the head on the last stage. Raises ValueError if neither has room.
         """
         try:
             spread = self._on_stages(ranges, output_shares, step, most_s)
         except ValueError:
             return self._on_stages(alone, (), step, most_s)
-        if spread[0].room_tokens >= (spread[0].max_length or sys.maxsize):
+        if spread[0].room_tokens >= (self.lengths.must_hold or spread[0].max_length or sys.maxsize):
             return spread
         try:
             other = self._on_stages(alone, (), step, most_s)

@@ -204,13 +204,15 @@ class ActivationPolicy:
     """Policies of one chunk on one layer range, layer by layer; layers beyond the list keep everything.
 
     tile_tokens: tokens per tile of norms and MLP; the loss has tiles of at most `LEAST_TILE_TOKENS`, since logits are wide. 0:
-    untiled.
+    untiled. leaving_layers: layers whose tensors may be on their way to the host at once; if several, those of the last ones leave
+    beside the pass that follows.
     """
 
     chunk: int
     layer_range: int = 0
     layers: tuple[LayerPolicy, ...] = ()
     tile_tokens: int = 0
+    leaving_layers: int = 1
 
     @property
     def loss_tile_tokens(self) -> int:

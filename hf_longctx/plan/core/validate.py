@@ -639,6 +639,8 @@ def _check_policies(name: str, group: SequenceGroup, stage: StagePlan, checked: 
             raise PlanError(f"{where} has {len(policy.layers)} layers, but the range has {num_layers}")
         if policy.tile_tokens < 0:
             raise PlanError(f"{where} has tile_tokens {policy.tile_tokens}; it must be 0 (untiled) or more")
+        if policy.leaving_layers < 1:
+            raise PlanError(f"{where} has leaving_layers {policy.leaving_layers}; it must be at least 1")
         fresh = [layer for layer in policy.layers if id(layer) not in checked]
         checked.update(map(id, fresh))
         for layer in fresh:

@@ -2,7 +2,7 @@
 
 Each layer is gathered for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
 (`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
-that layer is not gathered again; these few gathers count all the same. Embedding and head are one unit with the final norm, and
+as mostly in a pipeline, that layer is not gathered again (`keeps_first`). Embedding and head are one unit with the final norm, and
 stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch,
 or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them, also those of
 rounded weights, or in fp32 if several backwards may have added up; across nodes in fp32 (`sum_bytes`). Ranks with equal shards,
@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,7 +33,9 @@ from numpy.typing import ArrayLike
 from hf_longctx.plan.core.settings import ClusterSpec
 from hf_longctx.plan.core.sharding import sum_bytes
 from hf_longctx.plan.core.types import (
+    BoolArray,
     FloatArray,
+    IntArray,
     LayerRange,
     Parameters,
     frees_every_round,
@@ -137,11 +140,13 @@ class Collectives:
     copies_s: float = 0.0
     # whether the pass before gathers the first layer, and this one the first layer of the next
     is_ahead: bool = False
+    # whether the first layer stays gathered from the pass before, which ended with it
+    keeps_first: bool = False
 
     @property
     def links_s(self) -> float:
         """Seconds for which the collectives keep links busy."""
-        return self.num_layers * (self.gather_s + self.sum_s) + self.outside_s
+        return self.num_layers * (self.gather_s + self.sum_s) - self.keeps_first * self.gather_s + self.outside_s
 
     @property
     def last_s(self) -> float:
@@ -160,7 +165,7 @@ class Collectives:
 
     def first_hidden_s(self, layer_s: FloatArray) -> FloatArray:
         """Returns seconds of the first gather that the pass before hides, if a layer computes for `layer_s`."""
-        return self.is_ahead * np.minimum(self.gather_s, layer_s)
+        return (self.is_ahead and not self.keeps_first) * np.minimum(self.gather_s, layer_s)
 
     def last_hidden_s(self, layer_s: FloatArray) -> FloatArray:
         """Returns seconds of the last sums that the pass after hides, if a layer computes for `layer_s`."""
@@ -231,24 +236,31 @@ class StageGathers:
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
         return cls(passes, of_outside)
 
-    def of_pass(self, is_backward: bool, is_end: bool) -> Collectives:
+    def of_pass(self, is_backward: bool, is_end: bool, keeps_first: bool = False) -> Collectives:
         """Returns the collectives of a forward or backward. is_end: the first forward or last backward of a micro-batch."""
-        return self.passes[2 * is_backward + is_end] if self.passes else Collectives()
+        if not self.passes:
+            return Collectives()
+        found = self.passes[2 * is_backward + is_end]
+        return replace(found, keeps_first=True) if keeps_first else found
 
     def counted_s(self, passes: Sequence[tuple[bool, float]]) -> float:
         """Returns seconds that a micro-batch counts beside its passes. passes: is it a backward, and seconds that it computes."""
         if not self.passes:
             return 0.0
-        last = len(passes) - 1
-        ends = [self.of_pass(is_back, place == (last if is_back else 0)) for place, (is_back, _) in enumerate(passes)]
+        last, turns = len(passes) - 1, [one[0] != other[0] for one, other in pairwise(passes)]
+        ends = [
+            self.of_pass(is_back, place == (last if is_back else 0), place > 0 and turns[place - 1])
+            for place, (is_back, _) in enumerate(passes)
+        ]
         if len(ends) == 2:
-            ends[-1] = self.passes[-1]
+            ends[-1] = replace(self.passes[-1], keeps_first=turns[0])
         return sum(float(each.counted_s(compute_s)) for each, (_, compute_s) in zip(ends, passes, strict=True))
 
     def in_round(self, num_chunks: int) -> Sequence[Collectives]:
-        """Returns the collectives of all passes of a micro-batch of `num_chunks` chunks."""
+        """Returns the collectives of all passes of a micro-batch of `num_chunks` chunks that run forward and backward in turns."""
         forward, first, backward, last, only = self.passes or 5 * (Collectives(),)
-        return [first, *(num_chunks - 1) * (forward, backward), last if num_chunks > 1 else only]
+        others = *(num_chunks - 1) * (forward, backward), last if num_chunks > 1 else only
+        return [first, *(replace(each, keeps_first=True) for each in others)]
 
     def least_s(self, num_chunks: int = 1) -> float:
         """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing."""
@@ -265,18 +277,41 @@ def _seconds_of(sent: Traffic, costs: CostModel, measured: Rates) -> float:
     return costs.cluster.hardware.message_s * sent.messages + sent.num_bytes / rates[-1]
 
 
-def counted_passes_s(gathers: Sequence[Sequence[StageGathers]], compute_s: FloatArray, last_chunks: Sequence[int]) -> FloatArray:
+def counted_passes_s(
+    gathers: Sequence[Sequence[StageGathers]],
+    compute_s: FloatArray,
+    last_chunks: Sequence[int],
+    keeps_first: BoolArray,
+) -> FloatArray:
     """Returns seconds that every pass of a group's pipeline counts, shape (layer ranges, stages, chunks, F/B), as `compute_s`.
 
     gathers: of every layer range of every stage. last_chunks: chunk of every stage's last backward. Chunk 0 runs forward first.
+    keeps_first: see `keeping_passes`, in the same shape.
     """
     found = np.empty_like(compute_s)
     for stage, own in enumerate(gathers):
         for place, each in enumerate(own):
             for is_backward, end in ((0, 0), (1, last_chunks[stage])):
-                beside_s = compute_s[place, stage, :, is_backward]
-                found[place, stage, :, is_backward] = each.of_pass(bool(is_backward), False).counted_s(beside_s)
-                found[place, stage, end, is_backward] = each.of_pass(bool(is_backward), True).counted_s(beside_s[end])
+                where, keeps = (place, stage, slice(None), is_backward), keeps_first[place, stage, :, is_backward]
+                beside_s = compute_s[where]
+                ways_s = [each.of_pass(bool(is_backward), False, kept).counted_s(beside_s) for kept in (False, True)]
+                found[where] = np.where(keeps, ways_s[1], ways_s[0])
+                last = each.of_pass(bool(is_backward), True, bool(keeps[end]))
+                found[place, stage, end, is_backward] = last.counted_s(beside_s[end])
+    return found
+
+
+def keeping_passes(
+    is_forward: Sequence[BoolArray], chunks: Sequence[IntArray], layer_ranges: Sequence[IntArray], num_ranges: int, num_chunks: int
+) -> BoolArray:
+    """Returns which passes begin with the layer with which the one before ended, (layer ranges, stages, chunks, F/B).
+
+    The arguments are those of all forwards and backwards of every stage, in order.
+    """
+    found = np.zeros((num_ranges, len(chunks), num_chunks, 2), dtype=bool)
+    for stage, (own, of_chunks, of_ranges) in enumerate(zip(is_forward, chunks, layer_ranges, strict=True)):
+        keeps = (own[1:] != own[:-1]) & (of_ranges[1:] == of_ranges[:-1])
+        found[of_ranges[1:], stage, of_chunks[1:], np.where(own[1:], 0, 1)] = keeps
     return found
 
 

@@ -48,6 +48,7 @@ from hf_longctx.plan.memory.stage import (
     Passes,
     RoundMoments,
     accumulated_bytes,
+    beside_next,
     chunk_load,
     chunk_numbers,
     host_layer_bytes,
@@ -245,6 +246,7 @@ class ByteModel:
             np.array([layers], dtype=np.int64),
             np.array([OUTSIDE_NUMBERS(outside)], dtype=np.int64),
             np.array([load.receives]),
+            np.array([policy.leaving_layers if policy else 1], dtype=np.int64),
         )
         return ChunkBytes(*found[0].tolist())
 
@@ -325,17 +327,18 @@ class ByteModel:
         chunks = self._range_chunks(group, stage, loads, tiles_loss)
         place, is_forward = passes.cells, passes.is_forward
         numbers = chunks[place].T
-        device, host, forward_workspace, backward_workspace, _ = numbers
+        device, host, forward_workspace, backward_workspace, _, left = numbers
         saved, on_host = _in_flight(device, is_forward), _in_flight(host, is_forward)
         book = book_moments(self.model, stage, self._book(group, position), len(group.chunks), place, is_forward)
         work = np.where(is_forward, forward_workspace, backward_workspace)
         after = np.stack([_after(device, is_forward), _after(host, is_forward), book.after])
-        peak = _peak(numbers, saved, is_forward, book)
+        leaving = np.where(is_forward, left, 0)
+        peak = _peak(numbers, saved, is_forward, book) + beside_next(leaving, is_forward)
         for chunk, before in passes.heads:
-            head = self._head_bytes(loads.loads[chunk])
+            head = self._head_bytes(loads.loads[chunk]) + int(leaving[before])
             peak[before] = max(peak[before], after[0, before] + after[2, before] + head)
             work[before] = max(work[before], head)
-        return RoundMoments(saved, on_host, book.most + book.others, work, peak, after)
+        return RoundMoments(saved, on_host, book.most + book.others, work, peak, after, leaving, is_forward)
 
     def _head_bytes(self, load: Load) -> int:
         """Returns bytes of an output head that runs forward and backward at once, in tiles, on hidden states of another stage."""
@@ -369,13 +372,13 @@ class ByteModel:
         order = np.argsort(tokens, kind="stable")
         sample = order[np.unique([0, len(order) // 2, len(order) - 1])]
         known = counted(sample)
-        numbers = np.empty((len(tokens), num_ranges, 5))
-        for layer_range, number in np.ndindex(num_ranges, 5):
+        numbers = np.empty((len(tokens), num_ranges, 6))
+        for layer_range, number in np.ndindex(num_ranges, 6):
             numbers[:, layer_range, number] = np.interp(tokens, tokens[sample], known[:, layer_range, number])
         numbers[sample], is_guess = known, ~np.isin(np.arange(len(tokens)), sample)
         moments: list[int] = []
         while True:
-            own = numbers.reshape(-1, 5)[place].T
+            own = numbers.reshape(-1, 6)[place].T
             peak = _peak(own, _in_flight(own[0], is_forward), is_forward, book) + waits
             moment = int(np.argmax(peak))
             in_flight = np.unique(np.flatnonzero((begins <= moment) & (moment <= ends)) // num_ranges)
@@ -492,9 +495,9 @@ class ByteModel:
         return known[key]
 
     def _range_chunks(self, group: SequenceGroup, stage: StagePlan, loads: _Loads, tiles_loss: bool) -> IntArray:
-        """Returns the numbers of `ChunkBytes` of every chunk on every layer range of a stage, (chunks * ranges, 5)."""
+        """Returns the numbers of `ChunkBytes` of every chunk on every layer range of a stage, (chunks * ranges, 6)."""
         known, passes = self._counted.layer_ranges, self.passes(stage)
-        found = np.empty((len(loads.loads), len(stage.layer_ranges), 5), dtype=np.int64)
+        found = np.empty((len(loads.loads), len(stage.layer_ranges), 6), dtype=np.int64)
         for layer_range, owned in enumerate(stage.layer_ranges):
             has_head = _has_head(group, stage, layer_range)
             # equal stages share one entry of the cache
@@ -504,12 +507,12 @@ class ByteModel:
             if key not in known:
                 known[key] = self._chunks_of(group, stage, layer_range, loads, tiles_loss, range(len(loads.loads)))
             found[:, layer_range] = known[key]
-        return found.reshape(-1, 5)
+        return found.reshape(-1, 6)
 
     def _chunks_of(
         self, group: SequenceGroup, stage: StagePlan, layer_range: int, loads: _Loads, tiles_loss: bool, chunks: Sequence[int]
     ) -> IntArray:
-        """Returns the numbers of `ChunkBytes` of these chunks on one layer range of a stage, (chunks, 5).
+        """Returns the numbers of `ChunkBytes` of these chunks on one layer range of a stage, (chunks, 6).
 
         Output head and loss are on the last layer range of the last stage, unless another stage runs those of a chunk: then the
         norm's input and output stay instead, and the gradient that may come before others are needed.
@@ -520,7 +523,7 @@ class ByteModel:
             self._policies(group, stage, layer_range)[0],
             not stage.stage + layer_range,
         )
-        rows, outside, receives = [], [], []
+        rows, outside, receives, lags = [], [], [], []
         for chunk in chunks:
             load, number, policy = loads.loads[chunk], loads.numbers[chunk], policies[chunk]
             rows.append(self._layer_rows(load, number, policy, kinds))
@@ -534,29 +537,32 @@ class ByteModel:
             outside.append(numbers)
             # hidden states received from another layer range wait for their gradient only if a policy may move them
             receives.append(bool(policy.layers) and not is_first)
+            lags.append(policy.leaving_layers)
         layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
-        return chunk_numbers(layers, np.array(outside, dtype=np.int64), np.array(receives))
+        return chunk_numbers(layers, np.array(outside, dtype=np.int64), np.array(receives), np.array(lags, dtype=np.int64))
 
     def _policies(self, group: SequenceGroup, stage: StagePlan, layer_range: int) -> tuple[list[_Policy], int]:
         """Returns the policy of every chunk on one layer range of a stage, and the number of the list."""
         known, key = self._counted.policies, (id(stage.activations), layer_range, len(group.chunks))
         if key not in known:
             numbers = self._counted.numbers
-            found = [_Policy((), 0, numbers.of_layers(()))] * len(group.chunks)
+            found = [_Policy((), 0, 1, numbers.of_layers(()))] * len(group.chunks)
             for policy in stage.activations:
                 if policy.layer_range == layer_range:
-                    found[policy.chunk] = _Policy(policy.layers, policy.tile_tokens, numbers.of_layers(policy.layers))
-            number = numbers.of_key(("policies", *((policy.number, policy.tile_tokens) for policy in found)))
+                    number = numbers.of_layers(policy.layers)
+                    found[policy.chunk] = _Policy(policy.layers, policy.tile_tokens, policy.leaving_layers, number)
+            number = numbers.of_key(("policies", *((own.number, own.tile_tokens, own.leaving_layers) for own in found)))
             # stores the policies too, so that their id is not reused
             known[key] = stage.activations, found, number
         return known[key][1:]
 
 
 class _Policy(NamedTuple):
-    """Policies of one chunk's layers, the number of this tuple of policies, and the tokens per tile."""
+    """Policies of one chunk's layers, the number of this tuple of policies, tokens per tile, and layers that leave at once."""
 
     layers: tuple[LayerPolicy, ...]
     tile_tokens: int
+    leaving_layers: int
     number: int
 
 
@@ -581,9 +587,9 @@ def _waits(is_forward: BoolArray, waiting: int) -> IntArray:
 def _peak(numbers: Numbers, saved: Numbers, is_forward: BoolArray, book: BookMoments) -> Numbers:
     """Returns bytes of every pass on the device, without waiting gradients.
 
-    numbers: those of `ChunkBytes` of the running chunk, (5, passes). saved: bytes of all chunks in flight, including it.
+    numbers: those of `ChunkBytes` of the running chunk, (6, passes). saved: bytes of all chunks in flight, including it.
     """
-    device, _, forward_workspace, backward_workspace, ending = numbers
+    device, _, forward_workspace, backward_workspace, ending, _ = numbers
     work = np.where(is_forward, forward_workspace, backward_workspace)
     first, last = saved + work + book.first, saved - device + ending + book.last
     peak: Numbers = np.where(is_forward, first, np.maximum(first, last)) + book.others

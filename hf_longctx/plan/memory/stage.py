@@ -282,17 +282,22 @@ def most_in_flight(actions: Iterable[Action], size: Callable[[Action], int] = la
 
 
 def most_tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_ranges: int = 1) -> int:
-    """Returns the most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order.
+    """Returns the most tokens of chunks in flight at one time, for the forwards and backwards of these chunks in order."""
+    return int(tokens_at_once(is_forward, chunks, tokens, num_ranges).max(initial=0))
+
+
+def tokens_at_once(is_forward: BoolArray, chunks: IntArray, tokens: Sequence[int], num_ranges: int = 1) -> IntArray:
+    """Returns the tokens of chunks in flight after each of the forwards and backwards of these chunks in order.
 
     A chunk counts once, from its first forward to its last backward, on any number of layer ranges.
     """
     change = np.array(tokens, dtype=np.int64)[chunks]
     if num_ranges == 1:
-        return int(np.cumsum(np.where(is_forward, change, -change)).max(initial=0))
+        return np.cumsum(np.where(is_forward, change, -change))
     first, last = np.unique(chunks, return_index=True)[1], len(chunks) - 1 - np.unique(chunks[::-1], return_index=True)[1]
     ends = np.zeros(len(chunks), dtype=np.int64)
     ends[first], ends[last] = change[first], -change[last]
-    return int(np.cumsum(ends).max(initial=0))
+    return np.cumsum(ends)
 
 
 def message_bytes(model: ModelSpec, stage: StagePlan, num_stages: int, num_tokens: int) -> int:
@@ -320,6 +325,8 @@ class ChunkBytes:
     backward_workspace: int
     # all device bytes of the chunk during the backward of its first layer
     ending: int
+    # bytes that may still be on their way to the host after its forward, until the next pass ends
+    leaving: int = 0
 
     @property
     def workspace(self) -> int:
@@ -379,7 +386,8 @@ class RoundBytes:
 class RoundMoments:
     """Bytes of each pass of a round; fields as in `RoundBytes`.
 
-    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book.
+    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book. leaving: bytes that
+    are on their way to the host after each pass, and so a part of the peak of the next one, if that is a backward.
     """
 
     saved: IntArray
@@ -388,6 +396,8 @@ class RoundMoments:
     workspace: IntArray
     peak: IntArray
     after: IntArray
+    leaving: IntArray
+    is_forward: BoolArray
 
     @property
     def most(self) -> RoundBytes:
@@ -401,7 +411,8 @@ def joined_moments(rounds: Sequence[RoundMoments], turns: IntArray) -> RoundMome
     turns: the round of each pass, in running order.
     """
     num_passes = len(turns)
-    saved, host, book, workspace, peak = np.zeros((5, num_passes), dtype=np.int64)
+    saved, host, book, workspace, peak, leaving = np.zeros((6, num_passes), dtype=np.int64)
+    is_forward = np.zeros(num_passes, dtype=bool)
     after = np.zeros((3, num_passes), dtype=np.int64)
     for index, own in enumerate(rounds):
         places = np.flatnonzero(turns == index)
@@ -416,16 +427,24 @@ def joined_moments(rounds: Sequence[RoundMoments], turns: IntArray) -> RoundMome
         for target, of_pass, stays_then in zip((saved, host, book), (own.saved, own.host, own.book), held, strict=True):
             target[places] += of_pass
             target[others] += stays_then[others]
-        workspace[places] = own.workspace
-        peak[places] += own.peak
+        workspace[places], leaving[places], is_forward[places] = own.workspace, own.leaving, own.is_forward
+        # what leaves beside the next pass does so beside that of another round
+        peak[places] += own.peak - beside_next(own.leaving, own.is_forward)
         peak[others] += (held[0] + held[2])[others]
-    return RoundMoments(saved, host, book, workspace, peak, after)
+    return RoundMoments(saved, host, book, workspace, peak + beside_next(leaving, is_forward), after, leaving, is_forward)
 
 
-def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> IntArray:
-    """Computes the numbers of `ChunkBytes` of many chunks on a part of the model, (chunks, 5).
+def beside_next(leaving: IntArray, is_forward: BoolArray) -> IntArray:
+    """Returns bytes of the pass before that leave beside every pass; before a forward, all of them have left."""
+    found: IntArray = np.where(is_forward, 0, np.concatenate([[0], leaving[:-1]])[: len(leaving)])
+    return found
+
+
+def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray, leaving_layers: IntArray) -> IntArray:
+    """Computes the numbers of `ChunkBytes` of many chunks on a part of the model, (chunks, 6).
 
     layers: `LAYER_NUMBERS` of every layer, (chunks, layers, 6). outside: `OUTSIDE_NUMBERS`, (chunks, 4). receives: see `Load`.
+    leaving_layers: see `ActivationPolicy`.
     """
     held, host, forward, backward, input_host, sent = np.moveaxis(layers, 2, 0)
     shared, head, loss_forward, loss_backward = outside.T
@@ -438,19 +457,21 @@ def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray) -> I
     arriving = host.copy()
     arriving[:, 1:] += host[:, :-1]
     # tensors in flight to the host take as much as one layer has sent; the device waits for them after a layer that sends
-    # nothing, and after the last layer
-    leaving, is_near = sent.max(axis=1), sent > 0
+    # nothing, and after the last layer. If several layers may be in flight, it waits for none of these
+    lags = leaving_layers > 1
+    leaving, is_near = np.minimum(leaving_layers * sent.max(axis=1), sent.sum(axis=1)), sent > 0
     is_near[:, 1:] |= sent[:, :-1] > 0
+    is_near |= lags[:, None]
     # a layer's forward already counts its own input, which may be in flight
     most_forward = np.max(upto - held + forward - input_host + np.where(is_near, leaving[:, None], 0), axis=1)
     most_backward = np.max(upto + arriving + backward, axis=1)
     below = upto[:, -1]
     device = below + head
-    most_forward = np.maximum(most_forward, below + loss_forward) + embeddings
+    most_forward = np.maximum(most_forward, below + loss_forward + np.where(lags, leaving, 0)) + embeddings
     most_backward = np.maximum(most_backward, below + loss_backward)
     ending = under[:, 0] + held[:, 0] + host[:, 0] + backward[:, 0]
     work = (np.maximum(0, most - device) for most in (most_forward, most_backward))
-    return np.stack([device, host.sum(axis=1), *work, ending], axis=1)
+    return np.stack([device, host.sum(axis=1), *work, ending, np.where(lags, leaving, 0)], axis=1)
 
 
 def chunk_load(group: SequenceGroup, chunk: Chunk, position: int, like: Load, ends: Mapping[int, int] | None = None) -> Load:

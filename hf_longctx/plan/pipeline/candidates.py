@@ -189,10 +189,12 @@ class _CandidateSearch:
     doubt: float = 0.95
     # layouts that are simulated
     most_layouts: int = 4
-    # for each group: cuts that fit before the simulation stops, unless memory is short and the last was the fastest; cuts tried
-    # before it gives up
+    # for each group: cuts that fit before the simulation stops, unless memory is short and one of the last ones was the fastest;
+    # cuts tried before it gives up
     fitting_cuts: int = 3
     most_cuts: int = 5
+    # cuts by which one may be the last that was the fastest
+    last_cuts: int = 2
     # ways to run a layout for which room is made if memory is short
     most_options: int = 3
     # numbers of slices to try if memory is short
@@ -338,17 +340,18 @@ class Candidates:
         """
         cuts = self.staged.cuts(max(groups, key=lambda group: self.staged.cuts(group)[0].estimate_s))
         found: list[_Option] = []
-        num_fitting, best = 0, cuts[0]
+        num_fitting, best, since_best = 0, cuts[0], 0
         for num_tried, cut in enumerate(cuts, 1):
             own = self._run(groups, cut)
             num_fitting += bool(own)
+            since_best += 1
             if own and (not found or own[0].seconds < min(found, key=_in_order).seconds):
-                best = cut
+                best, since_best = cut, 0
             found += own
             if found and min(found, key=_in_order).seconds <= least_s:
                 break
             # estimates count no messages: where these are slow, more chunks are in flight, so that smaller ones save memory
-            goes_on = best is cut and bool(own) and own[0].is_short
+            goes_on = since_best < _CANDIDATES.last_cuts and any(option.is_short for option in own)
             if (num_fitting >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
                 break
         found.sort(key=_in_order)

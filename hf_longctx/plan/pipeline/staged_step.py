@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.orders import Schedule, deal_output_heads, families, family_orders
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
@@ -19,10 +21,10 @@ from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, stage_collectives, summed_head_s
+from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, keeping_passes, stage_collectives, summed_head_s
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.memory.saved_tensors import class_bytes, layer_class_bytes
-from hf_longctx.plan.memory.stage import accumulated_bytes, most_tokens_at_once
+from hf_longctx.plan.memory.stage import accumulated_bytes, tokens_at_once
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.predict.event_loop import Wiring
 from hf_longctx.plan.predict.pipeline_run import hops_with_heads, seconds_on_stages, with_heads
@@ -43,7 +45,7 @@ class CutConstants:
     # factor by which the estimate's held tokens may exceed the room, since it is rough
     rough: float = 1.3
     # leads to try (`compute_orders`), least first, and the share of the seconds that a longer one has to save
-    leads: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
+    leads: tuple[float, ...] = (1.0, 1.25, 1.5, 1.75, 2.0)
     least_gain: float = 0.002
     # chunks at both ends grow and shrink by this share of themselves, divided by the number of stages
     growth: float = 1.2
@@ -199,8 +201,8 @@ class StagedStep:
             seconds = kept_s + self.room.added_s(held, work_s, tokens, spare_s, most)
             if seconds < math.inf:
                 found.append(StagedRun(seconds, lead, is_short))
-            # more room helps no further
-            if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds):
+            # more room helps no further, or costs more than it helps
+            if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds) or seconds > found[max(0, len(found) - 2)].seconds:
                 break
             before_s = kept_s
         # a longer lead has to save some time
@@ -305,34 +307,40 @@ class StageRoom:
         self.copy_bytes_per_s = costs.cluster.hardware.copy_bytes_per_s
 
     def added_s(
-        self, held_tokens: Sequence[float], work_s: float, tokens: float, spare_s: Sequence[float] = (), chunk_tokens: float = 0
+        self, held_tokens: Sequence[ArrayLike], work_s: float, tokens: float, spare_s: Sequence[float] = (), chunk_tokens: float = 0
     ) -> float:
         """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
-        held_tokens: most tokens that a rank holds at once, for each of the first stages. tokens: of a rank in all chunks.
+        held_tokens: tokens that a rank holds at once, for each of the first stages: the most, or those after every forward.
+        tokens: of a rank in all chunks.
         spare_s: seconds by which each of these stages works less than the busiest one, in which it may recompute. chunk_tokens:
-        most of a rank in one chunk, for which the backward of a layer needs workspace. Copies to the host that hide behind
-        forwards come first, then all but attention runs again, then attention too.
+        most of a rank in one chunk, for which the backward of a layer needs workspace. Copies to the host that hide come first:
+        they come back beside backwards, and leave beside forwards and the backwards between these. Then all but attention runs
+        again, then attention too.
         """
         found = [0.0]
-        forward_s = self.forward_share * work_s
+        forward_s, backward_s = self.forward_share * work_s, (1 - self.forward_share) * work_s
         spare_s = spare_s or [0.0] * len(held_tokens)
         stages = zip(held_tokens, self.layers, self.waiting, self.most_moved, spare_s, strict=False)
-        for held, layers, waiting, moved, spare in stages:
+        for each, layers, waiting, moved, spare in stages:
+            held = np.atleast_1d(np.asarray(each, dtype=np.float64))
             if self.budget is None:
-                if held * layers > self.room:
+                if held.max() * layers > self.room:
                     return math.inf
                 continue
             device_bytes = self.budget.device_bytes - waiting - _WORKSPACE * chunk_tokens * self.layer_bytes
             held_bytes, all_bytes = held * layers * self.layer_bytes, max(1.0, tokens * layers * self.layer_bytes)
-            hidden_bytes = min(1.0, self.copy_bytes_per_s * forward_s / all_bytes) * moved * held_bytes
-            over = held_bytes - min(hidden_bytes, self.budget.host_bytes) - device_bytes
-            if over <= 0:
+            hidden_bytes = min(1.0, self.copy_bytes_per_s * backward_s / all_bytes) * moved * held_bytes
+            over = held_bytes - np.minimum(hidden_bytes, self.budget.host_bytes) - device_bytes
+            if over.max() <= 0:
                 continue
-            if held * layers * self.input_bytes > device_bytes + self.budget.host_bytes:
+            if held.max() * layers * self.input_bytes > device_bytes + self.budget.host_bytes:
                 return math.inf
-            share = over / (held * layers * self.freed_bytes)
-            found.append((share * tokens * layers * self.again_s if share <= 1 else forward_s) - spare)
+            # a chunk recomputes what the fullest of the moments needs in which it is in flight
+            share = np.maximum(0.0, over) / (held * layers * self.freed_bytes)
+            in_flight = min(len(held), math.ceil(held.max() * len(held) / max(1.0, tokens)))
+            share = sliding_window_view(np.pad(share, (0, in_flight - 1)), in_flight).max(axis=1)
+            found.append(float(np.mean(np.where(share <= 1, share * tokens * layers * self.again_s, forward_s))) - spare)
         return max(found)
 
 
@@ -413,10 +421,10 @@ def pipeline_s(
     leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
     head_sum_s: float = 0.0,
-) -> Iterator[tuple[float, tuple[int, ...], tuple[float, ...]]]:
-    """Seconds of chunks on all stages with everything kept, most tokens that a rank of each stage holds, and its seconds of work.
+) -> Iterator[tuple[float, list[IntArray], tuple[float, ...]]]:
+    """Seconds of chunks on all stages with everything kept, tokens that a rank of each stage holds, and its seconds of work.
 
-    One triple for each of `leads`, made when asked for. The seconds equal the full prediction for a group that does not cross
+    The tokens are those in flight after every forward. One triple for each of `leads`, made when asked for. The seconds equal the full prediction for a group that does not cross
     nodes unnecessarily.
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
@@ -434,15 +442,22 @@ def pipeline_s(
     hop_s = hops_with_heads(hop_s, leaves_node, heads, hops.__getitem__)
     members = families(*(chunks for chunks, _ in groups))
     tables: list[FloatArray] = []
+    has_gathers = bool(gathers and gathers[0][0].passes)
     for lead in leads:
         orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), output_shares)
         kinds, of_chunks, of_ranges = zip(*orders, strict=True)
         if lead == leads[0]:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]
-            has_gathers = bool(gathers and gathers[0][0].passes)
+        if lead == leads[0] or has_gathers:
+            is_pass = [kind < 2 for kind in kinds]
+            in_order = [[each[own] for each, own in zip(column, is_pass, strict=True)] for column in (kinds, of_chunks, of_ranges)]
+            keeps = keeping_passes([kind == 0 for kind in in_order[0]], *in_order[1:], num_ranges, len(groups[0][0]))
             tables = [
                 with_heads(
-                    own_s + (counted_passes_s(gathers, compute_s, last_chunks) if has_gathers else 0.0), head_s, heads, head_sum_s
+                    own_s + (counted_passes_s(gathers, compute_s, last_chunks, keeps) if has_gathers else 0.0),
+                    head_s,
+                    heads,
+                    head_sum_s,
                 )
                 for own_s, compute_s, head_s in passes
             ]
@@ -453,8 +468,9 @@ def pipeline_s(
         held = []
         for kind, chunk, _ in orders:
             holds = kind < 2
-            held.append(max(most_tokens_at_once(kind[holds] == 0, chunk[holds], own, num_ranges) for own in on_rank))
-        yield stop_s, tuple(held), tuple(seconds_on_stages(seconds, heads).tolist())
+            at_once = [tokens_at_once(kind[holds] == 0, chunk[holds], own, num_ranges) for own in on_rank]
+            held.append(np.max(at_once, axis=0)[kind[holds] == 0])
+        yield stop_s, held, tuple(seconds_on_stages(seconds, heads).tolist())
 
 
 def _passes_s(

@@ -9,7 +9,8 @@ own. If the actions contain no messages, a result is sent as soon as it is made,
 
 Each stage has one channel to the host and one back; each serves copies in the order of their requests. A copy out is requested
 when its layers have run forward. As the runtime does it, the next layers take at least as long as that copy, and what follows
-a forward's layers waits for the last one. A copy back is requested when the backward of the layers above begins, and starts when
+a forward's layers waits for the last one. Under a policy with several `leaving_layers`, copies lag behind by as many layers, and
+the last ones end beside the next pass of layers: its end waits for them if it is a backward, its begin if it is a forward. A copy back is requested when the backward of the layers above begins, and starts when
 its copy out is done; its own layers wait for it. The topmost layers have none above them: their copy back is requested when their
 backward begins. With `runs_ahead`, as SPPO does it (arXiv 2503.10377), nothing waits for copies out, and the topmost layers' copy
 back is requested when the stage begins its previous backward, both of which need more device memory.
@@ -38,10 +39,12 @@ class CopyStep(NamedTuple):
     """Consecutive layers of one pass: seconds to compute them, and seconds to copy what they save over the link.
 
     In forward the copy out starts after the last of these layers; in backward the copy back ends before the first of them begins.
+    most_leaving: copies out of the pass that may run or wait at once (`ActivationPolicy.leaving_layers`).
     """
 
     compute_s: float
     copy_s: float
+    most_leaving: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ class Wiring:
                 if arrived_s > clock_s:
                     clock_s = arrived_s
                 begun[number] = clock_s
-                if copies and ((steps := copies[number]) or runs_ahead):
+                if copies and ((steps := copies[number]) or runs_ahead or links[stage].left_s > clock_s):
                     clock_s = self._copy(number, stage, clock_s, seconds[number], steps, links[stage], copied)
                 else:
                     clock_s += seconds[number]
@@ -225,12 +228,13 @@ class Wiring:
     ) -> float:
         """Queues the copies of a pass; returns when the pass stops."""
         chunk, is_backward = divmod(int(self.units[number]), 2)
-        if is_backward and self.is_pass[number]:
-            return links.backward(chunk, start_s, seconds, steps)
-        if not steps:
+        if not self.is_pass[number] or self._kinds[number] == _HEAD:
             return start_s + seconds
+        if is_backward:
+            return links.backward(chunk, start_s, seconds, steps)
         stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
-        copied.append(CopiedOut(stage, steps, stops_s))
+        if steps:
+            copied.append(CopiedOut(stage, steps, stops_s))
         return stop_s
 
 
@@ -283,6 +287,8 @@ class HostLinks:
     back_s: float = 0.0
     # start of the stage's latest backward
     begun_s: float = 0.0
+    # when the last copies of a forward are done that end beside the pass after it
+    left_s: float = 0.0
     # for each chunk, the times at which its copies out are done, in the order of the forward
     done: dict[Hashable, list[float]] = field(default_factory=dict)
 
@@ -290,31 +296,32 @@ class HostLinks:
         self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]
     ) -> tuple[float, tuple[float, ...]]:
         """Queues the copies out of a forward that starts at `start_s`; returns when it stops, and when each of them is done."""
-        done = []
-        clock_s, out_s, waits = start_s, self.out_s, not self.runs_ahead
+        done: list[float] = []
+        clock_s, out_s, waits = max(start_s, self.left_s), self.out_s, not self.runs_ahead
+        if not steps:
+            return clock_s + seconds, ()
         # the head, and layers without copies, run after the last copy step
-        rest_s = seconds - sum([compute_s for compute_s, _ in steps])
-        for compute_s, copy_s in steps:
+        rest_s, most = seconds - sum([step.compute_s for step in steps]), steps[0].most_leaving
+        for compute_s, copy_s, _ in steps:
             clock_s += compute_s
-            if out_s > clock_s:
-                if waits:
-                    clock_s = out_s
-                out_s += copy_s
-            else:
-                out_s = clock_s + copy_s
+            if waits and len(done) >= most and done[-most] > clock_s:
+                clock_s = done[-most]
+            out_s = max(out_s, clock_s) + copy_s
             done.append(out_s)
         self.out_s = out_s
         self.done[chunk] = done
-        return (max(clock_s, out_s) if waits else clock_s) + rest_s, tuple(done)
+        if waits and most > 1:
+            self.left_s = out_s
+        return (max(clock_s, out_s) if waits and most == 1 else clock_s) + rest_s, tuple(done)
 
     def backward(self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
         # the head, and layers without copies, run before the first copy step
-        clock_s = start_s + seconds - sum([compute_s for compute_s, _ in steps])
+        clock_s = start_s + seconds - sum([step.compute_s for step in steps])
         sent_s = self.begun_s if self.runs_ahead else clock_s
         self.begun_s = start_s
         back_s = self.back_s
-        for (compute_s, copy_s), out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
+        for (compute_s, copy_s, _), out_s in zip(steps, reversed(self.done.pop(chunk, ())), strict=True):
             if copy_s:
                 back_s = max(back_s, out_s, sent_s) + copy_s
                 if back_s > clock_s:
@@ -323,4 +330,4 @@ class HostLinks:
             sent_s = clock_s
             clock_s += compute_s
         self.back_s = back_s
-        return clock_s
+        return max(clock_s, self.left_s)

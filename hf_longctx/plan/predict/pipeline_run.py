@@ -15,6 +15,7 @@ from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import (
     Action,
     ActivationPolicy,
+    BoolArray,
     Chunk,
     FloatArray,
     GroupShape,
@@ -25,7 +26,14 @@ from hf_longctx.plan.core.types import (
     StepPlan,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageGathers, counted_passes_s, ends_s, stage_collectives, summed_head_s
+from hf_longctx.plan.cost.weight_traffic import (
+    StageGathers,
+    counted_passes_s,
+    ends_s,
+    keeping_passes,
+    stage_collectives,
+    summed_head_s,
+)
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import layer_shard_bytes, message_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
@@ -416,13 +424,13 @@ class PolicySeconds:
         pairs: dict[tuple[LayerKind, LayerKind], int] = {}
         self._kind_ids = [pairs.setdefault(pair, len(pairs)) for pair in zip(kinds, (*kinds[:1], *kinds), strict=False)]
         # results by chunk and id of its policies, which are stored with them, so that these ids are not reused
-        self._known: dict[tuple[int, bool, int], tuple[tuple[LayerPolicy, ...], tuple[float, tuple[CopyStep, ...]]]] = {}
+        self._known: dict[tuple[int, bool, int, int], tuple[tuple[LayerPolicy, ...], tuple[float, tuple[CopyStep, ...]]]] = {}
         self._of_layers: dict[tuple[int, int], list[tuple[tuple[float, float] | None, LayerKind, int]]] = {}
         self._kinds: dict[tuple[int, bool], dict[LayerKind, float]] = {}
 
     def of(self, policy: ActivationPolicy, is_backward: bool) -> tuple[float, tuple[CopyStep, ...]]:
         """Seconds of recomputation, and copies, that a policy adds to a pass."""
-        key = policy.chunk, is_backward, id(policy.layers)
+        key = policy.chunk, is_backward, policy.leaving_layers, id(policy.layers)
         if key not in self._known:
             if self.chunks.moves(policy.layers):
                 found = self._with_copies(policy, is_backward)
@@ -442,7 +450,7 @@ class PolicySeconds:
             if of_layer is None:
                 if moves_below:
                     # while the first of them runs, tensors of the layer below leave or come
-                    steps.append(CopyStep(own_s, 0.0))
+                    steps.append(CopyStep(own_s, 0.0, policy.leaving_layers))
                 # other layers that keep everything belong to the step above them
                 for _ in range(count - moves_below):
                     plain_s += own_s
@@ -450,8 +458,8 @@ class PolicySeconds:
                 layer_s, copy_s = of_layer if is_backward else (0.0, of_layer[1])
                 for _ in range(count):
                     again_s += layer_s
-                steps.append(CopyStep(own_s + layer_s + plain_s, copy_s))
-                steps += [CopyStep(own_s + layer_s, copy_s)] * (count - 1)
+                steps.append(CopyStep(own_s + layer_s + plain_s, copy_s, policy.leaving_layers))
+                steps += [CopyStep(own_s + layer_s, copy_s, policy.leaving_layers)] * (count - 1)
                 plain_s, has_copies = 0.0, has_copies or copy_s > 0
             moves_below = of_layer is not None
         if not has_copies:
@@ -563,7 +571,19 @@ class StageSeconds:
         """
         if not self._collectives:
             return np.zeros_like(self._compute_s)
-        return counted_passes_s(self._collectives, self._compute_s, self._last_chunks)
+        return counted_passes_s(self._collectives, self._compute_s, self._last_chunks, self._keeps_first)
+
+    @cached_property
+    def _keeps_first(self) -> BoolArray:
+        """Which passes begin with a gathered layer, see `keeping_passes`; none if passes of other micro-batches may lie between."""
+        stages, num_chunks = self.group.stages, len(self.group.chunks)
+        assert self.known is not None
+        byte_model, num_ranges = self.known.byte_model(self.costs.model), len(stages[0].layer_ranges)
+        if self.plan.turns:
+            return np.zeros((num_ranges, len(stages), num_chunks, 2), dtype=bool)
+        passes = [byte_model.passes(stage) for stage in stages]
+        is_forward, chunks = [own.is_forward for own in passes], [own.chunks for own in passes]
+        return keeping_passes(is_forward, chunks, [own.cells % num_ranges for own in passes], num_ranges, num_chunks)
 
     @cached_property
     def counted_gathers(self) -> FloatArray:

@@ -207,9 +207,9 @@ class _Loop:
                 member = of_batch[place]
                 action, seconds, _, _, steps = member.passes[stage][len(member.times[stage])]
                 stop_s = begin_s + seconds
-                if steps:
+                links = [self.links[stage][lane] for lane in member.lanes]
+                if steps or (action.kind != "H" and max(each.left_s for each in links) > begin_s):
                     key = index, action.layer_range, action.chunk
-                    links = [self.links[stage][lane] for lane in member.lanes]
                     if action.kind == "F":
                         stop_s = max(each.forward(key, begin_s, seconds, steps)[0] for each in links)
                     else:

@@ -1,7 +1,8 @@
 """Translates between a pipeline and `policies/levels.py`: makes cells and moments, and turns layers and shares into policies.
 
 Offloaded shares are spread over all layers of a range but the last, because the copies of a layer overlap with the layer after
-it: out with its forward, and back with its backward. The last layer is the first to be recomputed; the others follow together,
+it: out with its forward, and back with its backward. If the pass after a forward is the backward of another chunk, copies out go on
+beside that, so that several layers may leave at once. The last layer is the first to be recomputed; the others follow together,
 each for an equal share of its tokens, beside those that it offloads. Where tokens of a layer cannot be split, whole layers are
 recomputed, from the last one on, and those below them offload.
 """
@@ -80,6 +81,16 @@ def _mixed_layer(
     return LayerPolicy(tuple(share for share in shares if share.device < 1))
 
 
+def _leaving_layers(num_layers: int, offload: float, beside_own: float) -> int:
+    """Returns `ActivationPolicy.leaving_layers` of a cell that offloads this share, of which its own forward hides `beside_own`.
+
+    Every layer but the last offloads as much as the others: those for whose copies the forward is too short, and the one before.
+    """
+    if offload <= beside_own * (1 + 1e-9):
+        return 1
+    return 1 + math.ceil((num_layers - 1) * (1 - beside_own / offload))
+
+
 class GroupCells:
     """Makes the cells and moments of one group whose policies have tiles and nothing else yet."""
 
@@ -114,7 +125,9 @@ class GroupCells:
         self._known_cells: dict[tuple[int, int, float, int], tuple[LayerPolicy, ...]] = {}
         # policies of a layer by tokens recomputed, offloaded and all
         self._known_layers: dict[tuple[int, int, int], LayerPolicy] = {}
-        self.cells = self._cells()
+        self.cells, beside_own = self._cells()
+        # for every stage, the shares of its cells whose copies out hide beside their own forward
+        self._beside_own: list[list[float]] = beside_own.reshape(self.num_stages, -1).tolist()
         self._kept_moments = [self.bytes.moments(group, stage) for stage in group.stages]
 
     def least_moments(self, room_bytes: Sequence[float]) -> Moments:
@@ -155,8 +168,14 @@ class GroupCells:
         if key not in self._known_stages:
             places = product(range(len(self.tokens)), enumerate(stage.layer_ranges))
             policies = (
-                ActivationPolicy(chunk, layer_range, self._cell(owned.num_layers, *cell, self.tokens[chunk]), self.tile_tokens)
-                for (chunk, (layer_range, owned)), cell in zip(places, cells, strict=True)
+                ActivationPolicy(
+                    chunk,
+                    layer_range,
+                    self._cell(owned.num_layers, *cell, self.tokens[chunk]),
+                    self.tile_tokens,
+                    _leaving_layers(owned.num_layers, cell[1], beside_own),
+                )
+                for (chunk, (layer_range, owned)), cell, beside_own in zip(places, cells, self._beside_own[stage.stage], strict=True)
             )
             self._known_stages[key] = replace(stage, activations=tuple(policies))
         return self._known_stages[key]
@@ -217,8 +236,8 @@ class GroupCells:
             self._known_layers[key] = _mixed_layer(*shares, self.keeps_attention, self.replayed, self.moves_needed)
         return self._known_layers[key]
 
-    def _cells(self) -> Cells:
-        """The cells of all stages, chunks and layer ranges, in this order.
+    def _cells(self) -> tuple[Cells, FloatArray]:
+        """The cells of all stages, chunks and layer ranges, in this order, and the shares that hide beside their own passes.
 
         A layer's copies overlap with the layer after it, so nothing hides those of a range's last layer.
         """
@@ -231,13 +250,16 @@ class GroupCells:
         }
         rate, found = self.costs.cluster.hardware.copy_bytes_per_s, []
         for stage, layer_range, owned in layer_ranges:
-            count, hiding_s = owned.num_layers, self._hiding_s(stage, layer_range)
+            count, (own_s, others_s) = owned.num_layers, self._hiding_s(stage, layer_range)
             kept, recomputed, again_on_host, offloaded, on_host, recompute_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
+            # nothing hides beside one layer alone
+            more_s = others_s / behind if behind else others_s
+            hiding_s = np.stack([np.minimum(forward_s, own_s[1]) for forward_s in (own_s[0], own_s[0] + more_s)])
             hidden_s = _POLICIES.link_share * hiding_s * behind * self.offloads
-            most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(copy_s), where=copy_s > 0))
+            most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(hidden_s), where=copy_s > 0))
             # shares of less than a token move nothing
-            most = np.where(most * self.tokens < 1, 0.0, most)
+            beside_own, most = np.where(most * self.tokens < 1, 0.0, most)
             found.append(
                 (
                     np.full(len(self.tokens), count),
@@ -247,15 +269,15 @@ class GroupCells:
                     count * (kept - offloaded),
                     count * on_host,
                     most,
+                    beside_own,
                 )
             )
         # [stages * layer ranges, fields, chunks] -> fields of [stages, chunks, layer ranges]
-        return Cells(
-            *(
-                np.stack(values).reshape(self.num_stages, self.num_ranges, -1).swapaxes(1, 2).reshape(-1)
-                for values in zip(*found, strict=True)
-            )
+        *fields, beside_own = (
+            np.stack(values).reshape(self.num_stages, self.num_ranges, -1).swapaxes(1, 2).reshape(-1)
+            for values in zip(*found, strict=True)
         )
+        return Cells(*fields), beside_own
 
     def _kinds(self, layer_range: LayerRange) -> KindShares:
         return self.costs.model.kind_shares(layer_range)
@@ -295,8 +317,21 @@ class GroupCells:
             on_host += share * layer.held_host
         return round(held), round(on_host)
 
-    def _hiding_s(self, stage: StagePlan, layer_range: int) -> FloatArray:
-        """Seconds of computation beside which each chunk's copies run in each direction: of its shorter pass.
+    def _hiding_s(self, stage: StagePlan, layer_range: int) -> tuple[tuple[FloatArray, FloatArray], FloatArray]:
+        """Seconds of computation beside which each chunk's copies run: of its own passes, and of a backward after its forward.
+
+        The latter are 0 for a chunk whose next pass is another forward, or its own backward, which needs the tensors at once.
+        """
+        passes = self.bytes.passes(stage)
+        own_s, after_s = self._passes_s(stage, layer_range), np.zeros(len(self.tokens))
+        backwards_s = np.stack([self._passes_s(stage, each)[1] for each in range(self.num_ranges)], axis=1).reshape(-1)
+        cells, others = passes.cells[:-1], passes.cells[1:]
+        goes_on = passes.is_forward[:-1] & ~passes.is_forward[1:] & (cells != others) & (cells % self.num_ranges == layer_range)
+        after_s[cells[goes_on] // self.num_ranges] = backwards_s[others[goes_on]]
+        return own_s, after_s
+
+    def _passes_s(self, stage: StagePlan, layer_range: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of each chunk's forward and backward over a layer range.
 
         Seconds of the head count, too: it is better if copies take a little longer than if a whole layer runs again.
         """
@@ -305,11 +340,13 @@ class GroupCells:
             (stage.stage, layer_range) == (self.num_stages - 1, self.num_ranges - 1),
         )
         pairs = self.costs.attention_pairs((owned,))
-        passes = (self._slots.passes(is_backward, 0, pairs).T for is_backward in (False, True))
         away = self.group.head_stages if has_head else {}
         own_head = np.array([has_head and chunk not in away for chunk in range(len(self.group.chunks))])
-        shorter: FloatArray = np.minimum(*(layer_s * owned.num_layers + own_head * head_s for layer_s, head_s, _ in passes))
-        return shorter
+        forward_s, backward_s = (
+            layer_s * owned.num_layers + own_head * head_s
+            for layer_s, head_s, _ in (self._slots.passes(is_backward, 0, pairs).T for is_backward in (False, True))
+        )
+        return forward_s, backward_s
 
     @cached_property
     def _most_bytes(self) -> list[IntArray]:

@@ -206,7 +206,7 @@ class ChunkActivations:
     """Slots of the layers in one forward of one chunk; travels in the chunk's context. Layers without a slot keep everything."""
 
     def __init__(self, policy: ActivationPolicy, bindings: Sequence[_LayerBinding], tier: HostTier | None = None) -> None:
-        self._bindings, self._tier = bindings, tier
+        self._bindings, self._tier, self._leaving_layers = bindings, tier, policy.leaving_layers
         self.num_layers_seen = 0
         # keyed by the layer's index in the whole model, even if only some of its layers run
         self.slots: dict[int, LayerSlot] = {}
@@ -229,9 +229,12 @@ class ChunkActivations:
             self._tier.begin_layer()
 
     def end_layer(self) -> None:
-        """After the last layer, lets the device wait until offloaded tensors have left, since the loss needs memory too."""
+        """After the last layer, lets the device wait until offloaded tensors have left, since the loss needs memory too.
+
+        In a pipeline, some may leave beside the next pass.
+        """
         if self._tier is not None and self.num_layers_seen == len(self._bindings):
-            self._tier.copies.let_go()
+            self._tier.end_chunk()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -241,7 +244,7 @@ class ChunkActivations:
         """
         self.num_layers_seen = 0
         if self._tier is not None:
-            self._tier.begin_chunk()
+            self._tier.begin_chunk(self._leaving_layers)
         with ExitStack() as stack:
             for binding in self._bindings:
                 stack.enter_context(binding.checkpointing())
@@ -318,6 +321,11 @@ class ActivationEngine:
             for layer, binding, is_replayed in zip(own, bindings, replays.tolist(), strict=True)
         )
         return replace(policy, layers=tuple(layers))
+
+    def settle(self) -> None:
+        """Lets the device wait for tensors that left beside a pass: before the next forward, or after the next backward."""
+        if self.tier is not None:
+            self.tier.copies.let_go()
 
     @property
     def _device(self) -> torch.device:

@@ -15,7 +15,8 @@ no longer referenced.
 
 A layer saves its tensors in bursts, mostly in its MLP, and copying them takes about as long as the whole layer. So copies in
 flight may hold as many device bytes as one layer offloads: with fewer, the device would wait during bursts and its link would
-idle between them.
+idle between them. In a pipeline they may hold those of several layers (`ActivationPolicy.leaving_layers`): the backward of another
+chunk comes next, and takes longer than a forward, so that what is left leaves beside it.
 """
 
 from __future__ import annotations
@@ -157,20 +158,28 @@ class HostTier:
         self.stored_bytes = self.peak_bytes = 0
         # bytes that this layer has offloaded, and the most that any layer of the chunk has
         self._layer_bytes = self._most_layer_bytes = 0
+        # of the chunk that ran forward last
+        self.leaving_layers = 1
 
     @classmethod
     def on(cls, device: torch.device, capacity_bytes: int, most_bytes: int = 0) -> HostTier:
         """Makes a tier for tensors of `device`; most_bytes: see `HostSlab`."""
         return cls(capacity_bytes, copies_of(device), device.type == "cuda", most_bytes)
 
-    def begin_chunk(self) -> None:
-        """Begins another chunk; also clears what an error may have left behind."""
+    def begin_chunk(self, leaving_layers: int = 1) -> None:
+        """Begins another chunk when all tensors have left; also clears what an error may have left behind."""
         self.copies.let_go()
         self._layer_bytes = self._most_layer_bytes = 0
+        self.leaving_layers = leaving_layers
+
+    def end_chunk(self) -> None:
+        """Lets the device wait for tensors of the chunk's last layers, unless these leave beside the next pass."""
+        if self.leaving_layers == 1:
+            self.copies.let_go()
 
     def begin_layer(self) -> None:
         """Begins another layer, to which the tensors stored from now on belong."""
-        if not self._layer_bytes:
+        if not self._layer_bytes and self.leaving_layers == 1:
             # tensors had the time of the layer before to leave
             self.copies.let_go()
         self._layer_bytes = 0
@@ -182,7 +191,7 @@ class HostTier:
         """
         self._layer_bytes += tensor.untyped_storage().nbytes()
         self._most_layer_bytes = max(self._most_layer_bytes, self._layer_bytes)
-        return HostTensor(self, tensor, self._most_layer_bytes)
+        return HostTensor(self, tensor, self.leaving_layers * self._most_layer_bytes)
 
 
 class HostTensor:
@@ -218,7 +227,8 @@ class HostTensor:
             target = torch.empty_like(self._like, device=self._device)
             rows = _rows(target, self._is_dense)
             for part in self._parts:
-                part.back = self._tier.copies.to_device(part.home, rows[part.place], (part.arrival,))
+                beside = self._tier.leaving_layers > 1
+                part.back = self._tier.copies.to_device(part.home, rows[part.place], (part.arrival,), beside)
             self._returning = (target, [part.back for part in self._parts])
 
     def fetch(self) -> Tensor:

@@ -44,7 +44,7 @@ class CopyEngine(Protocol):
 
     is_kept: the caller drops the source only after `wait`, or drops the copy with it, so the device need not wait to free it.
     room_bytes: most bytes of source storages in flight to the host at once, unless this source is larger (default: two sources of
-    any size).
+    any size). beside: sources in flight go on leaving while this one comes; else it comes when they have left.
 
     Copies to the host run in the order of the calls, so a block that was not fetched can be written again.
     """
@@ -53,7 +53,7 @@ class CopyEngine(Protocol):
         self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], is_kept: bool = False, room_bytes: int | None = None
     ) -> Ticket: ...
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket: ...
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], beside: bool = False) -> Ticket: ...
 
     def let_go(self) -> None:
         """Makes everything computed from now on wait until all sources in flight have left."""
@@ -73,7 +73,7 @@ class PlainCopies:
     ) -> Ticket:
         target.copy_(source)
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], beside: bool = False) -> Ticket:
         target.copy_(source)
 
     def let_go(self) -> None:
@@ -139,9 +139,9 @@ class StreamCopies:
             self._leaving.add(source, ticket, room_bytes)
         return ticket
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...]) -> Ticket:
-        # tensors come back after those in flight have left
-        self.let_go()
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Ticket, ...], beside: bool = False) -> Ticket:
+        if not beside:
+            self.let_go()
         return self._copy(self._back, source, target, after)
 
     def let_go(self) -> None:

@@ -356,6 +356,8 @@ class Round:
         if policy is None and engine is not None and engine.partners is not None:
             # other ranks may replay layers in which this rank must take part
             policy = ActivationPolicy(action.chunk, action.layer_range)
+        if engine is not None:
+            engine.settle()
         if engine is not None and policy is not None and torch.is_grad_enabled():
             self.activations[key] = engine.begin(policy, layers_of(self.stage, action.layer_range))
             context = replace(context, activations=self.activations[key])
@@ -423,6 +425,8 @@ class Round:
         else:
             self.host.parameters.skip_backward()
         self.host.parameters.after_backward()
+        if self.host.engine is not None:
+            self.host.engine.settle()
         self.activations.pop(key, None)
         self._note_memory()
         if not action.layer_range:

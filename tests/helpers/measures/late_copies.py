@@ -29,7 +29,7 @@ class LateCopies:
             ticket.run()
         return ticket
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...], beside: bool = False) -> Any:
         target.fill_(float("nan"))
         return Late(lambda: target.copy_(source), after)
 
@@ -56,9 +56,10 @@ class SlowlyLeaving(PlainCopies):
         if not is_kept:
             self.leaving.add(source, None, room_bytes)
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
-        self.leaving.drop_all()
-        super().to_device(source, target, after)
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...], beside: bool = False) -> Any:
+        if not beside:
+            self.leaving.drop_all()
+        super().to_device(source, target, after, beside)
 
     def let_go(self) -> None:
         self.leaving.drop_all()

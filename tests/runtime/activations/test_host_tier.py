@@ -298,7 +298,7 @@ def test_a_tier_gives_tensors_that_leave_the_room_of_the_layer_that_sends_most(m
 def test_layers_begin_anew_in_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     begin_chunk, begin_layer, store = HostTier.begin_chunk, HostTier.begin_layer, HostTier.store
-    monkeypatch.setattr(HostTier, "begin_chunk", lambda tier: (log.append("chunk"), begin_chunk(tier))[1])
+    monkeypatch.setattr(HostTier, "begin_chunk", lambda tier, most: (log.append("chunk"), begin_chunk(tier, most))[1])
     monkeypatch.setattr(HostTier, "begin_layer", lambda tier: (log.append("layer"), begin_layer(tier))[1])
     monkeypatch.setattr(HostTier, "store", lambda tier, tensor: (log.append("store"), store(tier, tensor))[1])
     step = Step(HostTier(2**20, PlainCopies()))

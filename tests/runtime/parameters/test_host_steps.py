@@ -151,7 +151,7 @@ class Counting(PlainCopies):
         self.log.append("out")
         return len(self.log)
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...], beside: bool = False) -> Any:
         target.copy_(source)
         self.log.append("back")
         return len(self.log)
@@ -263,11 +263,11 @@ class FailingOnce(LateCopies):
 
     num_back = 0
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...], beside: bool = False) -> Any:
         self.num_back += 1
         if self.num_back == 3:
             raise RuntimeError("the link is down")
-        return super().to_device(source, target, after)
+        return super().to_device(source, target, after, beside)
 
 
 def test_a_step_that_failed_leaves_groups_and_weights_whole() -> None:

@@ -38,9 +38,9 @@ class CountedCopies(PlainCopies):
 
     num_back = 0
 
-    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...]) -> Any:
+    def to_device(self, source: Tensor, target: Tensor, after: tuple[Any, ...], beside: bool = False) -> Any:
         self.num_back += 1
-        return super().to_device(source, target, after)
+        return super().to_device(source, target, after, beside)
 
 
 @contextmanager
