@@ -13,7 +13,7 @@ from helpers.plans.policies import num_policies, offloading, with_policies
 from helpers.plans.sliced_plans import Rows, cut
 
 from hf_longctx.plan.core.serialize import plan_to_json
-from hf_longctx.plan.core.types import ActivationPolicy
+from hf_longctx.plan.core.types import TENSOR_CLASSES, ActivationPolicy, LayerPolicy, TensorShare
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import message_bytes, part_state_bytes, summed_bytes
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -57,6 +57,27 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
         assert predicted.host == memory.host
         messages = message_bytes(SPEC, stage, 2, max(chunk.num_tokens for chunk in group.chunks))
         assert predicted.peak + messages == pytest.approx(peak, rel=0.07)
+
+
+@pytest.mark.daily("1-3")
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("leaving_layers", [1, 2, 3, 5])
+def test_tensors_that_leave_beside_the_next_pass_are_counted(ranks, leaving_layers: int, num_heads: int) -> None:
+    """Copies are kept as long as the device may wait for them: to the end of the backward that follows."""
+    spec, lengths = replace(SPEC, num_layers=8), [512] * 6
+    shares = (1, 1) if num_heads > 1 else ()
+    plan = pipeline_plan(lengths, [[(1, [[(i, 0, 512)] for i in range(6)])]], 2, "elastic", 8, output_shares=shares)
+    moved = LayerPolicy(tuple(TensorShare(name, host=1.0, device=0.0) for name in TENSOR_CLASSES))
+    policy = ActivationPolicy(0, 0, (moved,) * 3, leaving_layers=leaving_layers)
+    plan = with_policies(plan, [policy] * num_policies(plan))
+    found = ranks(2).run(stage_peak_on_rank, spec, plan_to_json(plan), rows_of(lengths, spec))
+    (group,) = plan.micro_batches[0].groups
+    spec = replace(spec, num_head_stages=num_heads)
+    for stage, (peak, memory) in zip(group.stages, found, strict=True):
+        predicted = ByteModel(spec).moments(group, stage, tiles_loss=False).most
+        assert predicted.host == memory.host
+        messages = message_bytes(spec, stage, 2, 512)
+        assert 0.97 * peak < predicted.peak + messages < (1.2 if num_heads > 1 else 1.07) * peak
 
 
 @pytest.mark.daily("64-slices")

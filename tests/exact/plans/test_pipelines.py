@@ -94,7 +94,7 @@ def pipelines(draw: st.DrawFn, num_stages: int) -> StepPlan:
     micro_batches = [[(1, draw(random_chunks(sequences, lengths)))] for sequences in rounds]
     plan = pipeline_plan(lengths, micro_batches, num_stages, schedule, 2 * num_stages, num_ranges)
     layers = st.lists(layer_policies(), max_size=2).map(tuple)
-    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
+    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]), st.integers(1, 3))
     count = num_policies(plan)
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 

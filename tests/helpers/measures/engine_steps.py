@@ -88,11 +88,13 @@ class EngineStep:
         self.num_labels = sum(label != -100 for row in self.rows for label in row["labels"][1:])
         self.documents = [span.num_tokens for span in self.plan.micro_batches[0].groups[0].chunks[0].spans]
 
-    def forward(self, layers: tuple[LayerPolicy, ...], tile_tokens: int = 8) -> tuple[Tensor, ChunkActivations]:
+    def forward(
+        self, layers: tuple[LayerPolicy, ...], tile_tokens: int = 8, leaving_layers: int = 1
+    ) -> tuple[Tensor, ChunkActivations]:
         """A loss whose backward gives the gradients of the step, and the activations that wait for this backward."""
         (chunk,) = rank_inputs(self.plan, self.rows, 0)["chunks"][0]
         (group,) = self.plan.micro_batches[0].groups
-        activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens))
+        activations = self.engine.begin(ActivationPolicy(0, 0, layers, tile_tokens, leaving_layers))
         context = replace(self.pool.context(group, group.chunks[0]), activations=activations)
         with activations.running():
             logits = self.whole.forward(0, chunk, None, no_mask(CPU), context)

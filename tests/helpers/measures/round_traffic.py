@@ -19,11 +19,12 @@ def round_traffic(
     num_chunks: int,
     num_stages: int = 1,
     is_first: bool = True,
+    turns: int = 0,
 ) -> Traffic:
     """Returns traffic of a rank in a micro-batch of `num_chunks` chunks: gathers of weights, sums of gradients.
 
-    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. No traffic if
-    weights are replicated.
+    shard_ranks: consecutive ranks that share one copy of the weights. is_first: of the step's micro-batches. turns:
+    passes that begin with the layer with which the one before ended, which stays gathered. No traffic if weights are replicated.
     """
     if parameters == "replicated" or shard_ranks == 1:
         return Traffic()
@@ -31,8 +32,9 @@ def round_traffic(
     of_layers = 2 * num_chunks if parameters == "sharded" else once
     of_outside = int(is_first)
     units, has_outside = weights.num_layers, weights.outside > 0
-    gathered = of_layers * weights.layers + of_outside * weights.outside
-    gathers = ring_traffic(gathered, shard_ranks, 1, of_layers * units + of_outside * has_outside, cluster)
+    num_gathers = of_layers * units - (turns if parameters == "sharded" else 0)
+    gathered = num_gathers / units * weights.layers + of_outside * weights.outside
+    gathers = ring_traffic(gathered, shard_ranks, 1, num_gathers + of_outside * has_outside, cluster)
     each = sums_every_backward(parameters, num_stages)
     num_sums = num_chunks if each else 1
     # gradients of several backwards, of any rank, add up in fp32 before they are sent

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from helpers.measures.allocations import measure
+from helpers.measures.late_copies import SlowlyLeaving
 from helpers.models.reference import random_rows
 from helpers.models.tiny_models import ModelCase, build_model
 from helpers.plans.layouts import tiny_costs
@@ -59,7 +60,9 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)
     has_engine = has_policies or bool(heads)
     head = OutputHead(output_head(model)) if has_engine and pool.stage in with_head(plan.num_stages, heads) else None
-    engine = ActivationEngine(layer_modules(model), HostTier.on(CPU, 2**26), head) if has_engine else None
+    # sources of copies to the host stay as long as on CUDA
+    tier = HostTier(2**26, SlowlyLeaving())
+    engine = ActivationEngine(layer_modules(model), tier, head) if has_engine else None
     executor = StepExecutor(stage, pool, CPU)
     rank_plan, inputs = plan.for_rank(pool.rank), rank_inputs(plan, rows, pool.rank)["chunks"]
     executor.run(rank_plan, inputs, 1, engine=engine)

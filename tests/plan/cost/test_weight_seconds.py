@@ -22,6 +22,7 @@ from hf_longctx.plan.cost.weight_traffic import (
     StageWeights,
     counted_passes_s,
     ends_s,
+    keeping_passes,
 )
 
 MODEL = named_model("llama-3.2-1b")
@@ -60,6 +61,27 @@ def test_a_pass_takes_as_long_as_a_queue_of_its_layers(
         assert found == pytest.approx(exposed_s + SLOWED_SHARE * hidden_s, abs=1e-6)
 
 
+@given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 40))
+def test_a_layer_that_stays_gathered_takes_as_long_as_none(layer_s: float, compute_s: float, num_layers: int) -> None:
+    each = Collectives(num_layers, layer_s, layer_s / 2, is_ahead=True)
+    kept = replace(each, keeps_first=True)
+    assert kept.links_s == pytest.approx(each.links_s - layer_s)
+    # what the pass before hid of it counted for the share by which kernels slow down
+    hidden_s = min(layer_s, compute_s)
+    seconds = [float(one.counted_s(num_layers * compute_s)) for one in (kept, each)]
+    assert seconds[0] == pytest.approx(seconds[1] - (layer_s - (1 - SLOWED_SHARE) * hidden_s), abs=1e-6)
+
+
+def test_passes_keep_the_layer_with_which_the_one_before_ended() -> None:
+    # F0 F1 B1 F2 B2 B0: only B1, F2 and B2 begin where the pass before ended
+    is_forward, chunks = np.array([True, True, False, True, False, False]), np.array([0, 1, 1, 2, 2, 0])
+    found = keeping_passes([is_forward], [chunks], [np.zeros(6, dtype=np.int64)], 1, 3)
+    assert found[0, 0].tolist() == [[False, False], [False, True], [True, True]]
+    # of two layer ranges, the last layer of one is not the first of the other
+    found = keeping_passes([is_forward], [chunks], [np.array([0, 0, 1, 1, 1, 0])], 2, 3)
+    assert not found[0].any() and found[1, 0].tolist() == [[False, False], [False, False], [True, True]]
+
+
 @given(st.floats(0, 10), st.integers(1, 40), st.lists(st.floats(0, 100), min_size=2, max_size=2), st.booleans())
 def test_more_computing_never_counts_more_and_at_least_the_least(
     layer_s: float, num_layers: int, beside: list[float], is_ahead: bool
@@ -76,7 +98,9 @@ def test_passes_have_the_traffic_of_a_micro_batch(parameters: Parameters, num_st
     costs, num_chunks = costs_of(parameters), 3
     gathers = StageGathers.of(costs, 8, PART, num_stages)
     found = sum(each.links_s for each in (*gathers.in_round(num_chunks), gathers.once))
-    traffic = round_traffic(StageWeights.of(MODEL, *PART), costs.cluster, parameters, 8, num_chunks, num_stages)
+    # every pass but the first begins with the layer with which the one before ended
+    weights, turns = StageWeights.of(MODEL, *PART), 2 * num_chunks - 1
+    traffic = round_traffic(weights, costs.cluster, parameters, 8, num_chunks, num_stages, turns=turns)
     assert found == pytest.approx(costs.coefficients.forward.exchange_s(traffic))
 
 
@@ -120,7 +144,7 @@ def test_a_step_counts_its_first_gather_and_last_sums() -> None:
 def test_ends_of_a_group_have_the_collectives_of_a_micro_batch() -> None:
     gathers = StageGathers.of(costs_of("gathered_per_round"), 8, PART, 2)
     compute_s = np.zeros((1, 1, 3, 2))
-    found = counted_passes_s([[gathers]], compute_s, [1])
+    found = counted_passes_s([[gathers]], compute_s, [1], np.zeros_like(compute_s, dtype=bool))
     assert found[0, 0, 0, 0] == pytest.approx(gathers.passes[1].links_s) and not found[0, 0, 1:, 0].any()
     assert found[0, 0, 1, 1] == pytest.approx(gathers.passes[3].links_s) and not found[0, 0, [0, 2], 1].any()
 

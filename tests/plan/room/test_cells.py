@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,6 +57,26 @@ def test_copies_that_hide_cost_no_seconds_and_the_bytes_that_were_counted(
     peaks = np.concatenate([byte_model.moments(under, stage).peak for stage in under.stages])
     # workspace is counted roughly, and predictions judge what the program finds
     assert (peaks <= 1.05 * (moments.excess_bytes - freed)).all()
+
+
+def test_as_many_layers_leave_at_once_as_a_backward_hides_that_the_forward_does_not() -> None:
+    """A link so slow that a forward hides the copies of some layers, and it and the backward of another chunk those of more."""
+    costs = costs_of(LARGE, 4, 2, 2e10)
+    group = with_layers(plan_of(costs, LENGTHS, 4, 4, "elastic", 1).micro_batches[0].groups[0], {}, 1024)
+    cells = GroupCells(group, costs, 1024, True, PredictionCache())
+    under = moving(cells)
+    beside_next = 0
+    for stage in under.stages:
+        kinds = [action for action in stage.actions if action.kind in ("F", "B")]
+        after = {one.chunk: other for one, other in pairwise(kinds) if one.kind == "F"}
+        for policy in stage.activations:
+            following = after[policy.chunk]
+            goes_on = following.kind == "B" and following.chunk != policy.chunk
+            # nothing leaves beside a forward, which would have to wait, nor beside the backward that needs it
+            assert goes_on or policy.leaving_layers == 1
+            assert policy.leaving_layers <= len(policy.layers)
+            beside_next += policy.leaving_layers > 1
+    assert beside_next
 
 
 @settings(max_examples=200, deadline=None)

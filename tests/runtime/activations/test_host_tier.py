@@ -334,6 +334,38 @@ def test_the_device_waits_behind_layers_that_send_nothing_and_behind_the_last(mo
     assert not copies.leaving.num_bytes
 
 
+def test_tensors_of_several_layers_may_leave_beside_the_next_pass() -> None:
+    copies, moved = SlowlyLeaving(), split_layer(1.0, 0.0, 1.0)
+    step = Step(HostTier(2**20, copies))
+    left = []
+    for leaving_layers in (1, 2, 3):
+        loss, _ = step.forward((moved,) * 2, leaving_layers=leaving_layers)
+        left.append(copies.leaving.num_bytes)
+        # a backward fetches tensors of its own chunk and waits for none that leave
+        loss.backward()
+        assert copies.leaving.num_bytes == left[-1] and step.error() <= TOLERANCE
+        step.engine.settle()
+        assert not copies.leaving.num_bytes
+    # the sources of two layers, and no more than there are
+    assert left[0] == 0 < left[1] == left[2]
+    # the next forward waits for what is still leaving
+    step.forward((moved,) * 2, leaving_layers=2)
+    assert copies.leaving.num_bytes
+    step.engine.tier.begin_chunk()
+    assert not copies.leaving.num_bytes
+
+
+@pytest.mark.parametrize("leaving_layers", [2, 5])
+@pytest.mark.parametrize("out_is_late", [False, True])
+def test_gradients_are_right_however_late_tensors_leave_beside_the_next_pass(leaving_layers: int, out_is_late: bool) -> None:
+    step = Step(HostTier(2**20, LateCopies(out_is_late)))
+    first, second = (step.forward((split_layer(1.0, 0.0, 1.0),) * 2, leaving_layers=leaving_layers)[0] for _ in range(2))
+    for loss in (first, second):
+        loss.backward()
+        step.engine.settle()
+        assert step.error() <= TOLERANCE
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tensor_that_fits_into_no_block_is_stored_in_several(late: bool, transposed: bool) -> None:
