@@ -17,7 +17,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from fake_cuda.machine.removals import Removal, removed
 from fake_cuda.machine.scenarios import CUDA, SIZE
 from fake_cuda.test_host_updates import num_wrong
-from fake_cuda.test_offload import dropped_unread, many_leave
+from fake_cuda.test_offload import dropped_unread, leave_beside_a_pass, many_leave
 from fake_cuda.test_sharded_step import sharded_model, steps_of
 from hf_longctx.recipes.bench.gpu import smoke_memory
 from hf_longctx.runtime.activations.host_tier import HostTier
@@ -40,7 +40,7 @@ def sanitised(traced: sanitizer.CUDASanitizerDispatchMode) -> Iterator[None]:
 
 def test_no_copy_races_with_computation(traced: sanitizer.CUDASanitizerDispatchMode) -> None:
     with sanitised(traced):
-        for scenario in (many_leave, dropped_unread):
+        for scenario in (many_leave, leave_beside_a_pass, dropped_unread):
             assert scenario(HostTier.on(CUDA, 4 * SIZE * 4)) == 0
 
 

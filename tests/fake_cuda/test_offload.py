@@ -24,7 +24,8 @@ from hf_longctx.runtime.activations.host_tier import HostTier
 def wrong_values(device: FakeDevice) -> int:
     """Values that are wrong after storing and fetching in every order that needs some guarantee of the host tier."""
     wrong = 0
-    for scenario in (many_leave, leaves_in_parts, dropped_unread, reused_while_it_returns, reused_in_parts, reused_merged):
+    each_order = many_leave, leave_beside_a_pass, leaves_in_parts, dropped_unread, reused_while_it_returns, reused_in_parts
+    for scenario in (*each_order, reused_merged):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         wrong += scenario(HostTier.on(CUDA, 4 * SIZE * 4))
@@ -43,6 +44,29 @@ def many_leave(tier: Any) -> int:
     homes[0].prefetch()
     overwriting = [full(-2.0) for _ in range(4)]
     wrong = sum(int((home.fetch() != value).sum()) for value, home in enumerate(homes))
+    del overwriting
+    return wrong
+
+
+def leave_beside_a_pass(tier: Any) -> int:
+    """Tensors of several layers leave while one of another chunk comes back, and their memory is overwritten after that."""
+    tier.begin_chunk()
+    first = tier.store(full(1.0))
+    tier.end_chunk()
+    tier.begin_chunk(3)
+    homes = []
+    for value in (2.0, 3.0):
+        tier.begin_layer()
+        source = full(value)
+        homes.append(tier.store(source))
+        del source
+        overwriting = [full(-1.0)]
+    tier.end_chunk()
+    wrong = int((first.fetch() != 1.0).sum())
+    overwriting += [full(-2.0) for _ in range(4)]
+    tier.copies.let_go()
+    overwriting += [full(-3.0) for _ in range(4)]
+    wrong += sum(int((home.fetch() != value).sum()) for value, home in zip((2.0, 3.0), homes, strict=True))
     del overwriting
     return wrong
 
@@ -153,8 +177,9 @@ def test_no_value_is_wrong_however_late_copies_are(device: FakeDevice) -> None:
 
 
 def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
-    def peak() -> int:
+    def peak(leaving_layers: int = 1) -> int:
         tier = HostTier.on(CUDA, 32 << 20)
+        tier.begin_chunk(leaving_layers)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_stats()["active_bytes.all.current"]
@@ -169,6 +194,8 @@ def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
 
     # one leaves, and one is being made
     assert peak() <= 2
+    # as many as may leave at once, and one is being made
+    assert 5 <= peak(leaving_layers=5) <= 6
     kept = "self._leaving.add(source, ticket, room_bytes)"
     with removed(Removal("runtime.core.host_copies", kept, "source.record_stream(self._out)")):
         assert peak() == 32
