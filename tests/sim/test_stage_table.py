@@ -117,7 +117,7 @@ def test_layers_come_back_from_the_host_to_their_own_stage() -> None:
 
 
 def test_the_number_that_a_user_chooses_is_compared_with_one_stage(path: Path) -> None:
-    found = forecast(path, 2, parameters="sharded")
+    found = forecast(path, 2, parameters="sharded", network_gbit=100.0)
     seconds = {option.num_stages: option.counted_s for option in found.stages.fitting}
     [(name, line)] = stage_lines(found)
     assert name == "stages" and line.startswith("2 stages of 2 ranks: ") and line.endswith("x as fast as one")
