@@ -2,11 +2,11 @@
 
 Each layer is gathered for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
 (`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
-as mostly in a pipeline, that layer is not gathered again (`keeps_first`). Embedding and head are one unit with the final norm, and
-stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a micro-batch,
-or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them, also those of
-rounded weights, or in fp32 if several backwards may have added up; across nodes in fp32 (`sum_bytes`). Ranks with equal shards,
-or with whole weights, sum their gradients once per step.
+as mostly in a pipeline, that layer is not gathered again (`keeps_first`). Embedding and head are one unit with the final norm,
+and stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a
+micro-batch, or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them,
+also those of rounded weights, or in fp32 if several backwards may have added up; across nodes in fp32 (`sum_bytes`). Ranks with
+equal shards, or with whole weights, sum their gradients once per step.
 
 Every gather counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops between
 nodes use the network. A calibrated profile has the rates of gathers and sums, inside a node and over all ranks; otherwise they
@@ -257,7 +257,7 @@ class StageGathers:
         return sum(float(each.counted_s(compute_s)) for each, (_, compute_s) in zip(ends, passes, strict=True))
 
     def in_round(self, num_chunks: int) -> Sequence[Collectives]:
-        """Returns the collectives of all passes of a micro-batch of `num_chunks` chunks that run forward and backward in turns."""
+        """Returns the collectives of all passes of a micro-batch of `num_chunks` chunks; forwards and backwards take turns."""
         forward, first, backward, last, only = self.passes or 5 * (Collectives(),)
         others = *(num_chunks - 1) * (forward, backward), last if num_chunks > 1 else only
         return [first, *(replace(each, keeps_first=True) for each in others)]
@@ -301,17 +301,15 @@ def counted_passes_s(
     return found
 
 
-def keeping_passes(
-    is_forward: Sequence[BoolArray], chunks: Sequence[IntArray], layer_ranges: Sequence[IntArray], num_ranges: int, num_chunks: int
-) -> BoolArray:
+def keeping_passes(stages: Sequence[tuple[BoolArray, IntArray, IntArray]], num_ranges: int, num_chunks: int) -> BoolArray:
     """Returns which passes begin with the layer with which the one before ended, (layer ranges, stages, chunks, F/B).
 
-    The arguments are those of all forwards and backwards of every stage, in order.
+    stages: forwards and backwards of every stage, in order: whether each is a forward, its chunk, and its layer range.
     """
-    found = np.zeros((num_ranges, len(chunks), num_chunks, 2), dtype=bool)
-    for stage, (own, of_chunks, of_ranges) in enumerate(zip(is_forward, chunks, layer_ranges, strict=True)):
-        keeps = (own[1:] != own[:-1]) & (of_ranges[1:] == of_ranges[:-1])
-        found[of_ranges[1:], stage, of_chunks[1:], np.where(own[1:], 0, 1)] = keeps
+    found = np.zeros((num_ranges, len(stages), num_chunks, 2), dtype=bool)
+    for stage, (is_forward, chunks, layer_ranges) in enumerate(stages):
+        keeps = (is_forward[1:] != is_forward[:-1]) & (layer_ranges[1:] == layer_ranges[:-1])
+        found[layer_ranges[1:], stage, chunks[1:], np.where(is_forward[1:], 0, 1)] = keeps
     return found
 
 

@@ -386,8 +386,8 @@ class RoundBytes:
 class RoundMoments:
     """Bytes of each pass of a round; fields as in `RoundBytes`.
 
-    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book. leaving: bytes that
-    are on their way to the host after each pass, and so a part of the peak of the next one, if that is a backward.
+    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book. leaving: bytes
+    that are on their way to the host after each pass, and so a part of the peak of the next one, if that is a backward.
     """
 
     saved: IntArray

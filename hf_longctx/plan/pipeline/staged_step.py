@@ -188,7 +188,7 @@ class StagedStep:
         One for each lead that may gain something, the fastest first. The seconds include recomputation if memory is short.
         """
         found: list[StagedRun] = []
-        work_s, before_s = max(map(self.work_s, chunks)), math.inf
+        work_s, before_s, least_s = max(map(self.work_s, chunks)), math.inf, math.inf
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
         how = self.ranges, self.schedule, self.leaves_node, self.config.output_shares
         groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
@@ -202,9 +202,9 @@ class StagedStep:
             if seconds < math.inf:
                 found.append(StagedRun(seconds, lead, is_short))
             # more room helps no further, or costs more than it helps
-            if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds) or seconds > found[max(0, len(found) - 2)].seconds:
+            if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds) or seconds > least_s:
                 break
-            before_s = kept_s
+            before_s, least_s = kept_s, seconds
         # a longer lead has to save some time
         return sorted(found, key=lambda run: (run.seconds * (1 + CUTS.least_gain * (run.lead > leads[0])), run.lead))
 
@@ -307,7 +307,12 @@ class StageRoom:
         self.copy_bytes_per_s = costs.cluster.hardware.copy_bytes_per_s
 
     def added_s(
-        self, held_tokens: Sequence[ArrayLike], work_s: float, tokens: float, spare_s: Sequence[float] = (), chunk_tokens: float = 0
+        self,
+        held_tokens: Sequence[ArrayLike],
+        work_s: float,
+        tokens: float,
+        spare_s: Sequence[float] = (),
+        chunk_tokens: float = 0,
     ) -> float:
         """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
@@ -424,8 +429,8 @@ def pipeline_s(
 ) -> Iterator[tuple[float, list[IntArray], tuple[float, ...]]]:
     """Seconds of chunks on all stages with everything kept, tokens that a rank of each stage holds, and its seconds of work.
 
-    The tokens are those in flight after every forward. One triple for each of `leads`, made when asked for. The seconds equal the full prediction for a group that does not cross
-    nodes unnecessarily.
+    The tokens are those in flight after every forward. One triple for each of `leads`, made when asked for. The seconds equal the
+    full prediction for a group that does not cross nodes unnecessarily.
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
     every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
@@ -449,9 +454,8 @@ def pipeline_s(
         if lead == leads[0]:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]
         if lead == leads[0] or has_gathers:
-            is_pass = [kind < 2 for kind in kinds]
-            in_order = [[each[own] for each, own in zip(column, is_pass, strict=True)] for column in (kinds, of_chunks, of_ranges)]
-            keeps = keeping_passes([kind == 0 for kind in in_order[0]], *in_order[1:], num_ranges, len(groups[0][0]))
+            passed = [(kind[kind < 2] == 0, chunk[kind < 2], layer_range[kind < 2]) for kind, chunk, layer_range in orders]
+            keeps = keeping_passes(passed, num_ranges, len(groups[0][0]))
             tables = [
                 with_heads(
                     own_s + (counted_passes_s(gathers, compute_s, last_chunks, keeps) if has_gathers else 0.0),

@@ -8,12 +8,13 @@ it. A stage runs one action at a time in its own order. Sends do not block, rece
 own. If the actions contain no messages, a result is sent as soon as it is made, and the action that needs it waits.
 
 Each stage has one channel to the host and one back; each serves copies in the order of their requests. A copy out is requested
-when its layers have run forward. As the runtime does it, the next layers take at least as long as that copy, and what follows
-a forward's layers waits for the last one. Under a policy with several `leaving_layers`, copies lag behind by as many layers, and
-the last ones end beside the next pass of layers: its end waits for them if it is a backward, its begin if it is a forward. A copy back is requested when the backward of the layers above begins, and starts when
-its copy out is done; its own layers wait for it. The topmost layers have none above them: their copy back is requested when their
-backward begins. With `runs_ahead`, as SPPO does it (arXiv 2503.10377), nothing waits for copies out, and the topmost layers' copy
-back is requested when the stage begins its previous backward, both of which need more device memory.
+when its layers have run forward. As the runtime does it, the next layers take at least as long as that copy, and what follows a
+forward's layers waits for the last one. Under a policy with several `leaving_layers`, copies lag behind by as many layers, and
+the last ones end beside the next pass of layers: its end waits for them if it is a backward, its begin if it is a forward. A copy
+back is requested when the backward of the layers above begins, and starts when its copy out is done; its own layers wait for it.
+The topmost layers have none above them: their copy back is requested when their backward begins. With `runs_ahead`, as SPPO does
+it (arXiv 2503.10377), nothing waits for copies out, and the topmost layers' copy back is requested when the stage begins its
+previous backward, both of which need more device memory.
 """
 
 from __future__ import annotations

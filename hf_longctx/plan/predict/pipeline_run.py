@@ -575,15 +575,14 @@ class StageSeconds:
 
     @cached_property
     def _keeps_first(self) -> BoolArray:
-        """Which passes begin with a gathered layer, see `keeping_passes`; none if passes of other micro-batches may lie between."""
+        """Which passes begin with a gathered layer (`keeping_passes`); none if those of other micro-batches may lie between."""
         stages, num_chunks = self.group.stages, len(self.group.chunks)
         assert self.known is not None
         byte_model, num_ranges = self.known.byte_model(self.costs.model), len(stages[0].layer_ranges)
         if self.plan.turns:
             return np.zeros((num_ranges, len(stages), num_chunks, 2), dtype=bool)
         passes = [byte_model.passes(stage) for stage in stages]
-        is_forward, chunks = [own.is_forward for own in passes], [own.chunks for own in passes]
-        return keeping_passes(is_forward, chunks, [own.cells % num_ranges for own in passes], num_ranges, num_chunks)
+        return keeping_passes([(own.is_forward, own.chunks, own.cells % num_ranges) for own in passes], num_ranges, num_chunks)
 
     @cached_property
     def counted_gathers(self) -> FloatArray:

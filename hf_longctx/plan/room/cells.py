@@ -1,10 +1,10 @@
 """Translates between a pipeline and `policies/levels.py`: makes cells and moments, and turns layers and shares into policies.
 
 Offloaded shares are spread over all layers of a range but the last, because the copies of a layer overlap with the layer after
-it: out with its forward, and back with its backward. If the pass after a forward is the backward of another chunk, copies out go on
-beside that, so that several layers may leave at once. The last layer is the first to be recomputed; the others follow together,
-each for an equal share of its tokens, beside those that it offloads. Where tokens of a layer cannot be split, whole layers are
-recomputed, from the last one on, and those below them offload.
+it: out with its forward, and back with its backward. If the pass after a forward is the backward of another chunk, copies out go
+on beside that, so that several layers may leave at once. The last layer is the first to be recomputed; the others follow
+together, each for an equal share of its tokens, beside those that it offloads. Where tokens of a layer cannot be split, whole
+layers are recomputed, from the last one on, and those below them offload.
 """
 
 from __future__ import annotations
@@ -166,16 +166,16 @@ class GroupCells:
         """The stage whose cells recompute so many steps of layers and offload these shares; equal ones are one object."""
         key = stage.stage, cells
         if key not in self._known_stages:
-            places = product(range(len(self.tokens)), enumerate(stage.layer_ranges))
+            places, beside_own = product(range(len(self.tokens)), enumerate(stage.layer_ranges)), self._beside_own[stage.stage]
             policies = (
                 ActivationPolicy(
                     chunk,
                     layer_range,
                     self._cell(owned.num_layers, *cell, self.tokens[chunk]),
                     self.tile_tokens,
-                    _leaving_layers(owned.num_layers, cell[1], beside_own),
+                    _leaving_layers(owned.num_layers, cell[1], hidden),
                 )
-                for (chunk, (layer_range, owned)), cell, beside_own in zip(places, cells, self._beside_own[stage.stage], strict=True)
+                for (chunk, (layer_range, owned)), cell, hidden in zip(places, cells, beside_own, strict=True)
             )
             self._known_stages[key] = replace(stage, activations=tuple(policies))
         return self._known_stages[key]

@@ -15,8 +15,8 @@ no longer referenced.
 
 A layer saves its tensors in bursts, mostly in its MLP, and copying them takes about as long as the whole layer. So copies in
 flight may hold as many device bytes as one layer offloads: with fewer, the device would wait during bursts and its link would
-idle between them. In a pipeline they may hold those of several layers (`ActivationPolicy.leaving_layers`): the backward of another
-chunk comes next, and takes longer than a forward, so that what is left leaves beside it.
+idle between them. In a pipeline they may hold those of several layers (`ActivationPolicy.leaving_layers`): the backward of
+another chunk comes next, and takes longer than a forward, so that what is left leaves beside it.
 """
 
 from __future__ import annotations

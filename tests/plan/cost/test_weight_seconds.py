@@ -75,10 +75,10 @@ def test_a_layer_that_stays_gathered_takes_as_long_as_none(layer_s: float, compu
 def test_passes_keep_the_layer_with_which_the_one_before_ended() -> None:
     # F0 F1 B1 F2 B2 B0: only B1, F2 and B2 begin where the pass before ended
     is_forward, chunks = np.array([True, True, False, True, False, False]), np.array([0, 1, 1, 2, 2, 0])
-    found = keeping_passes([is_forward], [chunks], [np.zeros(6, dtype=np.int64)], 1, 3)
+    found = keeping_passes([(is_forward, chunks, np.zeros(6, dtype=np.int64))], 1, 3)
     assert found[0, 0].tolist() == [[False, False], [False, True], [True, True]]
     # of two layer ranges, the last layer of one is not the first of the other
-    found = keeping_passes([is_forward], [chunks], [np.array([0, 0, 1, 1, 1, 0])], 2, 3)
+    found = keeping_passes([(is_forward, chunks, np.array([0, 0, 1, 1, 1, 0]))], 2, 3)
     assert not found[0].any() and found[1, 0].tolist() == [[False, False], [False, False], [True, True]]
 
 

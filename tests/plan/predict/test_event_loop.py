@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,38 +220,38 @@ def test_a_layer_takes_at_least_as_long_as_the_copy_of_the_one_before() -> None:
     assert times[0][0] == (0, 8.5)
 
 
-def test_copies_of_several_layers_leave_beside_the_backward_that_follows() -> None:
+@pytest.mark.parametrize(
+    ("most_leaving", "expected"),
+    [
+        # one layer leaves at a time, and the next pass waits for it. Back: from 14 to 16, 16 to 18, and so on
+        (1, ((0, 7), (7, 14), (14, 22), (22, 30))),
+        # two leave at a time: the third layer ends when the first has left, at 3. The next forward waits until 7, when all have
+        # left; the backward for tensors that come back from 10 to 12, beside others that leave until 14
+        (2, ((0, 3), (3, 10), (10, 18), (18, 26))),
+        (3, ((0, 3), (3, 10), (10, 18), (18, 26))),
+    ],
+)
+def test_copies_of_several_layers_leave_beside_the_backward_that_follows(most_leaving: int, expected: Any) -> None:
     # two chunks of three layers of a second, whose copies take two; a backward of a layer takes two
-    def copies(action: Action) -> tuple[CopyStep, ...]:
-        return (CopyStep(1.0 if action.kind == "F" else 2.0, 2.0, most_leaving),) * 3
-
-    found = []
-    for most_leaving in (1, 2, 3):
-        seconds = {"F": 3.0, "B": 6.0}
-        times, copied = run_copying(
-            one_rank("0F0 0F1 0B0 0B1"), lambda action: seconds[action.kind], no_hop_s, copies
-        )
-        found.append((times[0], [each.stops_s for each in copied]))
-    # one layer leaves at a time, and the next pass waits: out from 1 to 3, 3 to 5, 5 to 7. Back: from 14 to 16, and so on
-    assert found[0] == (((0, 7), (7, 14), (14, 22), (22, 30)), [(3, 5, 7), (10, 12, 14)])
-    # two leave at a time: the third layer ends when the first has left. The next forward begins when all have left, at 7, and the
-    # backward waits for the first tensors that come back, from 10 to 12, beside those that leave until 14
-    assert found[1] == (((0, 3), (3, 10), (10, 18), (18, 26)), [(3, 5, 7), (10, 12, 14)])
-    assert found[2] == found[1]
+    layers = {kind: (CopyStep(seconds, 2.0, most_leaving),) * 3 for kind, seconds in (("F", 1.0), ("B", 2.0))}
+    stages = one_rank("0F0 0F1 0B0 0B1")
+    times, copied = run_copying(stages, lambda action: 3 * layers[action.kind][0].compute_s, no_hop_s, lambda a: layers[a.kind])
+    assert times[0] == expected and [each.stops_s for each in copied] == [(3, 5, 7), (10, 12, 14)]
 
 
-def test_a_pass_ends_or_begins_when_the_tensors_of_the_forward_before_have_left() -> None:
-    moved = (CopyStep(1.0, 5.0, 2),)
-    times, _ = run_copying(
-        one_rank("0F0 0F1 0B0 0F2 0B1 0B2"), lambda action: 1.0, no_hop_s, lambda action: moved if action == Action("F", 0, 1) else ()
-    )
-    # the copy of F1 takes from 2 to 7; B0 would end at 3
-    assert times[0] == ((0, 1), (1, 2), (2, 7), (7, 8), (8, 9), (9, 10))
-    times, _ = run_copying(
-        one_rank("0F0 0F1 0B0 0B1"), lambda action: 1.0, no_hop_s, lambda action: moved if action == Action("F", 0, 0) else ()
-    )
-    # a forward begins when the tensors of the one before have left, at 6
-    assert times[0] == ((0, 1), (1, 7), (7, 8), (8, 9))
+@pytest.mark.parametrize(
+    ("words", "moved", "expected"),
+    [
+        # the copy of F1 takes from 2 to 7; B0 would end at 3
+        ("0F0 0F1 0B0 0F2 0B1 0B2", "0F1", ((0, 1), (1, 2), (2, 7), (7, 8), (8, 9), (9, 10))),
+        # a forward computes when the tensors of the one before have left, at 6
+        ("0F0 0F1 0B0 0B1", "0F0", ((0, 1), (1, 7), (7, 8), (8, 9))),
+    ],
+)
+def test_a_pass_waits_for_what_the_forward_before_sends(words: str, moved: str, expected: Any) -> None:
+    steps = {Action.parse(moved): (CopyStep(1.0, 5.0, 2),)}
+    times, _ = run_copying(one_rank(words), lambda action: 1.0, no_hop_s, lambda action: steps.get(action, ()))
+    assert times[0] == expected
 
 
 def test_copies_out_that_run_ahead_queue_behind_each_other_and_copies_back_wait_for_them() -> None:
