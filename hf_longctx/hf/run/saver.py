@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -317,14 +317,14 @@ class ReplicaCheck(TrainerCallback):
         """Compares now; raises as `on_step_end`."""
         if self.run.args.world_size == 1:
             return
-        own = _owner(self.run, model)
-        found = gather_objects((own, checksums(model)), self.run.control)
-        problems = []
-        for owner in dict.fromkeys(key for key, _ in found):
-            copies = {rank: sums for rank, (key, sums) in enumerate(found) if key == owner}
-            counted = Counter(tuple(sums) for sums in copies.values())
+        own, sums = _owned(self.run, model), checksums(model)
+        found = gather_objects({key: [sums[place] for place in own[key]] for key in own}, self.run.control)
+        names, problems = [name for name, _ in model.named_parameters()], []
+        for key in dict.fromkeys(key for each in found for key in each):
+            copies = {rank: each[key] for rank, each in enumerate(found) if key in each}
+            counted = Counter(map(tuple, copies.values()))
             if len(counted) > 1:
-                problems.append(_difference(copies, counted.most_common(1)[0][0], list(model.named_parameters()), own == owner))
+                problems.append(_difference(copies, counted.most_common(1)[0][0], [names[place] for place in own.get(key, ())]))
         if problems:
             raise RuntimeError(
                 f"after step {step}, copies of the same weights differ: {'; '.join(problems)}. Nothing was saved from them; "
@@ -357,19 +357,28 @@ def _weighted_sum(bits: Tensor, places: Tensor) -> Tensor:
     return total + (rest * places[: len(rest)]).sum()
 
 
-def _owner(run: Run, model: nn.Module) -> tuple[int, int]:
-    """(stage, shard): equal on ranks with copies of the same weights."""
-    pool = run.pool
-    stage = 0 if run.all_stages else pool.stage
-    sharded = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
-    if sharded is None:
-        return stage, 0
+def _owned(run: Run, model: nn.Module) -> dict[tuple[str, int], Sequence[int]]:
+    """Places of parameters by owner and shard, equal on ranks with copies of the same weights.
+
+    An owner is a stage, or a weight that several stages hold, such as that of a spread head.
+    """
+    stage, parameters = run.stage, list(model.parameters())
+    sharded = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     # the mesh on which FSDP2 shards has one dimension: the ranks of a block
-    return stage, sharded.device_mesh.get_local_rank()
+    shard = 0 if sharded is None else sharded.device_mesh.get_local_rank()
+    found: dict[tuple[str, int], Sequence[int]]
+    found = {(f"stage {0 if run.all_stages else run.pool.stage}", shard): range(len(parameters))}
+    if stage.tied and not run.all_stages:
+        tied = stage.model.get_parameter(stage.tied)
+        found["tied", shard] = [place for place, parameter in enumerate(parameters) if parameter is tied]
+    return found
 
 
-def _difference(copies: dict[int, list[int]], common: tuple[int, ...], weights: list[tuple[str, Any]], is_own: bool) -> str:
-    """Describes the ranks whose checksums are not the most common ones, and the first weight that differs."""
+def _difference(copies: dict[int, list[int]], common: tuple[int, ...], names: Sequence[str]) -> str:
+    """Describes the ranks whose checksums are not the most common ones, and the first weight that differs.
+
+    names: of the weights on this rank; () if it has no copy.
+    """
     if len(copies) == 2:
         first, second = copies
         ranks = f"ranks {first} and {second} differ"
@@ -377,5 +386,5 @@ def _difference(copies: dict[int, list[int]], common: tuple[int, ...], weights: 
         odd = [rank for rank, sums in copies.items() if tuple(sums) != common]
         ranks = f"rank {', '.join(map(str, odd))} differs from rank {', '.join(map(str, sorted(set(copies) - set(odd))))}"
     differing = [place for place in range(len(common)) if len({sums[place] for sums in copies.values()}) > 1]
-    first_name = f", first in {weights[differing[0]][0]}" if is_own else ""
+    first_name = f", first in {names[differing[0]]}" if names else ""
     return f"{ranks} in {len(differing)} weights{first_name}"

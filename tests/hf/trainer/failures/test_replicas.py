@@ -21,26 +21,27 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 class Drift(TrainerCallback):
     """Adds the smallest change to one weight of one rank, before the third step."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.num_steps = rank, 0
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank, self.name, self.num_steps = rank, name, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.num_steps = state.global_step
         if state.global_step == 2 and args.process_index == self.rank:
-            weight = dict(model.named_parameters())[NAME].detach()
+            weight = dict(model.named_parameters())[self.name].detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
             weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(10.0, dtype=weight.dtype))
 
 
 def train(
-    rows: Rows, config: dict[str, Any], rank: int, save_steps: int, folder: str, more: Any = None
+    rows: Rows, config: dict[str, Any], rank: int, save_steps: int, folder: str, more: Any = None, name: str = NAME
 ) -> tuple[str, int, list[str]]:
     """Message of the error that stops the run, the number of finished steps, and the checkpoints."""
     arguments = {"max_steps": NUM_STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": save_steps}
     arguments |= more or {}
     message = ""
-    trainer = make_trainer(ModelCase(promoted=True), rows, folder, {"tokens_per_rank": 96, **config}, arguments)
-    drift = Drift(rank)
+    case = ModelCase(promoted=True, num_layers=2 if name == NAME else 4)
+    trainer = make_trainer(case, rows, folder, {"tokens_per_rank": 96, **config}, arguments)
+    drift = Drift(rank, name)
     trainer.add_callback(drift)
     try:
         trainer.train()
@@ -68,6 +69,23 @@ def test_a_drifting_rank_is_named_before_a_save(ranks, rows: Rows, tmp_path: Pat
         assert num_steps == 3 and not checkpoints
         assert message.startswith("after step 4, copies of the same weights differ: ") and said in message, message
     assert "first in model." in results[rank][0]
+
+
+@pytest.mark.daily("2")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_head_that_drifts_from_its_copy_on_another_stage_is_named(ranks, rows: Rows, tmp_path: Path, num_ranks: int) -> None:
+    config = {"stages": 2, **({"parameters": "sharded"} if num_ranks > 2 else {})}
+    results = ranks(num_ranks).run(train, rows, config, num_ranks - 1, 4, str(tmp_path), None, "lm_head.weight")
+    for message, num_steps, checkpoints in results:
+        assert num_steps == 3 and not checkpoints
+        first, last = num_ranks // 2 - 1, num_ranks - 1
+        assert f"ranks {first} and {last} differ in 1 weights" in message, message
+    assert "first in lm_head.weight" in results[-1][0]
+    # without drift, two copies of the head are equal
+    for message, num_steps, checkpoints in ranks(num_ranks).run(
+        train, rows, config, -1, 4, str(tmp_path / "equal"), None, "lm_head.weight"
+    ):
+        assert not message and checkpoints
 
 
 @pytest.mark.wide
