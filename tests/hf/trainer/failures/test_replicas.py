@@ -82,10 +82,8 @@ def test_a_head_that_drifts_from_its_copy_on_another_stage_is_named(ranks, rows:
         assert f"ranks {first} and {last} differ in 1 weights" in message, message
     assert "first in lm_head.weight" in results[-1][0]
     # without drift, two copies of the head are equal
-    for message, num_steps, checkpoints in ranks(num_ranks).run(
-        train, rows, config, -1, 4, str(tmp_path / "equal"), None, "lm_head.weight"
-    ):
-        assert not message and checkpoints
+    equal = ranks(num_ranks).run(train, rows, config, -1, 4, str(tmp_path / "equal"), None, "lm_head.weight")
+    assert all(not message and checkpoints for message, _, checkpoints in equal)
 
 
 @pytest.mark.wide
