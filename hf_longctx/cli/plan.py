@@ -215,6 +215,12 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
         action=argparse.BooleanOptionalAction,
         help="norms, gated MLPs and rotary embeddings run as kernels, as compile_layers has it (default: on GPUs)",
     )
+    how.add_argument(
+        "--spread-head",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the last pipeline stages share the output head where that is faster (default: yes)",
+    )
     how.add_argument("--degrees", type=_degrees, default=(), help="allowed sizes of sequence groups, for example 1,2,4,8")
     how.add_argument("--method", choices=("auto", "ulysses", "ring", "hybrid"), default="auto", help="how groups share attention")
     how.add_argument("--solver", default="auto", help="auto, greedy, lp, milp or static (default: %(default)s)")

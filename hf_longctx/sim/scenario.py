@@ -123,6 +123,8 @@ class Request:
     name: str = ""
     # norms, gated MLPs and rotary embeddings run as kernels (None: on GPUs, as in a run without this setting)
     compile_layers: bool | None = None
+    # pipeline stages may share the work of the output head
+    spread_head: bool = True
     # torch's allocator will have expandable segments, as the environment of a run decides
     expandable_segments: bool = False
     # model whose forwards run under the same plans (empty: none)
@@ -153,6 +155,8 @@ class Scenario:
     unquantized_tokens: int = 0
     # how experts are packed, as `pack_experts` of a recipe; empty: they are not
     packed_experts: str = ""
+    # the last stage does all work of the output head, as the user asked
+    keeps_head: bool = False
 
     @property
     def flat(self) -> Scenario:
@@ -301,6 +305,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         kept,
         one_stage,
         profile.measured,
+        keeps_head=not request.spread_head,
     )
     if model.packed.has_experts:
         scenario = replace(scenario, packed_experts=_kind_of_bits(request, model))
@@ -352,7 +357,7 @@ def _wishes(request: Request, model: ModelSpec, cluster: ClusterSpec, stages: in
     return Wishes(
         PlannerConfig(1, degrees, request.solver, solver_time_limit_s=request.solver_time_limit_s),
         placement,
-        spread_head=model.tower.is_empty and not request.teacher,
+        spread_head=request.spread_head and model.tower.is_empty and not request.teacher,
         may_shard=not (given or is_sharded),
         shares_fastest=shares_fastest,
         expert_ranks=request.expert_ranks,

@@ -132,6 +132,13 @@ def test_the_number_that_a_user_chooses_is_compared_with_one_stage(path: Path) -
     LongContextConfig(stages=2, parameters=run_settings(found.scenario)["parameters"])
 
 
+def test_the_output_head_stays_on_the_last_stage_if_the_user_wants_that() -> None:
+    spread, kept = (scenario(2, spread_head=way, parameters="sharded") for way in (True, False))
+    assert kept.placement.output_shares == () != spread.placement.output_shares
+    assert run_settings(kept)["spread_head"] == "false" and "spread_head" not in run_settings(spread)
+    assert "spread_head" not in run_settings(scenario(1, spread_head=False))
+
+
 def test_one_stage_says_what_stages_would_do_and_one_node_does_not_mention_them(path: Path) -> None:
     chosen = forecast(path, "auto")
     lines = dict(stage_lines(chosen))

@@ -288,6 +288,7 @@ def run_settings(scenario: Scenario) -> dict[str, str]:
         "frozen_weights": "fp8" if model.packed.fp8_parameters else "",
         "pack_experts": scenario.packed_experts,
         "stages": str(len(placement.ranges)) if placement.is_pipeline else "",
+        "spread_head": "false" if placement.is_pipeline and scenario.keeps_head else "",
         "parameters": placement.parameters if is_sharded else "",
         "expert_ranks": str(model.experts.num_ranks) if model.experts.are_spread else "",
         "shard_ranks": str(placement.shard_ranks) if is_sharded and placement.shard_ranks < placement.ranks_per_stage else "",
