@@ -357,6 +357,9 @@ class Candidates:
         found.sort(key=_in_order)
         if found and found[0].seconds > least_s and self.staged.growth:
             found = sorted([*found, *self._run(groups, replace(best, growth=self.staged.growth))], key=_in_order)
+        # other leads of the same chunks mostly need as much memory
+        fastest = {tuple(map(id, option.chunks.values())): option for option in reversed(found)}
+        found = sorted(fastest.values(), key=_in_order)
         return found[: _CANDIDATES.most_options if found and found[0].is_short else 1]
 
     def _run(self, groups: tuple[PlacedGroup, ...], cut: Cut) -> list[_Option]:

@@ -96,6 +96,19 @@ def choose_levels(cells: Cells, moments: Moments, host_bytes: float) -> Levels |
     return None
 
 
+def hosted_shares(cells: Cells, moments: Moments, host_bytes: float) -> FloatArray:
+    """Returns the share that every cell offloads if each offloads what the link copies in time and the host has room for."""
+    return _hosted(cells.most_offload, cells, _Flight(moments), max(0.0, host_bytes))
+
+
+def _hosted(offload: FloatArray, cells: Cells, flight: _Flight, host_bytes: float) -> FloatArray:
+    """Returns shares of at most `offload` for which the host has room in every moment."""
+    held = flight.sums(offload * cells.host_bytes)
+    fitting = np.divide(host_bytes, held, out=np.full_like(held, 1.0), where=held > host_bytes)
+    found: FloatArray = offload * np.minimum(1.0, -flight.highest(-fitting))
+    return found
+
+
 def _levels(cells: Cells, excess: FloatArray, flight: _Flight, host_bytes: float) -> Levels | None:
     """Layers and shares if offloaded shares alone take host memory; None if they free too little."""
     most = cells.most_offload * cells.offload_bytes
@@ -103,9 +116,7 @@ def _levels(cells: Cells, excess: FloatArray, flight: _Flight, host_bytes: float
     if host_bytes > 0:
         # copies cost nothing, and cells with few different policies are quicker to predict
         share = np.ceil(np.minimum(1.0, flight.highest(_level(excess, flight.sums(most)))) * _OFFLOAD_STEPS) / _OFFLOAD_STEPS
-    held = flight.sums(share * cells.most_offload * cells.host_bytes)
-    share *= np.minimum(1.0, -flight.highest(-np.divide(host_bytes, held, out=np.full_like(held, 1.0), where=held > host_bytes)))
-    offload = share * cells.most_offload
+    offload = _hosted(share * cells.most_offload, cells, flight, host_bytes)
     left = excess - flight.sums(offload * cells.offload_bytes)
     layers, layer_bytes = cells.num_layers * (1 - offload), np.maximum(0.0, cells.layer_bytes)
     level = _level(left, flight.sums(layers * layer_bytes))

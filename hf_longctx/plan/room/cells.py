@@ -33,7 +33,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.memory.layer import Load
 from hf_longctx.plan.model.model_spec import KindShares
-from hf_longctx.plan.policies.levels import Cells, Moments
+from hf_longctx.plan.policies.levels import Cells, Moments, hosted_shares
 from hf_longctx.plan.policies.slots import Slot, layer_slot
 from hf_longctx.plan.predict.pipeline_run import PredictionCache
 
@@ -102,16 +102,16 @@ class GroupCells:
         keeps_attention: bool,
         known: PredictionCache,
         *,
-        offloads: bool = True,
+        host_bytes: float = math.inf,
         kept: Collection[int] = (),
         moves_needed: bool = False,
     ) -> None:
         """Makes all cells.
 
-        offloads: whether anything may go to the host. kept: stages that fit and so keep everything. moves_needed: whether what
-        recomputed layers need is offloaded, too.
+        host_bytes: of the host, for saved tensors; 0: nothing goes there. kept: stages that fit and so keep everything.
+        moves_needed: whether what recomputed layers need is offloaded, too.
         """
-        self.group, self.costs, self.tile_tokens, self.offloads, self.kept = group, costs, tile_tokens, offloads, kept
+        self.group, self.costs, self.tile_tokens, self.host_bytes, self.kept = group, costs, tile_tokens, host_bytes, kept
         self.bytes, self._slots = known.byte_model(costs.model), known.seconds(group, costs)
         model = costs.model
         self.keeps_attention, self.moves_needed, self.replayed = keeps_attention, moves_needed, model.replayed_classes
@@ -256,7 +256,7 @@ class GroupCells:
             # nothing hides beside one layer alone
             more_s = others_s / behind if behind else others_s
             hiding_s = np.stack([np.minimum(forward_s, own_s[1]) for forward_s in (own_s[0], own_s[0] + more_s)])
-            hidden_s = _POLICIES.link_share * hiding_s * behind * self.offloads
+            hidden_s = _POLICIES.link_share * hiding_s * behind * (self.host_bytes > 0)
             most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(hidden_s), where=copy_s > 0))
             # shares of less than a token move nothing
             beside_own, most = np.where(most * self.tokens < 1, 0.0, most)
@@ -355,9 +355,11 @@ class GroupCells:
         Workspace beside saved tensors hardly depends on the policy; the largest of counts with everything kept, with everything
         recomputed, and with all copies that hide and the rest recomputed.
         """
-        every, most = self.cells.num_layers.astype(np.float64), self.cells.most_offload
+        every = self.cells.num_layers.astype(np.float64)
+        # tensors that leave beside the next pass take room there, which none need that the host does not take
+        most = hosted_shares(self.cells, self.least_moments([0.0] * self.num_stages), self.host_bytes)
         ways = [self.under(every, np.zeros(len(every)))]
-        if self.offloads:
+        if self.host_bytes:
             ways.append(self.under(every * (1 - most), most))
         found = []
         for kept, *stages in zip(self._kept_moments, *(way.stages for way in ways), strict=True):

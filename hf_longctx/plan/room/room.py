@@ -818,7 +818,7 @@ class PipelineRoom(Room):
                 tile_tokens,
                 keeps_attention,
                 known,
-                offloads=offloads,
+                host_bytes=self.budget.host_bytes if offloads else 0,
                 kept=_fitting_places(kept),
                 moves_needed=moves_needed,
             )
