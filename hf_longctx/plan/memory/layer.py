@@ -116,7 +116,7 @@ class LayerBytes:
     _OF_LOAD = frozenset(
         {
             *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
-            *("_exchange_ahead", "_parts"),
+            *("_exchange_ahead", "_parts", "_part"),
             *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
         }
     )
@@ -474,18 +474,24 @@ class LayerBytes:
         chunk that is longer than others of its group may be exchanged like these.
         """
         at_once = self._exchange + work(self)
-        if (parts := self._parts) is None:
+        if self._part is None:
             return at_once
-        ranks = self.load.block_ranks
-        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
-        waiting = 2 * self._exchange + self._sizes[1] * self.tokens
-        return max(at_once, waiting + work(LayerBytes(model, self.load, self.policy, self.tile)))
+        return max(at_once, 2 * self._exchange + self._sizes[1] * self.tokens + work(self._part))
 
     @cached_property
     def _parts(self) -> HeadParts | None:
         """Returns the parts in which heads are exchanged beside attention; None if they are exchanged at once."""
         load = self.load
         return self.model.head_parts(load.block_ranks, self.tokens) if load.is_shared and load.num_blocks == 1 else None
+
+    @cached_property
+    def _part(self) -> LayerBytes | None:
+        """Returns a layer with the heads of one part, for bytes that do not depend on its policy; None as in `_parts`."""
+        if (parts := self._parts) is None:
+            return None
+        ranks = self.load.block_ranks
+        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
+        return LayerBytes(model, self.load, self.policy, self.tile)
 
     def _hops(self, num_sums: int) -> int:
         """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
