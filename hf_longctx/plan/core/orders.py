@@ -241,15 +241,21 @@ def _orders(
     return _with_heads(orders, heads) if heads else orders
 
 
-def deal_output_heads(num_chunks: int, output_shares: Sequence[float]) -> dict[int, int]:
+def deal_output_heads(num_chunks: int, output_shares: Sequence[float]) -> Mapping[int, int]:
     """Deals the output heads of chunks to stages by their shares of the work; returns the stages of those not on the last one.
 
     Chunks are dealt one after the other, to the stage that lags behind its share the most, the last stage first.
     """
-    if not sum(output_shares[:-1]):
-        return {}
+    return _dealt_heads(num_chunks, tuple(output_shares)) if sum(output_shares[:-1]) else {}
+
+
+# the orders of every lead need them
+@lru_cache(maxsize=256)
+def _dealt_heads(num_chunks: int, output_shares: tuple[float, ...]) -> Mapping[int, int]:
+    """Deals the heads of `deal_output_heads`, some of which another stage than the last one gets."""
     shares = [share / sum(output_shares) for share in output_shares]
-    lags, found, last = [0.0] * len(shares), {}, len(shares) - 1
+    lags, last = [0.0] * len(shares), len(shares) - 1
+    found: dict[int, int] = {}
     for chunk in range(num_chunks):
         lags = [lag + share for lag, share in zip(lags, shares, strict=True)]
         # equal but for rounding
@@ -269,10 +275,11 @@ def _with_heads(orders: Sequence[ComputeOrder], heads: Mapping[int, int]) -> tup
     cannot wait for one another in a circle.
     """
     begins, ends = _unit_times(orders)
+    # forwards of the last stage end in the order of chunks, in which heads are dealt
+    dealt, stages = np.array(list(heads.items()), dtype=np.int64).T
     found = []
     for stage, (kinds, chunks, ranges) in enumerate(orders):
-        # forwards of the last stage end in the order of chunks
-        own = np.array([chunk for chunk, head_stage in sorted(heads.items()) if head_stage == stage], dtype=np.int64)
+        own = dealt[stages == stage]
         places = np.searchsorted(begins[stage], ends[own], side="left")
         found.append(
             (
@@ -301,8 +308,9 @@ def _unit_times(orders: Sequence[ComputeOrder]) -> tuple[list[list[int]], IntArr
     clocks, waits, ready = [0] * num_stages, [-1] * (num_stages + 2), list(range(num_stages))[::-1]
     while ready:
         stage = ready.pop()
-        own, clock, begun = there[stage], clocks[stage], begins[stage]
-        for number in passes[stage][len(begun) :]:
+        order, own, clock, begun = passes[stage], there[stage], clocks[stage], begins[stage]
+        for place in range(len(begun), len(order)):
+            number = order[place]
             begin = own[number]
             if begin < 0:
                 waits[stage] = number
