@@ -301,12 +301,14 @@ class HostLinks:
         if not steps:
             return clock_s + seconds, ()
         # the head, and layers without copies, run after the last copy step
-        rest_s, most = seconds - sum([step.compute_s for step in steps]), steps[0].most_leaving
+        rest_s, most = seconds - sum([compute_s for compute_s, _, _ in steps]), steps[0].most_leaving
         for compute_s, copy_s, _ in steps:
             clock_s += compute_s
             if waits and len(done) >= most and done[-most] > clock_s:
                 clock_s = done[-most]
-            out_s = max(out_s, clock_s) + copy_s
+            if clock_s > out_s:
+                out_s = clock_s
+            out_s += copy_s
             done.append(out_s)
         self.out_s = out_s
         self.done[chunk] = done
@@ -317,7 +319,7 @@ class HostLinks:
     def backward(self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
         # the head, and layers without copies, run before the first copy step
-        clock_s = start_s + seconds - sum([step.compute_s for step in steps])
+        clock_s = start_s + seconds - sum([compute_s for compute_s, _, _ in steps])
         sent_s = self.begun_s if self.runs_ahead else clock_s
         self.begun_s = start_s
         back_s = self.back_s
