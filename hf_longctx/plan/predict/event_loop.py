@@ -47,8 +47,7 @@ class CopyStep(NamedTuple):
     most_leaving: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedOut:
+class CopiedOut(NamedTuple):
     """Times at which the copies out of one forward's steps end. A stage's entries are in the order of its forwards."""
 
     stage: int
@@ -80,6 +79,8 @@ class Wiring:
         is_head = all_kinds == _HEAD
         self.is_pass, is_back, is_send = (all_kinds < 2) | is_head, all_kinds % 2 == 1, (all_kinds == 4) | (all_kinds == 5)
         self.units: IntArray = 2 * all_keys + is_back
+        # only passes of layers have copies
+        self._copying: list[int] = np.where(all_kinds < 2, self.units, -1).tolist()
         self._kinds, self._keys = all_kinds, all_keys
         self.has_heads = bool(is_head.any())
         # numbers after those of results: of one that is there, of one that is never made, and of one without readers
@@ -227,9 +228,10 @@ class Wiring:
         copied: list[CopiedOut],
     ) -> float:
         """Queues the copies of a pass; returns when the pass stops."""
-        chunk, is_backward = divmod(int(self.units[number]), 2)
-        if not self.is_pass[number] or self._kinds[number] == _HEAD:
+        unit = self._copying[number]
+        if unit < 0:
             return start_s + seconds
+        chunk, is_backward = divmod(unit, 2)
         if is_backward:
             return links.backward(chunk, start_s, seconds, steps)
         stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
