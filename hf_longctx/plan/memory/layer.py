@@ -267,6 +267,7 @@ class LayerBytes(AttentionBytes):
             *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
             *("_exchange_ahead", "_parts", "_part"),
             *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
+            *("_forward_work", "_mlp_work", "_norm_work"),
         }
     )
 
@@ -456,17 +457,22 @@ class LayerBytes(AttentionBytes):
         return saves_first_norm(self.model)
 
     def _forward(self) -> int:
-        d, _, _, f = self._sizes
         if self.is_plain:
             return self._plain_forward()
+        norm, mlp = self._forward_work
+        # kept tensors of attention beside the residual
+        return max(self._mixing_forward(), norm, mlp + self.held - min(self.held, self._sizes[0] * self.tokens))
+
+    @cached_property
+    def _forward_work(self) -> tuple[int, int]:
+        """Returns bytes around attention's result, and in the MLP, in the forward of a layer that keeps a part."""
+        d, _, _, f = self._sizes
         inner = (3 if self.model.gated_mlp else 2) * f
         # besides the norm of attention's result: that result, and the residual
         norm = ((4 if self.model.norms_results else 2) * d + 8 * self.model.hidden_size) * self.tokens
-        # input, residual, the norm's output and kept tensors of attention
-        mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
-        mlp += (d * self.tokens if self._tiles_mlp else 0) + inner * self._mlp_tile + self._travelling
-        mlp += self._expert_work(self._mlp_tile, is_backward=False)
-        return max(self._mixing_forward(), norm, mlp)
+        # input, residual and the norm's output
+        mlp = (4 if self._tiles_mlp else 3) * d * self.tokens + inner * self._mlp_tile + self._travelling
+        return norm, mlp + self._expert_work(self._mlp_tile, is_backward=False)
 
     def _plain_forward(self) -> int:
         """Returns the most bytes in the forward of a layer that keeps everything."""
@@ -606,26 +612,35 @@ class LayerBytes(AttentionBytes):
     def _mlp_backward(self) -> int:
         """Returns bytes in the MLP's backward, with gradients of inner tensors; the second matrix has released its input."""
         d, _, _, f = self._sizes
-        gradients = (2 if self.model.gated_mlp else 1) * f
-        inner = (6 if self.model.gated_mlp else 3) * f
         gradient = d * self.tokens
         if self.is_plain:
             # nothing is released if the second matrix's input was not saved
-            gradients += 0 if saves_product(self.model) else f
+            gradients = (2 if self.model.gated_mlp else 1) * f + (0 if saves_product(self.model) else f)
             experts = self._expert_work(self.tokens, is_backward=True, is_kept=True)
             return gradient + gradients * self.tokens + self._travelling + experts
         before = self._replayed_attention + self._second_norm * self.tokens + self._results[0] + gradient
-        experts = self._expert_work(self._mlp_tile, is_backward=True)
+        whole, of_tiles, of_recomputed, of_kept = self._mlp_work
+        again = self._recomputed("mlp")
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
-            # a replay of the whole layer has saved what a kept MLP does
-            saved = (inner_bytes(self.model) - self.model.routed_bytes) * self.tokens if experts else 0
-            return before + inner * self.tokens + self._travelling + experts + saved
+            return before + whole
+        return before + of_tiles + max(of_recomputed * min(self.tile, again), of_kept * min(self.tile, self.tokens - again))
+
+    @cached_property
+    def _mlp_work(self) -> tuple[int, int, int, int]:
+        """Returns bytes in the backward of an MLP that a replay of the whole layer has run, or else of one that runs in tiles.
+
+        Of the latter: bytes in all tiles, and per recomputed and kept token of one.
+        """
+        model, (d, _, _, f) = self.model, self._sizes
+        gradients, inner = (2 if model.gated_mlp else 1) * f, (6 if model.gated_mlp else 3) * f
+        experts = self._expert_work(self._mlp_tile, is_backward=True)
+        # a replay of the whole layer has saved what a kept MLP does
+        saved = (inner_bytes(model) - model.routed_bytes) * self.tokens if experts else 0
         # input gradients are collected in one tensor, weight gradients of tiles are summed in fp32
-        matrices = self.model.mlp_matrices * self.model.intermediate_size * d
-        weights = matrices * (1 + self._wide) if self.model.trains_layers else 0
-        recomputed = min(self.tile, self._recomputed("mlp"))
-        kept = min(self.tile, self.tokens - self._recomputed("mlp"))
-        return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights + experts
+        matrices = model.mlp_matrices * model.intermediate_size * d
+        weights = matrices * (1 + self._wide) if model.trains_layers else 0
+        whole = inner * self.tokens + self._travelling + experts + saved
+        return whole, d * self.tokens + weights + experts, inner + d, gradients
 
     @property
     def _held_mlp(self) -> int:
@@ -637,21 +652,30 @@ class LayerBytes(AttentionBytes):
 
     def _norm_backward(self) -> int:
         """Returns bytes between MLP and second norm, and in the norm: its fp32 input and four or five tensors of its size."""
-        d, _, _, f = self._sizes
-        hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
-        first, results = self._results
-        before = self._replayed_attention - self._held_mlp + (first - results if self.is_plain else first)
-        saved = 0 if self.is_plain else self._second_norm
-        # two gradients of the norm's output are added, besides those of inner tensors if the MLP ran whole
-        inner = 0 if self._tiles_mlp and not self.is_plain else (2 if self.model.gated_mlp else 1) * f
-        meeting = (saved + 3 * d + inner) * self.tokens
-        if self.tiles_norms and not self.is_plain:
-            tiles = 4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile
-            return before + max(tiles, meeting if inner else 0)
-        inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
+        (first, results), model, d = self._results, self.model, self._sizes[0]
+        before = self._replayed_attention - self._held_mlp + first
+        if not self.is_plain:
+            return before + self._norm_work
         # the norm's output, and its product before the weight, are released first if they were saved
-        released = d * (saves_second_norm(self.model) + self.model.trains_layers) if self.is_plain else 0
-        return before + max(meeting, inside - released * self.tokens)
+        released = d * (saves_second_norm(model) + model.trains_layers)
+        inside = d + (20 if self._wide > 1 else 16) * model.hidden_size - released
+        return before - results + max(3 * d + self._inner_gradients, inside) * self.tokens
+
+    @property
+    def _inner_gradients(self) -> int:
+        """Returns bytes per token of gradients of inner tensors if the MLP ran whole."""
+        return (2 if self.model.gated_mlp else 1) * self._sizes[3]
+
+    @cached_property
+    def _norm_work(self) -> int:
+        """Returns the bytes of `_norm_backward` in a layer that keeps a part, besides tensors of attention."""
+        d, hidden, wide = self._sizes[0], self.model.hidden_size, 24 if self._wide > 1 else 20
+        # two gradients of the norm's output are added, besides those of inner tensors if the MLP ran whole
+        inner = 0 if self._tiles_mlp else self._inner_gradients
+        meeting = (self._norms[1] + 3 * d + inner) * self.tokens
+        if self.tiles_norms:
+            return max(4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile, meeting if inner else 0)
+        return max(meeting, (d + wide * hidden) * self.tokens)
 
     def _attention_backward(self) -> int:
         d, a, k, _ = self._sizes
