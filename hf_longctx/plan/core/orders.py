@@ -241,15 +241,21 @@ def _orders(
     return _with_heads(orders, heads) if heads else orders
 
 
-def deal_output_heads(num_chunks: int, output_shares: Sequence[float]) -> dict[int, int]:
+def deal_output_heads(num_chunks: int, output_shares: Sequence[float]) -> Mapping[int, int]:
     """Deals the output heads of chunks to stages by their shares of the work; returns the stages of those not on the last one.
 
     Chunks are dealt one after the other, to the stage that lags behind its share the most, the last stage first.
     """
-    if not sum(output_shares[:-1]):
-        return {}
+    return _dealt_heads(num_chunks, tuple(output_shares)) if sum(output_shares[:-1]) else {}
+
+
+# the orders of every lead need them
+@lru_cache(maxsize=256)
+def _dealt_heads(num_chunks: int, output_shares: tuple[float, ...]) -> Mapping[int, int]:
+    """Deals the heads of `deal_output_heads`, some of which another stage than the last one gets."""
     shares = [share / sum(output_shares) for share in output_shares]
-    lags, found, last = [0.0] * len(shares), {}, len(shares) - 1
+    lags, last = [0.0] * len(shares), len(shares) - 1
+    found: dict[int, int] = {}
     for chunk in range(num_chunks):
         lags = [lag + share for lag, share in zip(lags, shares, strict=True)]
         # equal but for rounding
@@ -269,10 +275,11 @@ def _with_heads(orders: Sequence[ComputeOrder], heads: Mapping[int, int]) -> tup
     cannot wait for one another in a circle.
     """
     begins, ends = _unit_times(orders)
+    # forwards of the last stage end in the order of chunks, in which heads are dealt
+    dealt, stages = np.array(list(heads.items()), dtype=np.int64).T
     found = []
     for stage, (kinds, chunks, ranges) in enumerate(orders):
-        # forwards of the last stage end in the order of chunks
-        own = np.array([chunk for chunk, head_stage in sorted(heads.items()) if head_stage == stage], dtype=np.int64)
+        own = dealt[stages == stage]
         places = np.searchsorted(begins[stage], ends[own], side="left")
         found.append(
             (
@@ -289,26 +296,37 @@ def _unit_times(orders: Sequence[ComputeOrder]) -> tuple[list[list[int]], IntArr
 
     A forward takes one unit of time, and a backward two.
     """
-    passes = [list(zip(kinds.tolist(), chunks.tolist(), strict=True)) for kinds, chunks, _ in orders]
-    last = len(passes) - 1
-    begins: list[list[int]] = [[] for _ in passes]
-    # ends of passes
-    done: list[dict[tuple[int, int], int]] = [{} for _ in passes]
-    clocks, ready = [0] * len(passes), list(range(len(passes)))[::-1]
+    num_stages, num_chunks = len(orders), len(orders[0][0]) // 2
+    # passes of a stage are numbered by chunk, first F, then B
+    passes = [(2 * chunks + kinds).tolist() for kinds, chunks, _ in orders]
+    begins: list[list[int]] = [[] for _ in orders]
+    # when what each pass needs from another stage is there, -1 while it is not; the last two lists are for results of the last
+    # stage and of the first one (as list -1), which no stage needs
+    there = [[-1] * (2 * num_chunks) for _ in range(num_stages + 2)]
+    there[0][::2] = there[num_stages - 1][1::2] = [0] * num_chunks
+    # waits: the pass with which each stage waits
+    clocks, waits, ready = [0] * num_stages, [-1] * (num_stages + 2), list(range(num_stages))[::-1]
     while ready:
         stage = ready.pop()
-        count = len(begins[stage])
-        for is_backward, chunk in passes[stage][count:]:
-            source = stage + (1 if is_backward else -1)
-            if 0 <= source <= last and (is_backward, chunk) not in done[source]:
+        order, own, clock, begun = passes[stage], there[stage], clocks[stage], begins[stage]
+        for place in range(len(begun), len(order)):
+            number = order[place]
+            begin = own[number]
+            if begin < 0:
+                waits[stage] = number
                 break
-            begin = max(clocks[stage], done[source][is_backward, chunk] if 0 <= source <= last else 0)
-            begins[stage].append(begin)
-            clocks[stage] = done[stage][is_backward, chunk] = begin + 1 + is_backward
-        if len(begins[stage]) > count:
-            ready += [other for other in (stage - 1, stage + 1) if 0 <= other <= last]
-    ends = np.array([done[last][0, chunk] for chunk in range(len(passes[last]) // 2)], dtype=np.int64)
-    return begins, ends
+            if begin < clock:
+                begin = clock
+            begun.append(begin)
+            is_backward = number % 2
+            clock = begin + 1 + is_backward
+            other = stage - 1 if is_backward else stage + 1
+            there[other][number] = clock
+            if waits[other] == number:
+                waits[other] = -1
+                ready.append(other)
+        clocks[stage] = clock
+    return begins, np.array(there[num_stages][::2], dtype=np.int64)
 
 
 def pipelined(

@@ -78,9 +78,9 @@ def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
     """Raises PlanError unless the stages of the group can run their actions. name: the group in messages."""
     num_ranges = len(group.stages[0].layer_ranges)
     chain = [(stage, layer_range) for layer_range in range(num_ranges) for stage in range(len(group.stages))]
-    neighbours = _slice_neighbours(group)
+    neighbours, heads = _slice_neighbours(group), group.head_stages
     for stage in group.stages:
-        _check_compute(plan, name, group, stage, neighbours)
+        _check_compute(plan, name, group, stage, neighbours, heads)
         _check_order(name, group, stage)
     _check_layer_ranges_in_order(name, group, chain)
     _check_messages(name, group, chain)
@@ -88,12 +88,20 @@ def check_schedule(plan: StepPlan, name: str, group: SequenceGroup) -> None:
 
 
 def _check_compute(
-    plan: StepPlan, name: str, group: SequenceGroup, stage: StagePlan, neighbours: dict[tuple[str, int], list[int]]
+    plan: StepPlan,
+    name: str,
+    group: SequenceGroup,
+    stage: StagePlan,
+    neighbours: dict[tuple[str, int], list[int]],
+    heads: dict[int, int],
 ) -> None:
-    """Checks that every chunk runs F, then B, once per layer range, and slices of a sequence F in order and B in reverse."""
+    """Checks that every chunk runs F, then B, once per layer range, and slices of a sequence F in order and B in reverse.
+
+    heads: `SequenceGroup.head_stages`, since finding them takes as long as checking a stage.
+    """
     done: set[tuple[str, int, int]] = set()
     num_chunks, num_ranges, num_computed = len(group.chunks), len(stage.layer_ranges), 0
-    is_inner, heads = num_ranges == 1 and stage.stage < len(group.stages) - 1, group.head_stages
+    is_inner = num_ranges == 1 and stage.stage < len(group.stages) - 1
     for index, action in enumerate(stage.actions):
         if action.kind not in ACTION_KINDS or action.stage != stage.stage:
             raise _fault(name, group, stage, index, f"does not belong to stage {stage.stage}")

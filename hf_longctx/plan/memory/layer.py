@@ -101,7 +101,156 @@ class Load:
         return cls(num_tokens, (num_tokens,), num_layers)
 
 
-class LayerBytes:
+class AttentionBytes:
+    """Bytes of one layer's attention and of its exchanges between ranks, as far as they do not depend on a policy."""
+
+    def __init__(self, model: ModelSpec, load: Load) -> None:
+        self.model, self.load, self.tokens = model, load, load.num_tokens
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """Returns bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
+
+        Experts that run apart have no inner tensors of all tokens. If values have another head size than keys: the larger of
+        queries and outputs, and half of keys and values together.
+        """
+        model = self.model
+        e = model.bytes_per_element
+        a, kv = max(model.query_size, model.output_size), model.kv_size
+        return e * model.hidden_size, e * a, e * kv // 2, e * model.whole_size
+
+    @property
+    def _has_plain_tiles(self) -> bool:
+        """Whether attention makes matrices of scores, block by block."""
+        model = self.model
+        return model.caps_scores or model.drops_weights or model.compresses_keys or not model.index.is_empty
+
+    def _score_blocks(self, num_queries: int, num_keys: int) -> int:
+        """Returns bytes of score matrices for capped scores, chosen or compressed keys, or dropout.
+
+        They are three per block of queries, of at least one query, and a mask of bytes for dropout. The scores of an index take
+        as much at another moment.
+        """
+        if not self._has_plain_tiles:
+            return 0
+        heads = max(self.model.num_heads, self.model.index.num_heads)
+        # every query has scores for the keys of all ranks
+        num_keys *= 1 if self.model.index.is_empty else self._choosing_ranks
+        values = min(max(MOST_SCORES, num_keys * heads), num_queries * num_keys * heads)
+        return values * (3 * max(4, self.model.bytes_per_element) + self.model.drops_weights)
+
+    @cached_property
+    def _choice(self) -> int:
+        """Returns bytes of chosen keys while attention runs (those of other ranks of the block, and their numbers within a tile).
+
+        Includes index keys of all tokens of the group, as they arrive and in order.
+        """
+        index, load = self.model.index, self.load
+        ranks, block = self._choosing_ranks, max(load.block_ranks, index.most_ranks if load.is_shared else 1)
+        keys = 3 * self.model.bytes_per_element * index.head_dim * (self.tokens + load.front_tokens) * ranks
+        gathered = self.tokens * block if block > 1 else 0
+        return index.token_bytes * (gathered + max(load.documents, default=0) * block) + keys
+
+    @property
+    def _choosing_ranks(self) -> int:
+        """Number of ranks whose index keys this rank holds: those of its group, or of any that the run may have."""
+        load = self.load
+        return max(load.block_ranks * load.num_blocks, self.model.index.most_ranks if load.is_shared else 1)
+
+    @cached_property
+    def _wide(self) -> int:
+        """Bytes of an element in at least fp32, as a multiple of those in the model's dtype."""
+        return max(1, 4 // self.model.bytes_per_element)
+
+    @cached_property
+    def _scores(self) -> int:
+        """Returns bytes of score matrices of the longest document."""
+        longest = max(self.load.documents, default=0)
+        return self._score_blocks(longest, longest + self.load.front_tokens)
+
+    @cached_property
+    def _exchange(self) -> int:
+        """Returns bytes of one copy of the queries, keys and values sent between ranks."""
+        _, a, k, _ = self._sizes
+        return (a + 2 * k) * self.tokens if self.load.is_shared else 0
+
+    def _hops(self, num_sums: int) -> int:
+        """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
+
+        All but the last of the zigzag pieces travel, and those of earlier slices. A rank with a slice also copies its keys and
+        values next to earlier ones, and sums their gradients, before they are added to those in the book.
+        """
+        load, blocks, (_, _, k, _) = self.load, self.load.num_blocks, self._sizes
+        if blocks == 1:
+            return 0
+        travelling = self.tokens * (2 * blocks - 1) / (2 * blocks) + load.front_tokens
+        copied = (1 + (num_sums > 0) * self._wide) * (self.tokens + load.front_tokens) if load.sliced_tokens else 0
+        return math.ceil(2 * k * ((2 + num_sums * self._wide) * travelling + copied))
+
+    @cached_property
+    def _hops_back(self) -> int:
+        """Returns bytes of `_hops` in the backward: computed sums and, with several hops, leaving and arriving ones."""
+        return self._hops(3 if self.load.num_blocks > 2 else 2)
+
+    @cached_property
+    def _operator_backward(self) -> int:
+        """Returns bytes of attention's backward besides its inputs and the gradients that it returns."""
+        _, a, k, _ = self._sizes
+        load, most = self.load, 0
+        is_lone = len(load.documents) == 1 and not load.sliced_tokens
+        for before, document in pairwise((0, *load.documents)):
+            # gradients of the document before, with those of keys and values summed over heads in fp32
+            found = (a + 2 * k * self._wide) * before
+            # gradients of all heads besides the operator, if that takes only a share of the heads at once
+            share, whole = self._heads_at_once(document + load.front_tokens), 0
+            if share < 1:
+                whole = (a if is_lone else a + 2 * k * self._wide) * document
+            if load.groups_heads:
+                # gradients for expanded heads inside, and one of the queries in fp32
+                most = max(most, found + whole + math.ceil(share * ((3 + self._wide) * a + 2 * k) * document))
+                continue
+            expanded = 2 * a * document if a != k else 0
+            # operators take dense queries, outputs and gradients and return gradients for expanded heads; inside they use another
+            # fp32 tensor of the queries' size
+            inside = expanded + (6 + self._wide) * a * document
+            most = max(most, found + whole + math.ceil(share * inside))
+        if self.model.saves_kv_once:
+            most = max(most, self._call_bytes * self._packed_rows)
+        if load.sliced_tokens:
+            # gradient sums of the slice's own keys and values; the front, which runs after the slice, has gradients too
+            own = 2 * k * self._wide * load.sliced_tokens
+            front = 2 * k * (1 + (self._wide > 1)) * load.front_tokens + (5 + 2 * self._wide) * a * load.sliced_tokens
+            most = own + max(most, front if load.front_tokens else 0)
+        longest = max(load.documents, default=0)
+        # values, outputs and their gradients are copied if values are widened to the head size of keys, or keys to theirs
+        most += 3 * a * longest if self.model.value_head_dim else 0
+        return most + self._hops_back + self._choice + self._scores
+
+    def _heads_at_once(self, num_tokens: int) -> float:
+        """Returns the share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of keys."""
+        model, block = self.model, max(1, self.load.block_ranks)
+        heads = -(-model.num_heads // block)
+        per_kv = max(1, min(heads, model.num_heads // model.num_kv_heads))
+        return heads_at_once(heads, per_kv, num_tokens * block, model.head_dim) / heads
+
+    @property
+    def _packed_rows(self) -> int:
+        """Returns the most rows of short documents in one call, as a rank's share: all tokens of its block, and some heads."""
+        load = self.load
+        if load.num_blocks > 1:
+            return 0
+        return min(packed_rows(sum(load.documents) * load.block_ranks, len(load.documents)), PACKED_ROWS) // load.block_ranks
+
+    @property
+    def _call_bytes(self) -> int:
+        """Returns bytes per row in the backward of an operator for GPUs, including its results."""
+        _, a, k, _ = self._sizes
+        # copies of inputs, of the output and its gradient, a sum in fp32, gradients; those of keys and values also for
+        # expanded heads
+        return (4 + self._wide) * a + 4 * k + (2 * a if a != k else 0)
+
+
+class LayerBytes(AttentionBytes):
     """Bytes of one layer under one policy.
 
     held, held_host: bytes held from forward to backward, on the device and on the host; input_host: the part of held_host that is
@@ -116,8 +265,9 @@ class LayerBytes:
     _OF_LOAD = frozenset(
         {
             *("_sizes", "_wide", "_class_bytes", "_attention_bytes", "_norms", "_first_norm", "_mixed", "_results", "_exchange"),
-            *("_exchange_ahead", "_parts"),
+            *("_exchange_ahead", "_parts", "_part"),
             *("_hops_ahead", "_hops_back", "_choice", "_scores", "_travelling", "_mixing_work", "_operator_backward"),
+            *("_forward_work", "_mlp_work", "_norm_work"),
         }
     )
 
@@ -127,8 +277,8 @@ class LayerBytes:
         """Counts all bytes. known: those that do not depend on the policy, shared by layers of one kind, load and tile size."""
         known = {} if known is None else known
         self.__dict__.update(known)
-        self.model, self.load, self.policy = model, load, policy
-        self.tokens, self.tile = load.num_tokens, min(tile_tokens or load.num_tokens, load.num_tokens)
+        super().__init__(model, load)
+        self.policy, self.tile = policy, min(tile_tokens or load.num_tokens, load.num_tokens)
         # norms and MLPs run in tiles if the runtime can run them separately
         self.tiles_norms = tile_tokens > 0 and model.tiles_norms
         # packed experts run for all tokens at once, but as a node that a replay runs for gradients alone
@@ -162,18 +312,6 @@ class LayerBytes:
     def _attention_bytes(self) -> dict[TensorClass, int]:
         """Returns `class_bytes` of every class in a layer with attention and nothing else."""
         return {name: class_bytes(self.model, name) for name in TENSOR_CLASSES}
-
-    @cached_property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """Returns bytes per token of a hidden state, of all query heads, of all KV heads, of one inner tensor of the MLP.
-
-        Experts that run apart have no inner tensors of all tokens. If values have another head size than keys: the larger of
-        queries and outputs, and half of keys and values together.
-        """
-        model = self.model
-        e = model.bytes_per_element
-        a, kv = max(model.query_size, model.output_size), model.kv_size
-        return e * model.hidden_size, e * a, e * kv // 2, e * model.whole_size
 
     @property
     def _kept_heads(self) -> tuple[int, int]:
@@ -228,49 +366,6 @@ class LayerBytes:
         most += clamped + 3 * model.adapters.mlp_saved_bytes * experts.num_layers // experts.token_rows + _ROW_PLACES
         at_once = expert_rows(rows, experts.num_experts) if model.packed.has_experts else rows
         return max(at_once * most, row * num_tokens) + max(4, e) * num_tokens * experts.row_size
-
-    @property
-    def _has_plain_tiles(self) -> bool:
-        """Whether attention makes matrices of scores, block by block."""
-        model = self.model
-        return model.caps_scores or model.drops_weights or model.compresses_keys or not model.index.is_empty
-
-    def _score_blocks(self, num_queries: int, num_keys: int) -> int:
-        """Returns bytes of score matrices for capped scores, chosen or compressed keys, or dropout.
-
-        They are three per block of queries, of at least one query, and a mask of bytes for dropout. The scores of an index take
-        as much at another moment.
-        """
-        if not self._has_plain_tiles:
-            return 0
-        heads = max(self.model.num_heads, self.model.index.num_heads)
-        # every query has scores for the keys of all ranks
-        num_keys *= 1 if self.model.index.is_empty else self._choosing_ranks
-        values = min(max(MOST_SCORES, num_keys * heads), num_queries * num_keys * heads)
-        return values * (3 * max(4, self.model.bytes_per_element) + self.model.drops_weights)
-
-    @cached_property
-    def _choice(self) -> int:
-        """Returns bytes of chosen keys while attention runs (those of other ranks of the block, and their numbers within a tile).
-
-        Includes index keys of all tokens of the group, as they arrive and in order.
-        """
-        index, load = self.model.index, self.load
-        ranks, block = self._choosing_ranks, max(load.block_ranks, index.most_ranks if load.is_shared else 1)
-        keys = 3 * self.model.bytes_per_element * index.head_dim * (self.tokens + load.front_tokens) * ranks
-        gathered = self.tokens * block if block > 1 else 0
-        return index.token_bytes * (gathered + max(load.documents, default=0) * block) + keys
-
-    @property
-    def _choosing_ranks(self) -> int:
-        """Number of ranks whose index keys this rank holds: those of its group, or of any that the run may have."""
-        load = self.load
-        return max(load.block_ranks * load.num_blocks, self.model.index.most_ranks if load.is_shared else 1)
-
-    @cached_property
-    def _wide(self) -> int:
-        """Bytes of an element in at least fp32, as a multiple of those in the model's dtype."""
-        return max(1, 4 // self.model.bytes_per_element)
 
     def _plain_held(self) -> tuple[int, int]:
         load, (a, k) = self.load, self._kept_heads
@@ -362,23 +457,22 @@ class LayerBytes:
         return saves_first_norm(self.model)
 
     def _forward(self) -> int:
-        d, _, _, f = self._sizes
         if self.is_plain:
             return self._plain_forward()
+        norm, mlp = self._forward_work
+        # kept tensors of attention beside the residual
+        return max(self._mixing_forward(), norm, mlp + self.held - min(self.held, self._sizes[0] * self.tokens))
+
+    @cached_property
+    def _forward_work(self) -> tuple[int, int]:
+        """Returns bytes around attention's result, and in the MLP, in the forward of a layer that keeps a part."""
+        d, _, _, f = self._sizes
         inner = (3 if self.model.gated_mlp else 2) * f
         # besides the norm of attention's result: that result, and the residual
         norm = ((4 if self.model.norms_results else 2) * d + 8 * self.model.hidden_size) * self.tokens
-        # input, residual, the norm's output and kept tensors of attention
-        mlp = 3 * d * self.tokens + self.held - min(self.held, d * self.tokens)
-        mlp += (d * self.tokens if self._tiles_mlp else 0) + inner * self._mlp_tile + self._travelling
-        mlp += self._expert_work(self._mlp_tile, is_backward=False)
-        return max(self._mixing_forward(), norm, mlp)
-
-    @cached_property
-    def _scores(self) -> int:
-        """Returns bytes of score matrices of the longest document."""
-        longest = max(self.load.documents, default=0)
-        return self._score_blocks(longest, longest + self.load.front_tokens)
+        # input, residual and the norm's output
+        mlp = (4 if self._tiles_mlp else 3) * d * self.tokens + inner * self._mlp_tile + self._travelling
+        return norm, mlp + self._expert_work(self._mlp_tile, is_backward=False)
 
     def _plain_forward(self) -> int:
         """Returns the most bytes in the forward of a layer that keeps everything."""
@@ -451,12 +545,6 @@ class LayerBytes:
         return model.bytes_per_element * (latents + parts) * self.tokens
 
     @cached_property
-    def _exchange(self) -> int:
-        """Returns bytes of one copy of the queries, keys and values sent between ranks."""
-        _, a, k, _ = self._sizes
-        return (a + 2 * k) * self.tokens if self.load.is_shared else 0
-
-    @cached_property
     def _exchange_ahead(self) -> int:
         """Returns bytes of exchanges in the forward, besides queries, keys, values and the output of attention.
 
@@ -467,19 +555,16 @@ class LayerBytes:
             return 0
         return max(2 * inputs - output, inputs + 2 * output) if self._parts is None else 2 * inputs + output
 
-    def _exchanging_back(self, work: Callable[[LayerBytes], int]) -> int:
+    def _exchanging_back(self, work: Callable[[AttentionBytes], int]) -> int:
         """Returns bytes of exchanges in the backward, with those that attention needs meanwhile for these heads.
 
         While one part runs, the gradients of the output and of the inputs of all parts wait. All at once counts, too, since a
         chunk that is longer than others of its group may be exchanged like these.
         """
         at_once = self._exchange + work(self)
-        if (parts := self._parts) is None:
+        if self._part is None:
             return at_once
-        ranks = self.load.block_ranks
-        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
-        waiting = 2 * self._exchange + self._sizes[1] * self.tokens
-        return max(at_once, waiting + work(LayerBytes(model, self.load, self.policy, self.tile)))
+        return max(at_once, 2 * self._exchange + self._sizes[1] * self.tokens + work(self._part))
 
     @cached_property
     def _parts(self) -> HeadParts | None:
@@ -487,18 +572,14 @@ class LayerBytes:
         load = self.load
         return self.model.head_parts(load.block_ranks, self.tokens) if load.is_shared and load.num_blocks == 1 else None
 
-    def _hops(self, num_sums: int) -> int:
-        """Returns bytes in flight around a ring while a hop is computed: K and V of two hops, and `num_sums` gradient sums.
-
-        All but the last of the zigzag pieces travel, and those of earlier slices. A rank with a slice also copies its keys and
-        values next to earlier ones, and sums their gradients, before they are added to those in the book.
-        """
-        load, blocks, (_, _, k, _) = self.load, self.load.num_blocks, self._sizes
-        if blocks == 1:
-            return 0
-        travelling = self.tokens * (2 * blocks - 1) / (2 * blocks) + load.front_tokens
-        copied = (1 + (num_sums > 0) * self._wide) * (self.tokens + load.front_tokens) if load.sliced_tokens else 0
-        return math.ceil(2 * k * ((2 + num_sums * self._wide) * travelling + copied))
+    @cached_property
+    def _part(self) -> AttentionBytes | None:
+        """Returns the bytes of attention with the heads of one part; None as in `_parts`."""
+        if (parts := self._parts) is None:
+            return None
+        ranks = self.load.block_ranks
+        model = replace(self.model, num_heads=ranks * parts.num_q, num_kv_heads=ranks * parts.num_kv)
+        return AttentionBytes(model, self.load)
 
     @cached_property
     def _hops_ahead(self) -> int:
@@ -511,11 +592,6 @@ class LayerBytes:
             return 0
         of_slice = (2 * k + 2 * a * self._wide) * self.tokens if load.sliced_tokens else 0
         return self._hops(0) + a * self._wide * self.tokens + of_slice
-
-    @cached_property
-    def _hops_back(self) -> int:
-        """Returns bytes of `_hops` in the backward: computed sums and, with several hops, leaving and arriving ones."""
-        return self._hops(3 if self.load.num_blocks > 2 else 2)
 
     @cached_property
     def _results(self) -> tuple[int, int]:
@@ -536,26 +612,35 @@ class LayerBytes:
     def _mlp_backward(self) -> int:
         """Returns bytes in the MLP's backward, with gradients of inner tensors; the second matrix has released its input."""
         d, _, _, f = self._sizes
-        gradients = (2 if self.model.gated_mlp else 1) * f
-        inner = (6 if self.model.gated_mlp else 3) * f
         gradient = d * self.tokens
         if self.is_plain:
             # nothing is released if the second matrix's input was not saved
-            gradients += 0 if saves_product(self.model) else f
+            gradients = (2 if self.model.gated_mlp else 1) * f + (0 if saves_product(self.model) else f)
             experts = self._expert_work(self.tokens, is_backward=True, is_kept=True)
             return gradient + gradients * self.tokens + self._travelling + experts
         before = self._replayed_attention + self._second_norm * self.tokens + self._results[0] + gradient
-        experts = self._expert_work(self._mlp_tile, is_backward=True)
+        whole, of_tiles, of_recomputed, of_kept = self._mlp_work
+        again = self._recomputed("mlp")
         if not self._tiles_mlp and self._mlp_share.recompute == 1:
-            # a replay of the whole layer has saved what a kept MLP does
-            saved = (inner_bytes(self.model) - self.model.routed_bytes) * self.tokens if experts else 0
-            return before + inner * self.tokens + self._travelling + experts + saved
+            return before + whole
+        return before + of_tiles + max(of_recomputed * min(self.tile, again), of_kept * min(self.tile, self.tokens - again))
+
+    @cached_property
+    def _mlp_work(self) -> tuple[int, int, int, int]:
+        """Returns bytes in the backward of an MLP that a replay of the whole layer has run, or else of one that runs in tiles.
+
+        Of the latter: bytes in all tiles, and per recomputed and kept token of one.
+        """
+        model, (d, _, _, f) = self.model, self._sizes
+        gradients, inner = (2 if model.gated_mlp else 1) * f, (6 if model.gated_mlp else 3) * f
+        experts = self._expert_work(self._mlp_tile, is_backward=True)
+        # a replay of the whole layer has saved what a kept MLP does
+        saved = (inner_bytes(model) - model.routed_bytes) * self.tokens if experts else 0
         # input gradients are collected in one tensor, weight gradients of tiles are summed in fp32
-        matrices = self.model.mlp_matrices * self.model.intermediate_size * d
-        weights = matrices * (1 + self._wide) if self.model.trains_layers else 0
-        recomputed = min(self.tile, self._recomputed("mlp"))
-        kept = min(self.tile, self.tokens - self._recomputed("mlp"))
-        return before + d * self.tokens + max((inner + d) * recomputed, gradients * kept) + weights + experts
+        matrices = model.mlp_matrices * model.intermediate_size * d
+        weights = matrices * (1 + self._wide) if model.trains_layers else 0
+        whole = inner * self.tokens + self._travelling + experts + saved
+        return whole, d * self.tokens + weights + experts, inner + d, gradients
 
     @property
     def _held_mlp(self) -> int:
@@ -567,21 +652,30 @@ class LayerBytes:
 
     def _norm_backward(self) -> int:
         """Returns bytes between MLP and second norm, and in the norm: its fp32 input and four or five tensors of its size."""
-        d, _, _, f = self._sizes
-        hidden, wide = self.model.hidden_size, 24 if self._wide > 1 else 20
-        first, results = self._results
-        before = self._replayed_attention - self._held_mlp + (first - results if self.is_plain else first)
-        saved = 0 if self.is_plain else self._second_norm
-        # two gradients of the norm's output are added, besides those of inner tensors if the MLP ran whole
-        inner = 0 if self._tiles_mlp and not self.is_plain else (2 if self.model.gated_mlp else 1) * f
-        meeting = (saved + 3 * d + inner) * self.tokens
-        if self.tiles_norms and not self.is_plain:
-            tiles = 4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile
-            return before + max(tiles, meeting if inner else 0)
-        inside = (d + (wide - 4 if self.is_plain else wide) * hidden) * self.tokens
+        (first, results), model, d = self._results, self.model, self._sizes[0]
+        before = self._replayed_attention - self._held_mlp + first
+        if not self.is_plain:
+            return before + self._norm_work
         # the norm's output, and its product before the weight, are released first if they were saved
-        released = d * (saves_second_norm(self.model) + self.model.trains_layers) if self.is_plain else 0
-        return before + max(meeting, inside - released * self.tokens)
+        released = d * (saves_second_norm(model) + model.trains_layers)
+        inside = d + (20 if self._wide > 1 else 16) * model.hidden_size - released
+        return before - results + max(3 * d + self._inner_gradients, inside) * self.tokens
+
+    @property
+    def _inner_gradients(self) -> int:
+        """Returns bytes per token of gradients of inner tensors if the MLP ran whole."""
+        return (2 if self.model.gated_mlp else 1) * self._sizes[3]
+
+    @cached_property
+    def _norm_work(self) -> int:
+        """Returns the bytes of `_norm_backward` in a layer that keeps a part, besides tensors of attention."""
+        d, hidden, wide = self._sizes[0], self.model.hidden_size, 24 if self._wide > 1 else 20
+        # two gradients of the norm's output are added, besides those of inner tensors if the MLP ran whole
+        inner = 0 if self._tiles_mlp else self._inner_gradients
+        meeting = (self._norms[1] + 3 * d + inner) * self.tokens
+        if self.tiles_norms:
+            return max(4 * d * self.tokens + (wide * hidden + 2 * d) * self.tile, meeting if inner else 0)
+        return max(meeting, (d + wide * hidden) * self.tokens)
 
     def _attention_backward(self) -> int:
         d, a, k, _ = self._sizes
@@ -595,70 +689,13 @@ class LayerBytes:
         if self.is_plain:
             outside -= self._second_norm * self.tokens + self._results[1]
         outside += (self._lone_sums if is_lone else a + 2 * k) * self.tokens
-        return outside + self._exchanging_back(lambda layer: layer._operator_backward)
+        return outside + self._exchanging_back(lambda attention: attention._operator_backward)
 
     @property
     def _lone_sums(self) -> int:
         """Returns bytes per token of a single document's gradients of keys and values, summed over their query heads."""
         _, a, k, _ = self._sizes
         return 2 * k * self._wide if a != k else 0
-
-    @cached_property
-    def _operator_backward(self) -> int:
-        """Returns bytes of attention's backward besides its inputs and the gradients that it returns."""
-        _, a, k, _ = self._sizes
-        load, most = self.load, 0
-        is_lone = len(load.documents) == 1 and not load.sliced_tokens
-        for before, document in pairwise((0, *load.documents)):
-            # gradients of the document before, with those of keys and values summed over heads in fp32
-            found = (a + 2 * k * self._wide) * before
-            # gradients of all heads besides the operator, if that takes only a share of the heads at once
-            share, whole = self._heads_at_once(document + load.front_tokens), 0
-            if share < 1:
-                whole = (a if is_lone else a + 2 * k * self._wide) * document
-            if load.groups_heads:
-                # gradients for expanded heads inside, and one of the queries in fp32
-                most = max(most, found + whole + math.ceil(share * ((3 + self._wide) * a + 2 * k) * document))
-                continue
-            expanded = 2 * a * document if a != k else 0
-            # operators take dense queries, outputs and gradients and return gradients for expanded heads; inside they use another
-            # fp32 tensor of the queries' size
-            inside = expanded + (6 + self._wide) * a * document
-            most = max(most, found + whole + math.ceil(share * inside))
-        if self.model.saves_kv_once:
-            most = max(most, self._call_bytes * self._packed_rows)
-        if load.sliced_tokens:
-            # gradient sums of the slice's own keys and values; the front, which runs after the slice, has gradients too
-            own = 2 * k * self._wide * load.sliced_tokens
-            front = 2 * k * (1 + (self._wide > 1)) * load.front_tokens + (5 + 2 * self._wide) * a * load.sliced_tokens
-            most = own + max(most, front if load.front_tokens else 0)
-        longest = max(load.documents, default=0)
-        # values, outputs and their gradients are copied if values are widened to the head size of keys, or keys to theirs
-        most += 3 * a * longest if self.model.value_head_dim else 0
-        return most + self._hops_back + self._choice + self._scores
-
-    def _heads_at_once(self, num_tokens: int) -> float:
-        """Returns the share of a rank's heads that attention's backward takes at once; num_tokens: this rank's share of keys."""
-        model, block = self.model, max(1, self.load.block_ranks)
-        heads = -(-model.num_heads // block)
-        per_kv = max(1, min(heads, model.num_heads // model.num_kv_heads))
-        return heads_at_once(heads, per_kv, num_tokens * block, model.head_dim) / heads
-
-    @property
-    def _packed_rows(self) -> int:
-        """Returns the most rows of short documents in one call, as a rank's share: all tokens of its block, and some heads."""
-        load = self.load
-        if load.num_blocks > 1:
-            return 0
-        return min(packed_rows(sum(load.documents) * load.block_ranks, len(load.documents)), PACKED_ROWS) // load.block_ranks
-
-    @property
-    def _call_bytes(self) -> int:
-        """Returns bytes per row in the backward of an operator for GPUs, including its results."""
-        _, a, k, _ = self._sizes
-        # copies of inputs, of the output and its gradient, a sum in fp32, gradients; those of keys and values also for
-        # expanded heads
-        return (4 + self._wide) * a + 4 * k + (2 * a if a != k else 0)
 
     def _fused_attention_backward(self) -> int:
         """Returns bytes in the backward of attention without slices, if nothing is recomputed."""
@@ -669,12 +706,12 @@ class LayerBytes:
             outside = (d - self._second_norm + a) * self.tokens - self._held_mlp - self._results[1]
             joined = (a + 2 * k) * self.tokens if len(documents) > 1 else 0
             rows = max((*documents, self._packed_rows))
-            return outside + joined + self._exchanging_back(lambda layer: layer._call_bytes * rows)
+            return outside + joined + self._exchanging_back(lambda attention: attention._call_bytes * rows)
         # tensors of MLP, second norm and output projection are freed; three gradients per document, then in one tensor
         freed = a if saves_attention(self.model) else 0
         outside = (d - self._second_norm + 4 * a - freed) * self.tokens - self._held_mlp - self._results[1]
         rows = max(self._wide * max(documents), self.tokens if len(documents) > 1 else 0)
-        return outside + self._exchanging_back(lambda layer: layer._sizes[1] * rows)
+        return outside + self._exchanging_back(lambda attention: attention._sizes[1] * rows)
 
 
 class OutsideBytes:

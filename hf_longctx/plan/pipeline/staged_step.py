@@ -196,9 +196,11 @@ class StagedStep:
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
         most = max(chunk.num_tokens / group.degree for group, own in chunks.items() for chunk in own)
         for lead, (kept_s, held, busy_s) in zip(leads, runs, strict=False):
-            spare_s = [max(busy_s) - own_s for own_s in busy_s]
-            is_short = self.room.added_s(held, work_s, tokens, chunk_tokens=most) > 0
-            seconds = kept_s + self.room.added_s(held, work_s, tokens, spare_s, most)
+            added_s = self.room.stages_added_s(held, work_s, tokens, most)
+            is_short = max(added_s) > 0
+            # a stage that works less than the busiest one may recompute meanwhile
+            again_s = [added - (max(busy_s) - own_s) for added, own_s in zip(added_s, busy_s, strict=True)]
+            seconds = kept_s + max(0.0, *again_s)
             if seconds < math.inf:
                 found.append(StagedRun(seconds, lead, is_short))
             # more room helps no further, or costs more than it helps
@@ -314,39 +316,50 @@ class StageRoom:
         spare_s: Sequence[float] = (),
         chunk_tokens: float = 0,
     ) -> float:
+        """Seconds that recomputation adds to the busiest stage's `work_s`, with arguments as in `stages_added_s`.
+
+        spare_s: seconds by which each of these stages works less than the busiest one, in which it may recompute.
+        """
+        added_s = self.stages_added_s(held_tokens, work_s, tokens, chunk_tokens)
+        return max(0.0, *(each - spare for each, spare in zip(added_s, spare_s or [0.0] * len(added_s), strict=False)))
+
+    def stages_added_s(
+        self, held_tokens: Sequence[ArrayLike], work_s: float, tokens: float, chunk_tokens: float = 0
+    ) -> list[float]:
         """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
         held_tokens: tokens that a rank holds at once, for each of the first stages: the most, or those after every forward.
-        tokens: of a rank in all chunks.
-        spare_s: seconds by which each of these stages works less than the busiest one, in which it may recompute. chunk_tokens:
-        most of a rank in one chunk, for which the backward of a layer needs workspace. Copies to the host that hide come first:
-        they come back beside backwards, and leave beside forwards and the backwards between these. Then all but attention runs
-        again, then attention too.
+        tokens: of a rank in all chunks. chunk_tokens: most of a rank in one chunk, for which the backward of a layer needs
+        workspace. Copies to the host that hide come first: they come back beside backwards, and leave beside forwards and the
+        backwards between these. Then all but attention runs again, then attention too.
         """
-        found = [0.0]
+        stages = zip(held_tokens, self.layers, self.waiting, self.most_moved, strict=False)
+        chunks = work_s, tokens, chunk_tokens
+        return [
+            self._added_s(np.atleast_1d(np.asarray(held, dtype=np.float64)), layers, waiting, moved, *chunks)
+            for held, layers, waiting, moved in stages
+        ]
+
+    def _added_s(
+        self, held: FloatArray, layers: int, waiting: int, moved: float, work_s: float, tokens: float, chunk_tokens: float
+    ) -> float:
+        """The `stages_added_s` of one stage."""
+        if self.budget is None:
+            return math.inf if held.max() * layers > self.room else 0.0
         forward_s, backward_s = self.forward_share * work_s, (1 - self.forward_share) * work_s
-        spare_s = spare_s or [0.0] * len(held_tokens)
-        stages = zip(held_tokens, self.layers, self.waiting, self.most_moved, spare_s, strict=False)
-        for each, layers, waiting, moved, spare in stages:
-            held = np.atleast_1d(np.asarray(each, dtype=np.float64))
-            if self.budget is None:
-                if held.max() * layers > self.room:
-                    return math.inf
-                continue
-            device_bytes = self.budget.device_bytes - waiting - _WORKSPACE * chunk_tokens * self.layer_bytes
-            held_bytes, all_bytes = held * layers * self.layer_bytes, max(1.0, tokens * layers * self.layer_bytes)
-            hidden_bytes = min(1.0, self.copy_bytes_per_s * backward_s / all_bytes) * moved * held_bytes
-            over = held_bytes - np.minimum(hidden_bytes, self.budget.host_bytes) - device_bytes
-            if over.max() <= 0:
-                continue
-            if held.max() * layers * self.input_bytes > device_bytes + self.budget.host_bytes:
-                return math.inf
-            # a chunk recomputes what the fullest of the moments needs in which it is in flight
-            share = np.maximum(0.0, over) / (held * layers * self.freed_bytes)
-            in_flight = min(len(held), math.ceil(held.max() * len(held) / max(1.0, tokens)))
-            share = sliding_window_view(np.pad(share, (0, in_flight - 1)), in_flight).max(axis=1)
-            found.append(float(np.mean(np.where(share <= 1, share * tokens * layers * self.again_s, forward_s))) - spare)
-        return max(found)
+        device_bytes = self.budget.device_bytes - waiting - _WORKSPACE * chunk_tokens * self.layer_bytes
+        held_bytes, all_bytes = held * layers * self.layer_bytes, max(1.0, tokens * layers * self.layer_bytes)
+        hidden_bytes = min(1.0, self.copy_bytes_per_s * backward_s / all_bytes) * moved * held_bytes
+        over = held_bytes - np.minimum(hidden_bytes, self.budget.host_bytes) - device_bytes
+        if over.max() <= 0:
+            return 0.0
+        if held.max() * layers * self.input_bytes > device_bytes + self.budget.host_bytes:
+            return math.inf
+        # a chunk recomputes what the fullest of the moments needs in which it is in flight
+        share = np.maximum(0.0, over) / (held * layers * self.freed_bytes)
+        in_flight = min(len(held), math.ceil(held.max() * len(held) / max(1.0, tokens)))
+        share = sliding_window_view(np.pad(share, (0, in_flight - 1)), in_flight).max(axis=1)
+        return float(np.mean(np.where(share <= 1, share * tokens * layers * self.again_s, forward_s)))
 
 
 @dataclass(frozen=True, slots=True)

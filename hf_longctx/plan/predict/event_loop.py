@@ -48,8 +48,7 @@ class CopyStep(NamedTuple):
     most_leaving: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedOut:
+class CopiedOut(NamedTuple):
     """Times at which the copies out of one forward's steps end. A stage's entries are in the order of its forwards."""
 
     stage: int
@@ -81,6 +80,8 @@ class Wiring:
         is_head = all_kinds == _HEAD
         self.is_pass, is_back, is_send = (all_kinds < 2) | is_head, all_kinds % 2 == 1, (all_kinds == 4) | (all_kinds == 5)
         self.units: IntArray = 2 * all_keys + is_back
+        # only passes of layers have copies
+        self._copying: list[int] = np.where(all_kinds < 2, self.units, -1).tolist()
         self._kinds, self._keys = all_kinds, all_keys
         self.has_heads = bool(is_head.any())
         # numbers after those of results: of one that is there, of one that is never made, and of one without readers
@@ -228,9 +229,10 @@ class Wiring:
         copied: list[CopiedOut],
     ) -> float:
         """Queues the copies of a pass; returns when the pass stops."""
-        chunk, is_backward = divmod(int(self.units[number]), 2)
-        if not self.is_pass[number] or self._kinds[number] == _HEAD:
+        unit = self._copying[number]
+        if unit < 0:
             return start_s + seconds
+        chunk, is_backward = divmod(unit, 2)
         if is_backward:
             return links.backward(chunk, start_s, seconds, steps)
         stop_s, stops_s = links.forward(chunk, start_s, seconds, steps)
@@ -302,12 +304,14 @@ class HostLinks:
         if not steps:
             return clock_s + seconds, ()
         # the head, and layers without copies, run after the last copy step
-        rest_s, most = seconds - sum([step.compute_s for step in steps]), steps[0].most_leaving
+        rest_s, most = seconds - sum([compute_s for compute_s, _, _ in steps]), steps[0].most_leaving
         for compute_s, copy_s, _ in steps:
             clock_s += compute_s
             if waits and len(done) >= most and done[-most] > clock_s:
                 clock_s = done[-most]
-            out_s = max(out_s, clock_s) + copy_s
+            if clock_s > out_s:
+                out_s = clock_s
+            out_s += copy_s
             done.append(out_s)
         self.out_s = out_s
         self.done[chunk] = done
@@ -318,7 +322,7 @@ class HostLinks:
     def backward(self, chunk: Hashable, start_s: float, seconds: float, steps: tuple[CopyStep, ...]) -> float:
         """Queues the copies back of a backward that starts at `start_s`; returns when it stops."""
         # the head, and layers without copies, run before the first copy step
-        clock_s = start_s + seconds - sum([step.compute_s for step in steps])
+        clock_s = start_s + seconds - sum([compute_s for compute_s, _, _ in steps])
         sent_s = self.begun_s if self.runs_ahead else clock_s
         self.begun_s = start_s
         back_s = self.back_s

@@ -369,8 +369,9 @@ class ChunkSeconds:
         if key not in self._layers:
             found = None
             if not layer.keeps_everything:
-                shares = [(item, layer.share(item.tensor_class)) for item in self.saved(chunk, kind)]
-                again_s = self.slot(chunk, kind).replay_s
+                slot = self.slot(chunk, kind)
+                shares = [(item, layer.share(item.tensor_class)) for item in slot.saved]
+                again_s = slot.replay_s
                 again_s += sum(item.recompute_part_s(share.recompute) for item, share in shares[1:])
                 again_s += self.saved(chunk, before)[0].recompute_part_s(shares[0][1].recompute)
                 again_s += self._pieces_s(chunk, layer.head_pieces, shares[2][0].recompute_s)
