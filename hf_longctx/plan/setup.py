@@ -604,22 +604,26 @@ class _Choices:
     def _with_best_head(
         self, ranges: Ranges, output_shares: tuple[float, ...], alone: Ranges, step: Sequence[int], most_s: float = math.inf
     ) -> tuple[Setup, StepPlan | None]:
-        """The setup with these shares of the output head, or with all of it on the last stage if that alone has room.
+        """The setup with these shares of the output head, or with all of it on the last stage if that is better.
 
-        The head takes memory of other stages, too, which may leave no room, or less than the longest sequences need. alone:
-        layer ranges with all of the head on the last stage. Raises ValueError if neither has room.
+        The head takes memory of other stages, too, which may leave no room, or less than the longest sequences need, or so little
+        that a step takes longer. alone: layer ranges with all of the head on the last stage. Raises ValueError if neither has
+        room.
         """
         try:
             spread = self._on_stages(ranges, output_shares, step, most_s)
         except ValueError:
             return self._on_stages(alone, (), step, most_s)
-        if spread[0].room_tokens >= (self.lengths.must_hold or spread[0].max_length or sys.maxsize):
+        needed = self.lengths.must_hold or spread[0].max_length or sys.maxsize
+        has_room, plan = spread[0].room_tokens >= needed, spread[1]
+        if has_room and plan is None:
             return spread
         try:
-            other = self._on_stages(alone, (), step, most_s)
+            # both have to be planned to be compared
+            other = self._on_stages(alone, (), step, counted_step_s(plan, spread[0].costs) if has_room and plan else most_s)
         except (ValueError, NotFaster):
             return spread
-        return other if other[0].room_tokens > spread[0].room_tokens else spread
+        return other if other[0].room_tokens >= min(needed, spread[0].room_tokens + 1) else spread
 
     def _on_stages(
         self, ranges: Ranges, output_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf
