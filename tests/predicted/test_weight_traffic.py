@@ -254,7 +254,7 @@ def test_a_step_on_stages_counts_what_passes_hide_from_its_ends(parameters: Any,
     assert 0 < least <= counted.gathers_s <= sum(first for first, _ in most) + max(last for _, last in most) + 1e-12
     # the stage that works longest is always busy
     for stage, each in enumerate(stages):
-        alone_s = sum(float(one.counted_s()) for one in each.in_round(2)) * 2 + sum(ends_s([each]))
+        alone_s = 2 * each.least_s(2) + sum(ends_s([each]))
         assert counted.step_s + counted.gathers_s >= passes.ranks[2 * stage].busy_s + alone_s - 1e-12
 
 

@@ -256,15 +256,18 @@ class StageGathers:
             ends[-1] = replace(self.passes[-1], keeps_first=turns[0])
         return sum(float(each.counted_s(compute_s)) for each, (_, compute_s) in zip(ends, passes, strict=True))
 
-    def in_round(self, num_chunks: int) -> Sequence[Collectives]:
-        """Returns the collectives of all passes of a micro-batch of `num_chunks` chunks; forwards and backwards take turns."""
+    def in_round(self, num_chunks: int) -> Sequence[tuple[int, Collectives]]:
+        """Returns the collectives of the passes of a micro-batch of `num_chunks` chunks, with the number of equal passes.
+
+        Forwards and backwards take turns.
+        """
         forward, first, backward, last, only = self.passes or 5 * (Collectives(),)
-        others = *(num_chunks - 1) * (forward, backward), last if num_chunks > 1 else only
-        return [first, *(replace(each, keeps_first=True) for each in others)]
+        others = [(num_chunks - 1, forward), (num_chunks - 1, backward), (1, last if num_chunks > 1 else only)]
+        return [(1, first), *((count, replace(each, keeps_first=True)) for count, each in others)]
 
     def least_s(self, num_chunks: int = 1) -> float:
         """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing."""
-        return sum(float(each.counted_s()) for each in self.in_round(num_chunks)) if self.passes else 0.0
+        return sum(count * float(each.counted_s()) for count, each in self.in_round(num_chunks)) if self.passes else 0.0
 
 
 def _seconds_of(sent: Traffic, costs: CostModel, measured: Rates) -> float:

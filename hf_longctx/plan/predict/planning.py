@@ -213,8 +213,8 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
                 chunks[index] = max(chunks.get(index, 0), _num_forwards(group.stages[place]))
         for index, num_chunks in chunks.items():
             passes = collectives.in_round(num_chunks)
-            links[index] += sum(each.links_s for each in passes)
-            copies[index] += sum(each.copies_s for each in passes)
+            links[index] += sum(count * each.links_s for count, each in passes)
+            copies[index] += sum(count * each.copies_s for count, each in passes)
             slots[index] += num_chunks
     to_copies = copies_traffic(weights, cluster, block, plan.ranks_per_stage // block)
     gathers_s = tuple(links[position // block] for position in range(plan.ranks_per_stage))

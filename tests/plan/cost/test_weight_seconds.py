@@ -97,7 +97,7 @@ def test_more_computing_never_counts_more_and_at_least_the_least(
 def test_passes_have_the_traffic_of_a_micro_batch(parameters: Parameters, num_stages: int) -> None:
     costs, num_chunks = costs_of(parameters), 3
     gathers = StageGathers.of(costs, 8, PART, num_stages)
-    found = sum(each.links_s for each in (*gathers.in_round(num_chunks), gathers.once))
+    found = sum(count * each.links_s for count, each in (*gathers.in_round(num_chunks), (1, gathers.once)))
     # every pass but the first begins with the layer with which the one before ended
     weights, turns = StageWeights.of(MODEL, *PART), 2 * num_chunks - 1
     traffic = round_traffic(weights, costs.cluster, parameters, 8, num_chunks, num_stages, turns=turns)
