@@ -617,13 +617,15 @@ class _Choices:
         needed = self.lengths.must_hold or spread[0].max_length or sys.maxsize
         has_room, plan = spread[0].room_tokens >= needed, spread[1]
         if has_room and plan is None:
+            # only plans can be compared
             return spread
+        must_beat_s = counted_step_s(plan, spread[0].costs) if has_room and plan is not None else most_s
         try:
-            # both have to be planned to be compared
-            other = self._on_stages(alone, (), step, counted_step_s(plan, spread[0].costs) if has_room and plan else most_s)
+            other = self._on_stages(alone, (), step, must_beat_s)
         except (ValueError, NotFaster):
             return spread
-        return other if other[0].room_tokens >= min(needed, spread[0].room_tokens + 1) else spread
+        is_better = other[1] is not None if has_room else other[0].room_tokens > spread[0].room_tokens
+        return other if is_better and other[0].room_tokens >= min(needed, spread[0].room_tokens) else spread
 
     def _on_stages(
         self, ranges: Ranges, output_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf

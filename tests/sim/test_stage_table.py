@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.plans.grouping_problems import lognormal_lengths
 
 from hf_longctx.cli.main import main
 from hf_longctx.hf.config import LongContextConfig
@@ -16,6 +17,7 @@ from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.planner import plan_step
+from hf_longctx.plan.predict.planning import counted_step_s
 from hf_longctx.plan.stage_count import StageOptions
 from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.output.summary import run_settings, stage_lines
@@ -137,6 +139,20 @@ def test_the_output_head_stays_on_the_last_stage_if_the_user_wants_that() -> Non
     assert kept.placement.output_shares == () != spread.placement.output_shares
     assert run_settings(kept)["spread_head"] == "false" and "spread_head" not in run_settings(spread)
     assert "spread_head" not in run_settings(scenario(1, spread_head=False))
+
+
+@pytest.mark.wide
+def test_stages_share_the_output_head_only_if_a_step_takes_less() -> None:
+    """On four stages of a 70B the head's memory on other stages costs more than its work on the last one; on eight it does not."""
+    lengths = lognormal_lengths(0, 256, 168_000, 36_316, 0.6)
+    is_shared = []
+    for stages in (4, 8):
+        given: dict[str, Any] = {"model": "llama-3.1-70b", "num_ranks": 64, "ranks_per_node": 8, "parameters": "auto"}
+        ways = [scenario(stages, lengths, spread_head=way, **given).setup for way in (True, False)]
+        seconds = [counted_step_s(plan_step(0, lengths, way.costs, way.planner), way.costs) for way in ways]
+        is_shared.append(bool(ways[0].placement.output_shares))
+        assert seconds[0] <= seconds[1] and is_shared[-1] == (seconds[0] < seconds[1])
+    assert is_shared == [False, True]
 
 
 def test_one_stage_says_what_stages_would_do_and_one_node_does_not_mention_them(path: Path) -> None:
