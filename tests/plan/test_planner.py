@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.measures.calls import counted_calls
 from helpers.plans.cost_models import COST_KINDS, cost_model
 from helpers.plans.grouping_problems import (
     check_layout,
@@ -295,10 +296,10 @@ def test_parameters_reach_the_plan(parameters: str) -> None:
     assert plan([100], parameters=parameters).parameters == parameters
 
 
-def test_a_hundred_sequences_are_planned_within_two_seconds() -> None:
-    # one step takes seconds on a small machine; the planner has to stay ahead of it
-    found = plan(lognormal_lengths(1, 100, 3200), "attention", 8)
-    assert found.estimate.solve_s < 2
+def test_a_hundred_sequences_are_planned_in_few_calls() -> None:
+    # the planner has to stay ahead of steps that take seconds on a small machine; 94,000 calls take it a tenth of a second
+    _, num_calls = counted_calls(lambda: plan(lognormal_lengths(1, 100, 3200), "attention", 8))
+    assert num_calls < 400_000
 
 
 def test_a_layout_that_loses_a_sequence_never_leaves_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:

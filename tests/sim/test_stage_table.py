@@ -143,7 +143,7 @@ def test_the_output_head_stays_on_the_last_stage_if_the_user_wants_that() -> Non
 
 @pytest.mark.wide
 def test_stages_share_the_output_head_only_if_a_step_takes_less() -> None:
-    """On four stages of a 70B the head's memory on other stages costs more than its work on the last one; on eight it does not."""
+    """On four stages of a 70B the head's memory on other stages costs more than its work on the last one; not so on eight."""
     lengths = lognormal_lengths(0, 256, 168_000, 36_316, 0.6)
     is_shared = []
     for stages in (4, 8):
