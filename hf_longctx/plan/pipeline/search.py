@@ -364,10 +364,12 @@ class PipelineSearch:
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None if none fits.
 
-        Candidates that are hardly faster than the best so far, even with everything kept, are left out.
+        Candidates that are hardly faster than the best so far by their estimate, or even with everything kept, are left out.
         """
         for candidate in candidates:
-            if best is not None and self._takes(candidate, (best.run.step_s - best.run.once_s) / _CHOICE.worth):
+            must_beat_s = math.inf if best is None else (best.run.step_s - best.run.once_s) / _CHOICE.worth
+            # not estimated: nan
+            if candidate.seconds >= must_beat_s or (best is not None and self._takes(candidate, must_beat_s)):
                 continue
             made = self._as_it_is(candidate) or self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
