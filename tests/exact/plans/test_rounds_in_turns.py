@@ -79,7 +79,7 @@ def planned(draw: st.DrawFn, most_ranks: int, parameters: Parameters) -> StepPla
     most_stages = 2 if most_ranks > 1 else 4
     plan = draw(random_schedules(most_stages, most_ranks, most_tokens=24, parameters=parameters, fixed=True))
     layers = st.lists(layer_policies(), max_size=2).map(tuple)
-    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
+    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]), st.integers(1, 3))
     count = num_policies(plan)
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 

@@ -267,7 +267,7 @@ def plans(draw: st.DrawFn, num_stages: int, per_stage: int) -> StepPlan:
         output_shares=shares,
     )
     layers = st.lists(layer_policies(), max_size=2).map(tuple)
-    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]))
+    policy = st.builds(ActivationPolicy, st.just(0), st.just(0), layers, st.sampled_from([0, 1, 5, 64]), st.integers(1, 3))
     count = num_policies(plan)
     return with_policies(plan, draw(st.lists(policy, min_size=count, max_size=count)))
 

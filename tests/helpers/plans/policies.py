@@ -61,7 +61,8 @@ def policies_for(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     chosen = []
     for chunk in group.chunks:
         layers = tuple(draw(st.lists(layer_policies(), max_size=NUM_LAYERS)))
-        chosen.append(ActivationPolicy(chunk.index, 0, layers, draw(st.sampled_from([0, 1, 5, 64]))))
+        settings = draw(st.sampled_from([0, 1, 5, 64])), draw(st.integers(1, 3))
+        chosen.append(ActivationPolicy(chunk.index, 0, layers, *settings))
     return with_policies(plan, chosen, validated=False)
 
 
