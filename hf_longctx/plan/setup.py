@@ -505,7 +505,8 @@ class _Choices:
                 setup, _ = self._on_stages(ranges, (), step)
             return _with_planned_room(self._agreed(setup))
         lengths, num_layers = self.lengths.sample(), costs.model.num_layers
-        step = self.lengths.step(lengths) if wishes.may_shard or wishes.stages == "auto" or wishes.interleave > 1 else ()
+        compares = wishes.may_shard or wishes.spread_head or wishes.stages == "auto" or wishes.interleave > 1
+        step = self.lengths.step(lengths) if compares else ()
         if wishes.stages == "auto":
             counts = stage_counts(costs.cluster.num_ranks, num_layers, wishes.planner.degrees)
             # ranks that share one copy of the weights are of one stage
@@ -612,20 +613,20 @@ class _Choices:
         """
         try:
             spread = self._on_stages(ranges, output_shares, step, most_s)
-        except ValueError:
+        except (ValueError, NotFaster):
             return self._on_stages(alone, (), step, most_s)
         needed = self.lengths.must_hold or spread[0].max_length or sys.maxsize
-        has_room, plan = spread[0].room_tokens >= needed, spread[1]
-        if has_room and plan is None:
-            # only plans can be compared
+        has_room = spread[0].room_tokens >= needed
+        if has_room and not step:
             return spread
-        must_beat_s = counted_step_s(plan, spread[0].costs) if has_room and plan is not None else most_s
+        spread_s = _counted_s(spread, step) if has_room else most_s
         try:
-            other = self._on_stages(alone, (), step, must_beat_s)
+            other = self._on_stages(alone, (), step, spread_s)
         except (ValueError, NotFaster):
             return spread
-        is_better = other[1] is not None if has_room else other[0].room_tokens > spread[0].room_tokens
-        return other if is_better and other[0].room_tokens >= min(needed, spread[0].room_tokens) else spread
+        if has_room:
+            return other if other[0].room_tokens >= needed and _counted_s(other, step) < spread_s else spread
+        return other if other[0].room_tokens > spread[0].room_tokens else spread
 
     def _on_stages(
         self, ranges: Ranges, output_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf
@@ -745,6 +746,18 @@ class _Choices:
             # a run refuses these with several layer ranges
             if not (frees_every_round(parameters) and len(placement.ranges[0]) > 1):
                 yield from ((parameters, own) for own in ((1,) if parameters == "replicated" else shards))
+
+
+def _counted_s(found: tuple[Setup, StepPlan | None], step: Sequence[int]) -> float:
+    """Returns counted seconds of a step of these lengths; infinity if it does not fit.
+
+    found: a setup, and the plan if it is known.
+    """
+    setup, plan = found
+    try:
+        return counted_step_s(plan or plan_step(0, step, setup.costs, setup.planner), setup.costs)
+    except ValueError:
+        return math.inf
 
 
 def _sharded(placement: Placement, shard_ranks: int) -> Placement:

@@ -256,14 +256,16 @@ def plans(draw: st.DrawFn, num_stages: int, per_stage: int) -> StepPlan:
         dealt = [[each for each in sequences if each % len(degrees) == group] for group in range(len(degrees))]
         micro_batches.append([(d, draw(random_chunks(own, lengths)) or [[]]) for d, own in zip(degrees, dealt, strict=True)])
     shares: Sequence[float] = draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages).filter(any))
+    schedule = draw(st.sampled_from(["1f1b", "elastic", "gpipe"]))
     plan = pipeline_plan(
         lengths,
         micro_batches,
         num_stages,
-        draw(st.sampled_from(["1f1b", "elastic", "gpipe"])),
+        schedule,
         2 * num_stages,
         parameters=parameters,
-        has_turns=parameters != "gathered_per_round" and draw(st.booleans()),
+        # plans are refused in which gradients of heads come first that belong to another micro-batch
+        has_turns=parameters != "gathered_per_round" and schedule != "gpipe" and draw(st.booleans()),
         output_shares=shares,
     )
     layers = st.lists(layer_policies(), max_size=2).map(tuple)
