@@ -379,6 +379,8 @@ class Setup:
     room_tokens: int
     # sentences about choices made here
     notes: tuple[str, ...] = ()
+    # the last stage does all work of the output head although other stages may share it, since that is better
+    keeps_head: bool = False
     # token ids that stand for padding, images, sound or video, which no row may have
     placeholders: tuple[int, ...] = ()
     # numbers of stages that were tried; none if the user gave one
@@ -613,9 +615,16 @@ class _Choices:
         """
         try:
             spread = self._on_stages(ranges, output_shares, step, most_s)
-        except (ValueError, NotFaster):
-            return self._on_stages(alone, (), step, most_s)
-        needed = self.lengths.must_hold or spread[0].max_length or sys.maxsize
+        except ValueError:
+            return _with_whole_head(self._on_stages(alone, (), step, most_s))
+        except NotFaster as bound:
+            try:
+                return _with_whole_head(self._on_stages(alone, (), step, most_s))
+            except NotFaster as other_bound:
+                raise min(bound, other_bound, key=lambda each: each.least_s) from None
+            except ValueError:
+                raise bound from None
+        needed = min(self.lengths.must_hold or sys.maxsize, spread[0].max_length or sys.maxsize)
         has_room = spread[0].room_tokens >= needed
         if has_room and not step:
             return spread
@@ -625,8 +634,10 @@ class _Choices:
         except (ValueError, NotFaster):
             return spread
         if has_room:
-            return other if other[0].room_tokens >= needed and _counted_s(other, step) < spread_s else spread
-        return other if other[0].room_tokens > spread[0].room_tokens else spread
+            is_better = other[0].room_tokens >= needed and _counted_s(other, step) < spread_s
+        else:
+            is_better = other[0].room_tokens > spread[0].room_tokens
+        return _with_whole_head(other) if is_better else spread
 
     def _on_stages(
         self, ranges: Ranges, output_shares: tuple[float, ...], step: Sequence[int], most_s: float = math.inf
@@ -746,6 +757,11 @@ class _Choices:
             # a run refuses these with several layer ranges
             if not (frees_every_round(parameters) and len(placement.ranges[0]) > 1):
                 yield from ((parameters, own) for own in ((1,) if parameters == "replicated" else shards))
+
+
+def _with_whole_head(found: tuple[Setup, StepPlan | None]) -> tuple[Setup, StepPlan | None]:
+    """Returns the setup, marked as one whose last stage does all work of the output head although it might be shared."""
+    return replace(found[0], keeps_head=True), found[1]
 
 
 def _counted_s(found: tuple[Setup, StepPlan | None], step: Sequence[int]) -> float:

@@ -155,7 +155,7 @@ class Scenario:
     unquantized_tokens: int = 0
     # how experts are packed, as `pack_experts` of a recipe; empty: they are not
     packed_experts: str = ""
-    # the last stage does all work of the output head, as the user asked
+    # the last stage does all work of the output head, as the user asked or since that is faster
     keeps_head: bool = False
 
     @property
@@ -292,6 +292,8 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
     wishes = _wishes(request, model, cluster, _stages(request, model, cluster, is_measured and must_fit), is_measured)
     setup = build_setup(measured, wishes, lengths, partial(_check, request))
     notes += setup.notes
+    if not request.spread_head and setup.num_stages == 1:
+        notes.append("--no-spread-head changes nothing on one stage")
     one_stage = None
     if setup.num_stages > 1 and must_fit:
         flat = replace(request, stages=1, parameters="", shard_ranks=0)
@@ -305,7 +307,7 @@ def build_scenario(request: Request, must_fit: bool = True) -> Scenario:
         kept,
         one_stage,
         profile.measured,
-        keeps_head=not request.spread_head,
+        keeps_head=not request.spread_head or setup.keeps_head,
     )
     if model.packed.has_experts:
         scenario = replace(scenario, packed_experts=_kind_of_bits(request, model))

@@ -80,6 +80,22 @@ def test_tensors_that_leave_beside_the_next_pass_are_counted(ranks, leaving_laye
         assert 0.97 * peak < predicted.peak + messages < (1.2 if num_heads > 1 else 1.07) * peak
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("leaving_layers", [1, 3])
+def test_tensors_that_leave_beside_a_pass_of_another_micro_batch_are_counted(ranks, leaving_layers: int) -> None:
+    spec, lengths = replace(SPEC, num_layers=8), [512] * 6
+    layouts = [[(1, [[(i, 0, 512)] for i in own])] for own in (range(3), range(3, 6))]
+    plan = pipeline_plan(lengths, layouts, 2, "elastic", 8, has_turns=True)
+    moved = LayerPolicy(tuple(TensorShare(name, host=1.0, device=0.0) for name in TENSOR_CLASSES))
+    policy = ActivationPolicy(0, 0, (moved,) * 3, leaving_layers=leaving_layers)
+    plan = with_policies(plan, [policy] * num_policies(plan))
+    found = ranks(2).run(stage_peak_on_rank, spec, plan_to_json(plan), rows_of(lengths, spec))
+    predicted = evaluate_plan(plan, tiny_costs(2, spec)).peak_bytes
+    for rank, (peak, _) in enumerate(found):
+        states = ByteModel(spec).stage_states(plan.micro_batches[0].groups[0].stages[rank], plan)
+        assert predicted[rank] - states == pytest.approx(peak, rel=0.07)
+
+
 @pytest.mark.daily("64-slices")
 @pytest.mark.parametrize("name", ["whole", "slices", "many-slices"])
 @pytest.mark.parametrize("num_words", [64, 8192])

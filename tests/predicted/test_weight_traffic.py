@@ -26,8 +26,19 @@ from hf_longctx.hf.models.experts import spread_experts_of
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.hf.models.spec import model_spec
+from hf_longctx.plan.core.orders import joined_stages
 from hf_longctx.plan.core.settings import GENERIC_CPU, ClusterSpec
-from hf_longctx.plan.core.types import StepPlan
+from hf_longctx.plan.core.types import (
+    Action,
+    Chunk,
+    GroupShape,
+    LayerRange,
+    MicroBatch,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+)
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, ends_s
 from hf_longctx.plan.predict.evaluate import evaluate_plan
@@ -256,6 +267,42 @@ def test_a_step_on_stages_counts_what_passes_hide_from_its_ends(parameters: Any,
     for stage, each in enumerate(stages):
         alone_s = 2 * each.least_s(2) + sum(ends_s([each]))
         assert counted.step_s + counted.gathers_s >= passes.ranks[2 * stage].busy_s + alone_s - 1e-12
+
+
+@pytest.mark.parametrize("num_ranges", [1, 2])
+def test_turns_count_the_gathers_of_the_same_passes_in_one_micro_batch(num_ranges: int) -> None:
+    costs, lengths = hand_costs(4, 4, "sharded", 2), [8] * 8
+    chunks = [[(i, 0, 8)] for i in range(8)]
+    how = {"num_layers": 2 * num_ranges, "num_ranges": num_ranges, "parameters": "sharded"}
+    schedule = "interleaved" if num_ranges > 1 else "1f1b"
+    together = pipeline_plan(lengths, [[(2, chunks)]], 2, schedule, **how)
+    turned = pipeline_plan(lengths, [[(2, chunks[:4])], [(2, chunks[4:])]], 2, schedule, has_turns=True, **how)
+    order = joined_stages(turned.micro_batches, turned.turns)
+    assert [[a.kind for a in stage.actions] for stage in order] == [
+        [a.kind for a in stage.actions] for stage in together.micro_batches[0].groups[0].stages
+    ]
+    one, two = (evaluate_plan(plan, costs, known=PredictionCache(counts_gathers=True)) for plan in (together, turned))
+    assert two.step_s + two.gathers_s == pytest.approx(one.step_s + one.gathers_s)
+    alone = [weight_seconds(plan, costs).gather_s for plan in (together, turned)]
+    assert alone[0] == pytest.approx(alone[1])
+
+
+def test_slices_gather_more_than_passes_that_take_turns() -> None:
+    costs, lengths = hand_costs(2, 2), [24]
+    slices, turns = (
+        replace(plan_of([[(2, (0,))]], lengths, 2, parameters="sharded"), micro_batches=(MicroBatch((group,)),))
+        for group in (ordered("0F0 0F1 0F2 0B2 0B1 0B0"), ordered("0F0 0B0 0F1 0B1 0F2 0B2"))
+    )
+    layer_s = plan_gathers(slices, costs, costs.model.num_layers, True, True).of_pass(False, False).gather_s
+    assert weight_seconds(slices, costs).gather_s == pytest.approx(weight_seconds(turns, costs).gather_s + 4 * layer_s)
+
+
+def ordered(words: str) -> SequenceGroup:
+    """A sequence of 24 tokens in three slices on two ranks, whose passes run in this order."""
+    chunks = tuple(Chunk(place, (Span(0, 8 * place, 8 * place + 8),)) for place in range(3))
+    group = SequenceGroup.of(GroupShape(2), range(2), chunks)
+    stage = StagePlan(0, (LayerRange(0, 2),), tuple(map(Action.parse, words.split())))
+    return replace(group, stages=(stage,))
 
 
 def test_shards_on_the_host_are_copied_before_gathers_and_leave_once() -> None:

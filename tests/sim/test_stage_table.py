@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from hf_longctx.hf.config import LongContextConfig
 from hf_longctx.plan.core.serialize import plan_digest
 from hf_longctx.plan.core.types import Chunk, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.core.validate import validate_plan
+from hf_longctx.plan.pipeline.search import NotFaster
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.planning import counted_step_s
+from hf_longctx.plan.setup import _Choices
 from hf_longctx.plan.stage_count import StageOptions
 from hf_longctx.sim.forecast import Forecast, make_forecast
 from hf_longctx.sim.output.summary import run_settings, stage_lines
@@ -135,7 +138,9 @@ def test_the_number_that_a_user_chooses_is_compared_with_one_stage(path: Path) -
 
 
 def test_the_output_head_stays_on_the_last_stage_if_the_user_wants_that() -> None:
-    spread, kept = (scenario(2, spread_head=way, parameters="sharded") for way in (True, False))
+    # without lengths nothing is compared
+    given: dict[str, Any] = {"parameters": "sharded", "step_lengths": ()}
+    spread, kept = (scenario(2, spread_head=way, **given) for way in (True, False))
     assert kept.placement.output_shares == () != spread.placement.output_shares
     assert run_settings(kept)["spread_head"] == "false" and "spread_head" not in run_settings(spread)
     assert "spread_head" not in run_settings(scenario(1, spread_head=False))
@@ -152,7 +157,34 @@ def test_stages_share_the_output_head_only_if_a_step_takes_less() -> None:
         seconds = [counted_step_s(plan_step(0, lengths, way.costs, way.planner), way.costs) for way in ways]
         is_shared.append(bool(ways[0].placement.output_shares))
         assert seconds[0] <= seconds[1] and is_shared[-1] == (seconds[0] < seconds[1])
+        # settings that are printed give the same setup
+        settings = run_settings(scenario(stages, lengths, **given))
+        assert settings["parameters"] == "sharded" and ("spread_head" in settings) == (not is_shared[-1])
     assert is_shared == [False, True]
+
+
+@pytest.mark.parametrize("alone", [2.0, 5.0, ValueError("no room")])
+def test_the_head_on_the_last_stage_is_tried_if_sharing_it_is_not_faster(alone: float | ValueError) -> None:
+    """A limit that a shared head does not beat; on the last stage it does, or neither does, or has no room."""
+    setup = scenario(2).setup
+
+    class Choices(_Choices):
+        def _on_stages(self, ranges: Any, output_shares: Any, step: Any, most_s: float = math.inf) -> Any:
+            seconds = 4.0 if output_shares else alone
+            if isinstance(seconds, ValueError):
+                raise seconds
+            if seconds >= most_s:
+                raise NotFaster(seconds)
+            return setup, None
+
+    choices = Choices.__new__(Choices)
+    if alone == 2.0:
+        found, _ = choices._with_best_head((), (1.0, 1.0), (), (1,), 3.0)
+        assert found.keeps_head and not setup.keeps_head
+        return
+    with pytest.raises(NotFaster) as caught:
+        choices._with_best_head((), (1.0, 1.0), (), (1,), 3.0)
+    assert caught.value.least_s == 4.0
 
 
 def test_one_stage_says_what_stages_would_do_and_one_node_does_not_mention_them(path: Path) -> None:

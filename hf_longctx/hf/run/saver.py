@@ -371,6 +371,7 @@ def _owned(run: Run, model: nn.Module) -> dict[tuple[str, int], Sequence[int]]:
     if stage.tied and not run.all_stages:
         tied = stage.model.get_parameter(stage.tied)
         found["tied", shard] = [place for place, parameter in enumerate(parameters) if parameter is tied]
+        assert found["tied", shard], f"{stage.tied} is no parameter of the model to save"
     return found
 
 

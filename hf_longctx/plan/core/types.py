@@ -204,8 +204,8 @@ class ActivationPolicy:
     """Policies of one chunk on one layer range, layer by layer; layers beyond the list keep everything.
 
     tile_tokens: tokens per tile of norms and MLP; the loss has tiles of at most `LEAST_TILE_TOKENS`, since logits are wide. 0:
-    untiled. leaving_layers: layers whose tensors may be on their way to the host at once; if several, those of the last ones
-    leave beside the pass that follows.
+    untiled. leaving_layers: number of layers whose tensors may be on their way to the host at the same time. If there are more
+    than one, the last of them may still be leaving during the next backward; a forward waits for them first.
     """
 
     chunk: int

@@ -2,9 +2,9 @@
 
 Each layer is gathered for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
 (`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
-as mostly in a pipeline, that layer is not gathered again (`keeps_first`). Embedding and head are one unit with the final norm,
-and stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of a
-micro-batch, or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them,
+which is the usual case in a pipeline, that layer is not gathered again (`keeps_first`). Embedding and head are one unit with the
+final norm, and stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of
+a micro-batch, or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them,
 also those of rounded weights, or in fp32 if several backwards may have added up; across nodes in fp32 (`sum_bytes`). Ranks with
 equal shards, or with whole weights, sum their gradients once per step.
 
@@ -259,15 +259,21 @@ class StageGathers:
     def in_round(self, num_chunks: int) -> Sequence[tuple[int, Collectives]]:
         """Returns the collectives of the passes of a micro-batch of `num_chunks` chunks, with the number of equal passes.
 
-        Forwards and backwards take turns.
+        They are those of passes that gather all of their layers.
         """
         forward, first, backward, last, only = self.passes or 5 * (Collectives(),)
-        others = [(num_chunks - 1, forward), (num_chunks - 1, backward), (1, last if num_chunks > 1 else only)]
-        return [(1, first), *((count, replace(each, keeps_first=True)) for count, each in others)]
+        return [(1, first), (num_chunks - 1, forward), (num_chunks - 1, backward), (1, last if num_chunks > 1 else only)]
 
     def least_s(self, num_chunks: int = 1) -> float:
-        """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing."""
-        return sum(count * float(each.counted_s()) for count, each in self.in_round(num_chunks)) if self.passes else 0.0
+        """Returns the least seconds that a micro-batch of so many chunks counts, beside any computing.
+
+        Forwards and backwards take turns, so that all passes but the first begin with a gathered layer.
+        """
+        if not self.passes:
+            return 0.0
+        (_, first), *others = self.in_round(num_chunks)
+        others_s = sum(count * float(replace(each, keeps_first=True).counted_s()) for count, each in others)
+        return float(first.counted_s()) + others_s
 
 
 def _seconds_of(sent: Traffic, costs: CostModel, measured: Rates) -> float:
@@ -304,11 +310,12 @@ def counted_passes_s(
     return found
 
 
-def keeping_passes(stages: Sequence[tuple[BoolArray, IntArray, IntArray]], num_ranges: int, num_chunks: int) -> BoolArray:
-    """Returns which passes begin with the layer with which the one before ended, (layer ranges, stages, chunks, F/B).
+# forwards and backwards of a stage, in order: whether each is a forward, its chunk, and its layer range
+StagePasses = tuple[BoolArray, IntArray, IntArray]
 
-    stages: forwards and backwards of every stage, in order: whether each is a forward, its chunk, and its layer range.
-    """
+
+def keeping_passes(stages: Sequence[StagePasses], num_ranges: int, num_chunks: int) -> BoolArray:
+    """Returns which passes begin with the layer with which the one before ended, (layer ranges, stages, chunks, F/B)."""
     found = np.zeros((num_ranges, len(stages), num_chunks, 2), dtype=bool)
     for stage, (is_forward, chunks, layer_ranges) in enumerate(stages):
         keeps = (is_forward[1:] != is_forward[:-1]) & (layer_ranges[1:] == layer_ranges[:-1])

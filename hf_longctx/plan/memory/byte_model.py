@@ -48,7 +48,6 @@ from hf_longctx.plan.memory.stage import (
     Passes,
     RoundMoments,
     accumulated_bytes,
-    beside_next,
     chunk_load,
     chunk_numbers,
     host_layer_bytes,
@@ -332,13 +331,11 @@ class ByteModel:
         book = book_moments(self.model, stage, self._book(group, position), len(group.chunks), place, is_forward)
         work = np.where(is_forward, forward_workspace, backward_workspace)
         after = np.stack([_after(device, is_forward), _after(host, is_forward), book.after])
-        leaving = np.where(is_forward, left, 0)
-        peak = _peak(numbers, saved, is_forward, book) + beside_next(leaving, is_forward)
+        leaving, heads = np.where(is_forward, left, 0), np.zeros_like(device)
         for chunk, before in passes.heads:
-            head = self._head_bytes(loads.loads[chunk]) + int(leaving[before])
-            peak[before] = max(peak[before], after[0, before] + after[2, before] + head)
-            work[before] = max(work[before], head)
-        return RoundMoments(saved, on_host, book.most + book.others, work, peak, after, leaving, is_forward)
+            heads[before] = max(heads[before], self._head_bytes(loads.loads[chunk]))
+        work, alone = np.maximum(work, heads), _peak(numbers, saved, is_forward, book)
+        return RoundMoments.of(saved, on_host, book.most + book.others, work, after, alone, leaving, heads, is_forward)
 
     def _head_bytes(self, load: Load) -> int:
         """Returns bytes of an output head that runs forward and backward at once, in tiles, on hidden states of another stage."""
@@ -502,7 +499,7 @@ class ByteModel:
             has_head = _has_head(group, stage, layer_range)
             # equal stages share one entry of the cache
             policies = self._policies(group, stage, layer_range)[1]
-            heads = (passes.at_once, passes.leaving) if has_head else None
+            heads = (passes.at_once, passes.sent_on) if has_head else None
             key = loads.number, self._kinds(owned), heads, (stage.stage, layer_range) == (0, 0), policies
             if key not in known:
                 known[key] = self._chunks_of(group, stage, layer_range, loads, tiles_loss, range(len(loads.loads)))
@@ -523,11 +520,11 @@ class ByteModel:
             self._policies(group, stage, layer_range)[0],
             not stage.stage + layer_range,
         )
-        rows, outside, receives, lags = [], [], [], []
+        rows, outside, receives, leaving_layers = [], [], [], []
         for chunk in chunks:
             load, number, policy = loads.loads[chunk], loads.numbers[chunk], policies[chunk]
             rows.append(self._layer_rows(load, number, policy, kinds))
-            has_head = is_last and chunk not in passes.leaving
+            has_head = is_last and chunk not in passes.sent_on
             keeps_gradients = has_head and chunk * num_ranges + layer_range in passes.at_once
             loss_tile = policy.tile_tokens if tiles_loss else 0
             numbers = self._outside(load, number, has_head, keeps_gradients, loss_tile)
@@ -537,9 +534,11 @@ class ByteModel:
             outside.append(numbers)
             # hidden states received from another layer range wait for their gradient only if a policy may move them
             receives.append(bool(policy.layers) and not is_first)
-            lags.append(policy.leaving_layers)
+            leaving_layers.append(policy.leaving_layers)
         layers: IntArray = self._table()[np.array(rows, dtype=np.int64)]
-        return chunk_numbers(layers, np.array(outside, dtype=np.int64), np.array(receives), np.array(lags, dtype=np.int64))
+        return chunk_numbers(
+            layers, np.array(outside, dtype=np.int64), np.array(receives), np.array(leaving_layers, dtype=np.int64)
+        )
 
     def _policies(self, group: SequenceGroup, stage: StagePlan, layer_range: int) -> tuple[list[_Policy], int]:
         """Returns the policy of every chunk on one layer range of a stage, and the number of the list."""

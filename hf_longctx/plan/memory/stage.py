@@ -340,24 +340,24 @@ class Passes:
         self.actions = tuple(action for action in stage.actions if action.kind in ("F", "B"))
         self.is_forward: BoolArray = np.array([action.kind == "F" for action in self.actions], dtype=bool)
         self.chunks: IntArray = np.array([action.chunk for action in self.actions], dtype=np.int64)
-        layer_ranges: IntArray = np.array([action.layer_range for action in self.actions], dtype=np.int64)
+        self.layer_ranges: IntArray = np.array([action.layer_range for action in self.actions], dtype=np.int64)
         # chunk * layer ranges + layer range of every pass
-        self.cells: IntArray = self.chunks * len(stage.layer_ranges) + layer_ranges
+        self.cells: IntArray = self.chunks * len(stage.layer_ranges) + self.layer_ranges
         # cells with the backward directly after the forward
         behind = self.cells[1:] == self.cells[:-1]
         self.at_once = frozenset(self.cells[:-1][behind & self.is_forward[:-1]].tolist())
         num_ranges, num_passes = len(stage.layer_ranges), 0
         # chunk of every output head, with the number of the forward or backward before it
         self.heads: list[tuple[int, int]] = []
-        # chunks whose hidden states leave the last layer range: on the last stage, those whose head another stage runs
-        leaving: set[int] = set()
+        # chunks whose hidden states the last layer range sends: on the last stage, those whose head another stage runs
+        sent_on: set[int] = set()
         for action in stage.actions:
             num_passes += action.kind in ("F", "B")
             if action.kind == "H":
                 self.heads.append((action.chunk, num_passes - 1))
             elif action.kind == "SF" and action.layer_range == num_ranges - 1:
-                leaving.add(action.chunk)
-        self.leaving = frozenset(leaving)
+                sent_on.add(action.chunk)
+        self.sent_on = frozenset(sent_on)
         # with output heads
         self.with_heads = tuple(action for action in stage.actions if action.kind in PASSES) if self.heads else self.actions
 
@@ -378,7 +378,7 @@ class RoundBytes:
     book: int
     # largest workspace of an action
     workspace: int
-    # peak of all together on the device; at most the sum of the others
+    # peak of all together on the device, with tensors of the pass before that are leaving for the host
     peak: int
 
 
@@ -386,8 +386,9 @@ class RoundBytes:
 class RoundMoments:
     """Bytes of each pass of a round; fields as in `RoundBytes`.
 
-    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book. leaving: bytes
-    that are on their way to the host after each pass, and so a part of the peak of the next one, if that is a backward.
+    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book. alone: the peak
+    without what leaves and without output heads. leaving: bytes that are on their way to the host after each pass, and so a part
+    of the peak of the next one, if that is a backward. heads: bytes of the largest output head that runs after each pass.
     """
 
     saved: IntArray
@@ -396,8 +397,30 @@ class RoundMoments:
     workspace: IntArray
     peak: IntArray
     after: IntArray
+    alone: IntArray
     leaving: IntArray
+    heads: IntArray
     is_forward: BoolArray
+
+    @classmethod
+    def of(
+        cls,
+        saved: IntArray,
+        host: IntArray,
+        book: IntArray,
+        workspace: IntArray,
+        after: IntArray,
+        alone: IntArray,
+        leaving: IntArray,
+        heads: IntArray,
+        is_forward: BoolArray,
+    ) -> RoundMoments:
+        """Computes the peak."""
+        before = np.concatenate([[0], leaving[:-1]])[: len(leaving)]
+        # before a forward, all tensors have left
+        peak = alone + np.where(is_forward, 0, before)
+        peak = np.where(heads > 0, np.maximum(peak, after[0] + after[2] + heads + leaving), peak)
+        return cls(saved, host, book, workspace, peak, after, alone, leaving, heads, is_forward)
 
     @property
     def most(self) -> RoundBytes:
@@ -411,7 +434,7 @@ def joined_moments(rounds: Sequence[RoundMoments], turns: IntArray) -> RoundMome
     turns: the round of each pass, in running order.
     """
     num_passes = len(turns)
-    saved, host, book, workspace, peak, leaving = np.zeros((6, num_passes), dtype=np.int64)
+    saved, host, book, workspace, alone, leaving, heads = np.zeros((7, num_passes), dtype=np.int64)
     is_forward = np.zeros(num_passes, dtype=bool)
     after = np.zeros((3, num_passes), dtype=np.int64)
     for index, own in enumerate(rounds):
@@ -427,17 +450,12 @@ def joined_moments(rounds: Sequence[RoundMoments], turns: IntArray) -> RoundMome
         for target, of_pass, stays_then in zip((saved, host, book), (own.saved, own.host, own.book), held, strict=True):
             target[places] += of_pass
             target[others] += stays_then[others]
-        workspace[places], leaving[places], is_forward[places] = own.workspace, own.leaving, own.is_forward
-        # what leaves beside the next pass does so beside that of another round
-        peak[places] += own.peak - beside_next(own.leaving, own.is_forward)
-        peak[others] += (held[0] + held[2])[others]
-    return RoundMoments(saved, host, book, workspace, peak + beside_next(leaving, is_forward), after, leaving, is_forward)
-
-
-def beside_next(leaving: IntArray, is_forward: BoolArray) -> IntArray:
-    """Returns bytes of the pass before that leave beside every pass; before a forward, all of them have left."""
-    found: IntArray = np.where(is_forward, 0, np.concatenate([[0], leaving[:-1]])[: len(leaving)])
-    return found
+        workspace[places], is_forward[places] = own.workspace, own.is_forward
+        # the pass that follows, beside which tensors leave, may be that of another round
+        leaving[places], heads[places] = own.leaving, own.heads
+        alone[places] += own.alone
+        alone[others] += (held[0] + held[2])[others]
+    return RoundMoments.of(saved, host, book, workspace, after, alone, leaving, heads, is_forward)
 
 
 def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray, leaving_layers: IntArray) -> IntArray:

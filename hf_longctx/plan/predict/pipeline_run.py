@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import compress, groupby, pairwise
+from itertools import accumulate, compress, groupby, pairwise
 
 import numpy as np
 
+from hf_longctx.plan.core.orders import joined_stages
 from hf_longctx.plan.core.sharding import fullest_share
 from hf_longctx.plan.core.types import (
     Action,
@@ -28,6 +29,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.weight_traffic import (
     StageGathers,
+    StagePasses,
     counted_passes_s,
     ends_s,
     keeping_passes,
@@ -35,7 +37,7 @@ from hf_longctx.plan.cost.weight_traffic import (
     summed_head_s,
 )
 from hf_longctx.plan.memory.byte_model import ByteModel
-from hf_longctx.plan.memory.stage import layer_shard_bytes, message_bytes, most_tokens_at_once
+from hf_longctx.plan.memory.stage import Passes, layer_shard_bytes, message_bytes, most_tokens_at_once
 from hf_longctx.plan.model.attention_pairs import AttentionPairs
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
 from hf_longctx.plan.model.model_spec import ModelSpec
@@ -114,6 +116,8 @@ class PredictionCache:
         self.kept_chunks: dict[
             tuple[int, int, GroupShape, int], tuple[SequenceGroup, list[float], list[float], tuple[int, ...]]
         ] = {}
+        # layers that stay gathered in plans with turns, by the ids of these plans, which are stored with them
+        self._turned: dict[int, tuple[StepPlan, BoolArray, list[int]]] = {}
         # pipelines without policies, by ids of chunks and stages, and by positions
         self._kept: dict[tuple[int, int, int, tuple[int, ...]], tuple[SequenceGroup, float, FloatArray]] = {}
 
@@ -159,6 +163,15 @@ class PredictionCache:
             self._heads[key] = group, group.head_stages
         return self._heads[key][1]
 
+    def keeps_in_turns(self, plan: StepPlan) -> tuple[BoolArray, list[int]]:
+        """Returns `keeping_passes` of all micro-batches, which run in turns, and the first chunk of each among all."""
+        if id(plan) not in self._turned:
+            joined = _in_order(map(Passes, joined_stages(plan.micro_batches, plan.turns)))
+            firsts = list(accumulate((len(each.groups[0].chunks) for each in plan.micro_batches), initial=0))
+            num_ranges = len(plan.micro_batches[0].groups[0].stages[0].layer_ranges)
+            self._turned[id(plan)] = plan, keeping_passes(joined, num_ranges, firsts[-1]), firsts
+        return self._turned[id(plan)][1:]
+
     def seconds(self, group: SequenceGroup, costs: CostModel) -> ChunkSeconds:
         """Returns the seconds of the group's chunks, which depend neither on policies nor on positions."""
         key = id(group.chunks), id(group.towers), group.shape
@@ -184,6 +197,10 @@ class PredictionCache:
             stop_s = wiring.stop_s(wiring.seconds(seconds.table), wiring.hops(seconds.hops()))
             self._kept[key] = group, stop_s, seconds.on_stages(seconds.table)
         return self._kept[key][1:]
+
+
+def _in_order(stages: Iterable[Passes]) -> list[StagePasses]:
+    return [(own.is_forward, own.chunks, own.layer_ranges) for own in stages]
 
 
 def plan_gathers(plan: StepPlan, costs: CostModel, num_layers: int, is_first: bool, is_last: bool) -> StageGathers:
@@ -576,14 +593,16 @@ class StageSeconds:
 
     @cached_property
     def _keeps_first(self) -> BoolArray:
-        """Which passes begin with a gathered layer (`keeping_passes`); none if those of other micro-batches may lie between."""
-        stages, num_chunks = self.group.stages, len(self.group.chunks)
+        """Which passes begin with a layer that is still gathered, see `keeping_passes`."""
         assert self.known is not None
-        byte_model, num_ranges = self.known.byte_model(self.costs.model), len(stages[0].layer_ranges)
-        if self.plan.turns:
-            return np.zeros((num_ranges, len(stages), num_chunks, 2), dtype=bool)
-        passes = [byte_model.passes(stage) for stage in stages]
-        return keeping_passes([(own.is_forward, own.chunks, own.cells % num_ranges) for own in passes], num_ranges, num_chunks)
+        stages, num_ranges, num_chunks = self.group.stages, len(self.group.stages[0].layer_ranges), len(self.group.chunks)
+        if not self.plan.turns:
+            byte_model = self.known.byte_model(self.costs.model)
+            return keeping_passes(_in_order(map(byte_model.passes, stages)), num_ranges, num_chunks)
+        keeps, firsts = self.known.keeps_in_turns(self.plan)
+        # by identity, since plans of micro-batches may be equal
+        index = next(i for i, each in enumerate(self.plan.micro_batches) if any(group is self.group for group in each.groups))
+        return keeps[:, :, firsts[index] : firsts[index] + num_chunks]
 
     @cached_property
     def counted_gathers(self) -> FloatArray:

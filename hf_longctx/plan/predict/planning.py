@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hf_longctx.plan.core.lending import is_lent
+from hf_longctx.plan.core.orders import joined_stages
 from hf_longctx.plan.core.settings import PlannerConfig
 from hf_longctx.plan.core.types import Blocks, Parameters, SequenceGroup, StagePlan, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
@@ -205,15 +207,22 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
     links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
     copies, slots = [0.0] * len(links), [0] * len(links)
+    # of a layer that stays gathered from one pass to the next
+    kept_s = collectives.of_pass(False, False).gather_s
+    if plan.turns:
+        joined = joined_stages(plan.micro_batches, plan.turns)[place]
+        links = [seconds - kept_s * _num_kept(joined) for seconds in links]
     for micro_batch in plan.micro_batches:
         # blocks may leave out micro-batches; groups of a block that meet only at its ends may have different numbers of chunks
-        chunks: dict[int, int] = {}
+        chunks: dict[int, tuple[int, int]] = {}
         for group in micro_batch.groups:
+            own = group.stages[place]
+            found = _num_forwards(own), 0 if plan.turns else _num_kept(own)
             for index in {position // block for position in group.positions}:
-                chunks[index] = max(chunks.get(index, 0), _num_forwards(group.stages[place]))
-        for index, num_chunks in chunks.items():
+                chunks[index] = max(chunks.get(index, (0, 0)), found)
+        for index, (num_chunks, num_kept) in chunks.items():
             passes = collectives.in_round(num_chunks)
-            links[index] += sum(count * each.links_s for count, each in passes)
+            links[index] += sum(count * each.links_s for count, each in passes) - num_kept * kept_s
             copies[index] += sum(count * each.copies_s for count, each in passes)
             slots[index] += num_chunks
     to_copies = copies_traffic(weights, cluster, block, plan.ranks_per_stage // block)
@@ -265,6 +274,12 @@ def _last_backward_s(group: SequenceGroup, place: int, costs: CostModel) -> floa
 
 def _num_forwards(stage: StagePlan) -> int:
     return sum(action.kind == "F" for action in stage.actions)
+
+
+def _num_kept(stage: StagePlan) -> int:
+    """Returns the number of passes that begin with the layer with which the one before ended."""
+    passes = [(action.kind, action.layer_range) for action in stage.actions if action.kind in ("F", "B")]
+    return sum(one[0] != other[0] and one[1] == other[1] for one, other in pairwise(passes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,10 @@ def _mixed_layer(
 
 
 def _leaving_layers(num_layers: int, offload: float, beside_own: float) -> int:
-    """Returns `ActivationPolicy.leaving_layers` of a cell that offloads this share, of which its own forward hides `beside_own`.
+    """Returns `ActivationPolicy.leaving_layers` of a cell that offloads this share, of which its own passes hide `beside_own`.
 
-    Every layer but the last offloads as much as the others: those for whose copies the forward is too short, and the one before.
+    Counts the layers for whose copies the forward is too short, and the one whose copy runs when it ends. All layers but the last
+    are taken to offload equal shares.
     """
     if offload <= beside_own * (1 + 1e-9):
         return 1
@@ -237,7 +238,7 @@ class GroupCells:
         return self._known_layers[key]
 
     def _cells(self) -> tuple[Cells, FloatArray]:
-        """The cells of all stages, chunks and layer ranges, in this order, and the shares that hide beside their own passes.
+        """The cells of all stages, chunks and layer ranges, in this order, and the shares that their own passes hide alone.
 
         A layer's copies overlap with the layer after it, so nothing hides those of a range's last layer.
         """
@@ -253,10 +254,10 @@ class GroupCells:
             count, (own_s, others_s) = owned.num_layers, self._hiding_s(stage, layer_range)
             kept, recomputed, again_on_host, offloaded, on_host, recompute_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
-            # nothing hides beside one layer alone
-            more_s = others_s / behind if behind else others_s
-            hiding_s = np.stack([np.minimum(forward_s, own_s[1]) for forward_s in (own_s[0], own_s[0] + more_s)])
-            hidden_s = _POLICIES.link_share * hiding_s * behind * (self.host_bytes > 0)
+            # the topmost layer hides nothing of its own, but the whole pass that follows does
+            out_s, back_s = behind * own_s[0], behind * own_s[1]
+            hiding_s = np.minimum(back_s, np.stack([out_s, out_s + others_s]))
+            hidden_s = _POLICIES.link_share * hiding_s * (self.host_bytes > 0)
             most = np.minimum(behind, np.divide(hidden_s, copy_s, out=np.zeros_like(hidden_s), where=copy_s > 0))
             # shares of less than a token move nothing
             beside_own, most = np.where(most * self.tokens < 1, 0.0, most)

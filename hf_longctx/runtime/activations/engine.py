@@ -325,7 +325,7 @@ class ActivationEngine:
     def settle(self) -> None:
         """Lets the device wait for tensors that left beside a pass: before the next forward, or after the next backward."""
         if self.tier is not None:
-            self.tier.copies.let_go()
+            self.tier.settle()
 
     @property
     def _device(self) -> torch.device:

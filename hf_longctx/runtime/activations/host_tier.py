@@ -158,7 +158,7 @@ class HostTier:
         self.stored_bytes = self.peak_bytes = 0
         # bytes that this layer has offloaded, and the most that any layer of the chunk has
         self._layer_bytes = self._most_layer_bytes = 0
-        # of the chunk that ran forward last
+        # of the chunk that ran forward last, until its tensors have left
         self.leaving_layers = 1
 
     @classmethod
@@ -168,9 +168,14 @@ class HostTier:
 
     def begin_chunk(self, leaving_layers: int = 1) -> None:
         """Begins another chunk when all tensors have left; also clears what an error may have left behind."""
-        self.copies.let_go()
+        self.settle()
         self._layer_bytes = self._most_layer_bytes = 0
         self.leaving_layers = leaving_layers
+
+    def settle(self) -> None:
+        """Lets the device wait until all tensors have left."""
+        self.copies.let_go()
+        self.leaving_layers = 1
 
     def end_chunk(self) -> None:
         """Lets the device wait for tensors of the chunk's last layers, unless these leave beside the next pass."""

@@ -98,9 +98,7 @@ def test_passes_have_the_traffic_of_a_micro_batch(parameters: Parameters, num_st
     costs, num_chunks = costs_of(parameters), 3
     gathers = StageGathers.of(costs, 8, PART, num_stages)
     found = sum(count * each.links_s for count, each in (*gathers.in_round(num_chunks), (1, gathers.once)))
-    # every pass but the first begins with the layer with which the one before ended
-    weights, turns = StageWeights.of(MODEL, *PART), 2 * num_chunks - 1
-    traffic = round_traffic(weights, costs.cluster, parameters, 8, num_chunks, num_stages, turns=turns)
+    traffic = round_traffic(StageWeights.of(MODEL, *PART), costs.cluster, parameters, 8, num_chunks, num_stages)
     assert found == pytest.approx(costs.coefficients.forward.exchange_s(traffic))
 
 
