@@ -194,7 +194,7 @@ def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
 
     # one leaves, and one is being made
     assert peak() <= 2
-    # as many as may leave at once, and one is being made
+    # five may leave at once, and one is being made
     assert 5 <= peak(leaving_layers=5) <= 6
     kept = "self._leaving.add(source, ticket, room_bytes)"
     with removed(Removal("runtime.core.host_copies", kept, "source.record_stream(self._out)")):

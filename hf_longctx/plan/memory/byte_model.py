@@ -53,6 +53,7 @@ from hf_longctx.plan.memory.stage import (
     host_layer_bytes,
     host_state_bytes,
     part_state_bytes,
+    peak_with_leaving,
     resting_bytes,
 )
 from hf_longctx.plan.model.layers import ATTENTION, LayerKind
@@ -335,7 +336,8 @@ class ByteModel:
         for chunk, before in passes.heads:
             heads[before] = max(heads[before], self._head_bytes(loads.loads[chunk]))
         work, alone = np.maximum(work, heads), _peak(numbers, saved, is_forward, book)
-        return RoundMoments.of(saved, on_host, book.most + book.others, work, after, alone, leaving, heads, is_forward)
+        peak, books = peak_with_leaving(after, alone, leaving, heads, is_forward), book.most + book.others
+        return RoundMoments(saved, on_host, books, work, peak, after, alone, leaving, heads, is_forward)
 
     def _head_bytes(self, load: Load) -> int:
         """Returns bytes of an output head that runs forward and backward at once, in tiles, on hidden states of another stage."""

@@ -384,43 +384,22 @@ class RoundBytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundMoments:
-    """Bytes of each pass of a round; fields as in `RoundBytes`.
-
-    after: bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book. alone: the peak
-    without what leaves and without output heads. leaving: bytes that are on their way to the host after each pass, and so a part
-    of the peak of the next one, if that is a backward. heads: bytes of the largest output head that runs after each pass.
-    """
+    """Bytes of each pass of a round; fields as in `RoundBytes`."""
 
     saved: IntArray
     host: IntArray
     book: IntArray
     workspace: IntArray
     peak: IntArray
+    # bytes that stay after each pass, (3, passes): saved tensors on the device, on the host, and the book
     after: IntArray
+    # the peak without tensors that leave and without output heads
     alone: IntArray
+    # bytes that are on their way to the host after each pass, and so a part of the peak of the next one, if that is a backward
     leaving: IntArray
+    # bytes of the largest output head that runs after each pass
     heads: IntArray
     is_forward: BoolArray
-
-    @classmethod
-    def of(
-        cls,
-        saved: IntArray,
-        host: IntArray,
-        book: IntArray,
-        workspace: IntArray,
-        after: IntArray,
-        alone: IntArray,
-        leaving: IntArray,
-        heads: IntArray,
-        is_forward: BoolArray,
-    ) -> RoundMoments:
-        """Computes the peak."""
-        before = np.concatenate([[0], leaving[:-1]])[: len(leaving)]
-        # before a forward, all tensors have left
-        peak = alone + np.where(is_forward, 0, before)
-        peak = np.where(heads > 0, np.maximum(peak, after[0] + after[2] + heads + leaving), peak)
-        return cls(saved, host, book, workspace, peak, after, alone, leaving, heads, is_forward)
 
     @property
     def most(self) -> RoundBytes:
@@ -455,7 +434,17 @@ def joined_moments(rounds: Sequence[RoundMoments], turns: IntArray) -> RoundMome
         leaving[places], heads[places] = own.leaving, own.heads
         alone[places] += own.alone
         alone[others] += (held[0] + held[2])[others]
-    return RoundMoments.of(saved, host, book, workspace, after, alone, leaving, heads, is_forward)
+    peak = peak_with_leaving(after, alone, leaving, heads, is_forward)
+    return RoundMoments(saved, host, book, workspace, peak, after, alone, leaving, heads, is_forward)
+
+
+def peak_with_leaving(after: IntArray, alone: IntArray, leaving: IntArray, heads: IntArray, is_forward: BoolArray) -> IntArray:
+    """Returns the peak of every pass, given the other fields of `RoundMoments`."""
+    before = np.concatenate([[0], leaving[:-1]])[: len(leaving)]
+    # before a forward, all tensors have left
+    peak = alone + np.where(is_forward, 0, before)
+    found: IntArray = np.where(heads > 0, np.maximum(peak, after[0] + after[2] + heads + leaving), peak)
+    return found
 
 
 def chunk_numbers(layers: IntArray, outside: IntArray, receives: BoolArray, leaving_layers: IntArray) -> IntArray:

@@ -593,7 +593,7 @@ class StageSeconds:
 
     @cached_property
     def _keeps_first(self) -> BoolArray:
-        """Which passes begin with a layer that is still gathered, see `keeping_passes`."""
+        """Passes that begin with a layer that is still gathered, see `keeping_passes`."""
         assert self.known is not None
         stages, num_ranges, num_chunks = self.group.stages, len(self.group.stages[0].layer_ranges), len(self.group.chunks)
         if not self.plan.turns:

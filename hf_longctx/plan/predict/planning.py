@@ -207,7 +207,7 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
     links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
     copies, slots = [0.0] * len(links), [0] * len(links)
-    # of a layer that stays gathered from one pass to the next
+    # seconds of a layer that stays gathered from one pass to the next
     kept_s = collectives.of_pass(False, False).gather_s
     if plan.turns:
         joined = joined_stages(plan.micro_batches, plan.turns)[place]

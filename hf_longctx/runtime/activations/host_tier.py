@@ -158,7 +158,7 @@ class HostTier:
         self.stored_bytes = self.peak_bytes = 0
         # bytes that this layer has offloaded, and the most that any layer of the chunk has
         self._layer_bytes = self._most_layer_bytes = 0
-        # of the chunk that ran forward last, until its tensors have left
+        # number for the chunk that ran forward last, until its tensors have left
         self.leaving_layers = 1
 
     @classmethod

@@ -66,7 +66,7 @@ def test_a_layer_that_stays_gathered_takes_as_long_as_none(layer_s: float, compu
     each = Collectives(num_layers, layer_s, layer_s / 2, is_ahead=True)
     kept = replace(each, keeps_first=True)
     assert kept.links_s == pytest.approx(each.links_s - layer_s)
-    # what the pass before hid of it counted for the share by which kernels slow down
+    # the part that the pass before hid counted for the share by which kernels slow down
     hidden_s = min(layer_s, compute_s)
     seconds = [float(one.counted_s(num_layers * compute_s)) for one in (kept, each)]
     assert seconds[0] == pytest.approx(seconds[1] - (layer_s - (1 - SLOWED_SHARE) * hidden_s), abs=1e-6)
@@ -77,7 +77,7 @@ def test_passes_keep_the_layer_with_which_the_one_before_ended() -> None:
     is_forward, chunks = np.array([True, True, False, True, False, False]), np.array([0, 1, 1, 2, 2, 0])
     found = keeping_passes([(is_forward, chunks, np.zeros(6, dtype=np.int64))], 1, 3)
     assert found[0, 0].tolist() == [[False, False], [False, True], [True, True]]
-    # of two layer ranges, the last layer of one is not the first of the other
+    # with two layer ranges, the last layer of one is not the first of the other
     found = keeping_passes([(is_forward, chunks, np.array([0, 0, 1, 1, 1, 0]))], 2, 3)
     assert not found[0].any() and found[1, 0].tolist() == [[False, False], [False, False], [True, True]]
 
