@@ -59,7 +59,7 @@ def test_stages_hold_and_work_with_what_is_predicted(ranks, name: str) -> None:
         assert predicted.peak + messages == pytest.approx(peak, rel=0.07)
 
 
-@pytest.mark.daily("1-3")
+@pytest.mark.daily("3-1")
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("leaving_layers", [1, 2, 3, 5])
 def test_tensors_that_leave_beside_the_next_pass_are_counted(ranks, leaving_layers: int, num_heads: int) -> None:
