@@ -40,12 +40,12 @@ class CopyStep(NamedTuple):
     """Consecutive layers of one pass: seconds to compute them, and seconds to copy what they save over the link.
 
     In forward the copy out starts after the last of these layers; in backward the copy back ends before the first of them begins.
-    most_leaving: copies out of the pass that may run or wait at once (`ActivationPolicy.leaving_layers`).
+    leaving_layers: copies out of the pass that may run or wait at once (`ActivationPolicy.leaving_layers`).
     """
 
     compute_s: float
     copy_s: float
-    most_leaving: int = 1
+    leaving_layers: int = 1
 
 
 class CopiedOut(NamedTuple):
@@ -304,7 +304,7 @@ class HostLinks:
         if not steps:
             return clock_s + seconds, ()
         # the head, and layers without copies, run after the last copy step
-        rest_s, most = seconds - sum([compute_s for compute_s, _, _ in steps]), steps[0].most_leaving
+        rest_s, most = seconds - sum([compute_s for compute_s, _, _ in steps]), steps[0].leaving_layers
         for compute_s, copy_s, _ in steps:
             clock_s += compute_s
             if waits and len(done) >= most and done[-most] > clock_s:

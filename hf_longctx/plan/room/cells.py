@@ -254,7 +254,7 @@ class GroupCells:
             count, (own_s, others_s) = owned.num_layers, self._hiding_s(stage, layer_range)
             kept, recomputed, again_on_host, offloaded, on_host, recompute_s = ways_of[self._kinds(owned)]
             behind, copy_s = (count - 1) / count, count * on_host / rate
-            # the topmost layer hides nothing of its own, but the whole pass that follows does
+            # copies out run beside the layers above, and beside the whole pass that follows
             out_s, back_s = behind * own_s[0], behind * own_s[1]
             hiding_s = np.minimum(back_s, np.stack([out_s, out_s + others_s]))
             hidden_s = _POLICIES.link_share * hiding_s * (self.host_bytes > 0)

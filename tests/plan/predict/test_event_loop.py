@@ -221,7 +221,7 @@ def test_a_layer_takes_at_least_as_long_as_the_copy_of_the_one_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_leaving", "expected"),
+    ("leaving_layers", "expected"),
     [
         # one layer leaves at a time, and the next pass waits for it. Back: from 14 to 16, 16 to 18, and so on
         (1, ((0, 7), (7, 14), (14, 22), (22, 30))),
@@ -231,9 +231,9 @@ def test_a_layer_takes_at_least_as_long_as_the_copy_of_the_one_before() -> None:
         (3, ((0, 3), (3, 10), (10, 18), (18, 26))),
     ],
 )
-def test_copies_of_several_layers_leave_beside_the_backward_that_follows(most_leaving: int, expected: Any) -> None:
+def test_copies_of_several_layers_leave_beside_the_backward_that_follows(leaving_layers: int, expected: Any) -> None:
     # two chunks of three layers of a second, whose copies take two; a backward of a layer takes two
-    layers = {kind: (CopyStep(seconds, 2.0, most_leaving),) * 3 for kind, seconds in (("F", 1.0), ("B", 2.0))}
+    layers = {kind: (CopyStep(seconds, 2.0, leaving_layers),) * 3 for kind, seconds in (("F", 1.0), ("B", 2.0))}
     stages = one_rank("0F0 0F1 0B0 0B1")
     times, copied = run_copying(stages, lambda action: 3 * layers[action.kind][0].compute_s, no_hop_s, lambda a: layers[a.kind])
     assert times[0] == expected and [each.stops_s for each in copied] == [(3, 5, 7), (10, 12, 14)]
