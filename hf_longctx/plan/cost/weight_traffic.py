@@ -247,13 +247,13 @@ class StageGathers:
         """Returns seconds that a micro-batch counts beside its passes. passes: is it a backward, and seconds that it computes."""
         if not self.passes:
             return 0.0
-        last, turns = len(passes) - 1, [one[0] != other[0] for one, other in pairwise(passes)]
+        last = len(passes) - 1
+        keeps = [False, *(one != other for (one, _), (other, _) in pairwise(passes))]
         ends = [
-            self.of_pass(is_back, place == (last if is_back else 0), place > 0 and turns[place - 1])
-            for place, (is_back, _) in enumerate(passes)
+            self.of_pass(is_back, place == (last if is_back else 0), keeps[place]) for place, (is_back, _) in enumerate(passes)
         ]
         if len(ends) == 2:
-            ends[-1] = replace(self.passes[-1], keeps_first=turns[0])
+            ends[-1] = replace(self.passes[-1], keeps_first=keeps[-1])
         return sum(float(each.counted_s(compute_s)) for each, (_, compute_s) in zip(ends, passes, strict=True))
 
     def in_round(self, num_chunks: int) -> Sequence[tuple[int, Collectives]]:
