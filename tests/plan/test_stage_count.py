@@ -77,10 +77,9 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     leaves = [(stage + 1) % stages * per_stage // per_node != stage * per_stage // per_node for stage in range(stages)]
     ranges = stage_ranges(costs.model, stages)
     # these seconds equal `evaluate_plan`'s, see test_staged_step.py
-    shape, leads = GroupShape(degree, degree), (1.0, 1.5, 2.0)
-    return min(
-        seconds for made in chunks for seconds, *_ in pipeline_s([(made, shape)], costs, ranges, "elastic", leaves, leads=leads)
-    )
+    shape = GroupShape(degree, degree)
+    pipelines = [pipeline_s([(made, shape)], costs, ranges, "elastic", leaves) for made in chunks]
+    return min(pipeline(lead)[0] for pipeline in pipelines for lead in (1.0, 1.5, 2.0))
 
 
 def exhaustive_s(lengths: Sequence[int], costs: CostModel) -> dict[int, float]:

@@ -44,7 +44,7 @@ from hf_longctx.plan.core.types import (
 from hf_longctx.plan.groups.greedy import plan_greedy
 from hf_longctx.plan.groups.placement import PlacedGroup, PlacedLayout, place_layout, renumber, with_idle_ranks
 from hf_longctx.plan.groups.problem import GroupingProblem
-from hf_longctx.plan.pipeline.staged_step import Cut, StagedRun, StagedStep
+from hf_longctx.plan.pipeline.staged_step import CUTS, Cut, StagedRun, StagedStep
 from hf_longctx.plan.room.room import PipelineRoom
 
 # degrees of the groups of a stage, the largest first; ranks that they leave over are idle
@@ -235,10 +235,6 @@ class _Option:
     chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]
 
 
-def _in_order(option: _Option) -> float:
-    return option.seconds
-
-
 class LeastMemory:
     """Candidates of the same groups in ever more slices, each made when it is asked for.
 
@@ -267,7 +263,7 @@ class Candidates:
         self.passes = MessagedPasses()
         self._pipelines: dict[tuple[GroupShape, tuple[Chunk, ...], float], SequenceGroup] = {}
         self._runs: dict[
-            tuple[tuple[tuple[int, tuple[int, ...]], ...], Cut], tuple[list[tuple[Chunk, ...]], list[StagedRun]]
+            tuple[tuple[tuple[int, tuple[int, ...]], ...], Cut, float], tuple[list[tuple[Chunk, ...]], StagedRun | None]
         ] = {}
 
     def fastest(self, members: Sequence[int]) -> list[Candidate]:
@@ -340,36 +336,39 @@ class Candidates:
         """
         cuts = self.staged.cuts(max(groups, key=lambda group: self.staged.cuts(group)[0].estimate_s))
         found: list[_Option] = []
-        num_fitting, best, since_best = 0, cuts[0], 0
+        best: tuple[_Option, Cut] | None = None
+        since_best = 0
         for num_tried, cut in enumerate(cuts, 1):
-            own = self._run(groups, cut)
-            num_fitting += bool(own)
+            # the best lead hardly depends on the cut
+            option = self._run(groups, cut, best[0].lead if best else CUTS.leads[0])
             since_best += 1
-            if own and (not found or own[0].seconds < min(found, key=_in_order).seconds):
-                best, since_best = cut, 0
-            found += own
-            if found and min(found, key=_in_order).seconds <= least_s:
+            if option is not None:
+                found.append(option)
+                if best is None or option.seconds < best[0].seconds:
+                    best, since_best = (option, cut), 0
+            if best and best[0].seconds <= least_s:
                 break
             # estimates count no messages: where these are slow, more chunks are in flight, so that smaller ones save memory
-            goes_on = since_best < _CANDIDATES.last_cuts and any(option.is_short for option in own)
-            if (num_fitting >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
+            goes_on = since_best < _CANDIDATES.last_cuts and option is not None and option.is_short
+            if (len(found) >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
                 break
-        found.sort(key=_in_order)
-        if found and found[0].seconds > least_s and self.staged.growth:
-            found = sorted([*found, *self._run(groups, replace(best, growth=self.staged.growth))], key=_in_order)
-        # other leads of the same chunks mostly need as much memory
-        fastest = {tuple(map(id, option.chunks.values())): option for option in reversed(found)}
-        found = sorted(fastest.values(), key=_in_order)
+        if best and best[0].seconds > least_s and self.staged.growth:
+            grown = self._run(groups, replace(best[1], growth=self.staged.growth), best[0].lead)
+            found += [grown] if grown is not None else []
+        found.sort(key=lambda option: option.seconds)
         return found[: _CANDIDATES.most_options if found and found[0].is_short else 1]
 
-    def _run(self, groups: tuple[PlacedGroup, ...], cut: Cut) -> list[_Option]:
-        """Ways to run the chunks of a cut that fit, one for each lead; equal groups are computed once."""
-        key = tuple((group.degree, group.members) for group in groups), cut
+    def _run(self, groups: tuple[PlacedGroup, ...], cut: Cut, lead: float) -> _Option | None:
+        """The fastest way to run the chunks of a cut; None if none fits. lead: where the search for the best one starts.
+
+        Equal groups are computed once.
+        """
+        key = tuple((group.degree, group.members) for group in groups), cut, lead
         if key not in self._runs:
             made = self._slots(groups, cut.target_s, cut.growth) if len(groups) > 1 else [self._chunks(groups[0], cut)]
-            self._runs[key] = made, self.staged.groups_s(dict(zip(groups, made, strict=True)))
-        made, runs = self._runs[key]
-        return [_Option(run.seconds, run.lead, run.is_short, dict(zip(groups, made, strict=True))) for run in runs]
+            self._runs[key] = made, self.staged.fastest_run(dict(zip(groups, made, strict=True)), lead)
+        made, run = self._runs[key]
+        return None if run is None else _Option(run.seconds, run.lead, run.is_short, dict(zip(groups, made, strict=True)))
 
     def _chunks(self, group: PlacedGroup, cut: Cut, longest: int = 0) -> tuple[Chunk, ...]:
         """Cuts the group's longest sequence into slices of equal time; packs of others may take the target if that is more.

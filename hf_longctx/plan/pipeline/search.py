@@ -42,8 +42,8 @@ class SearchConstants:
     # factor on the seconds with everything kept beyond which a plan is compared with finer chunks, of which fewer need to
     # be recomputed
     much_lost: float = 1.05
-    # factor by which a candidate with everything kept must beat the fastest so far to be tried
-    worth: float = 1.0
+    # share of the seconds that room cost the fastest so far beyond its estimate that it is taken to cost the next one, too
+    lost: float = 0.5
     # share of the device's room for waiting gradients from which the least bytes of sequences are counted before candidates
     # are made
     much_waiting: float = 0.5
@@ -364,16 +364,19 @@ class PipelineSearch:
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None if none fits.
 
-        Candidates that are hardly faster than the best so far by their estimate, or even with everything kept, are left out.
+        Candidates that are slower than the best so far by their estimate, or even with everything kept, are left out.
         """
+        lost_s = 0.0
         for candidate in candidates:
-            must_beat_s = math.inf if best is None else (best.run.step_s - best.run.once_s) / _CHOICE.worth
-            # not estimated: nan
-            if candidate.seconds >= must_beat_s or (best is not None and self._takes(candidate, must_beat_s)):
+            must_beat_s = math.inf if best is None else best.run.step_s - best.run.once_s
+            # seconds that are not estimated are nan, and not compared
+            is_slow = candidate.seconds + lost_s >= must_beat_s
+            if is_slow or (best is not None and self._takes(candidate, must_beat_s)):
                 continue
             made = self._as_it_is(candidate) or self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
                 best = made
+                lost_s = _CHOICE.lost * max(0.0, made.run.step_s - made.run.once_s - candidate.seconds)
         return best
 
     def _row(self, candidate: Candidate) -> _Row:

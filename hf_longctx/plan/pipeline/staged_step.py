@@ -7,7 +7,7 @@ pipelines without a full prediction, since the search compares hundreds of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,33 +182,38 @@ class StagedStep:
         """Seconds of the group's longest sequence on its busiest stage."""
         return self.rates[group.degree].spans.of_span(0, int(self.lengths[list(group.members)].max()))
 
-    def groups_s(self, chunks: Mapping[PlacedGroup, Sequence[Chunk]]) -> list[StagedRun]:
-        """Runs of groups in one order of equally many chunks, which wait for one another in each of them; none if none fits.
+    def fastest_run(self, chunks: Mapping[PlacedGroup, Sequence[Chunk]], lead: float) -> StagedRun | None:
+        """Finds the fastest run of groups that run equally many chunks in one order; None if none fits.
 
-        One for each lead that may gain something, the fastest first. The seconds include recomputation if memory is short.
+        The search starts at `lead`, one of `CUTS.leads`, and goes on to longer ones while each saves some time, else to shorter
+        ones while none loses any. The seconds include recomputation if memory is short.
         """
-        found: list[StagedRun] = []
-        work_s, before_s, least_s = max(map(self.work_s, chunks)), math.inf, math.inf
-        leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
-        how = self.ranges, self.schedule, self.leaves_node, self.config.output_shares
-        groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
-        runs = pipeline_s(groups, self.costs, *how, leads=leads, gathers=self.gathers, head_sum_s=self.head_sum_s)
+        work_s = max(map(self.work_s, chunks))
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
         most = max(chunk.num_tokens / group.degree for group, own in chunks.items() for chunk in own)
-        for lead, (kept_s, held, busy_s) in zip(leads, runs, strict=False):
+        groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
+        how = self.ranges, self.schedule, self.leaves_node, self.config.output_shares
+        pipeline = pipeline_s(groups, self.costs, *how, gathers=self.gathers, head_sum_s=self.head_sum_s)
+
+        def run(lead: float) -> StagedRun:
+            kept_s, held, busy_s = pipeline(lead)
             added_s = self.room.stages_added_s(held, work_s, tokens, most)
-            is_short = max(added_s) > 0
             # a stage that works less than the busiest one may recompute meanwhile
             again_s = [added - (max(busy_s) - own_s) for added, own_s in zip(added_s, busy_s, strict=True)]
-            seconds = kept_s + max(0.0, *again_s)
-            if seconds < math.inf:
-                found.append(StagedRun(seconds, lead, is_short))
-            # more room helps no further, or costs more than it helps
-            if kept_s > (1 - CUTS.least_gain) * before_s or math.isinf(seconds) or seconds > least_s:
+            return StagedRun(kept_s + max(0.0, *again_s), lead, max(added_s) > 0)
+
+        best, least_gain = run(lead), 1 - CUTS.least_gain
+        start = CUTS.leads.index(lead)
+        has_leads = self.schedule == "elastic" and self.num_stages > 1
+        for longer in CUTS.leads[start + 1 :] if has_leads else ():
+            if (tried := run(longer)).seconds >= least_gain * best.seconds:
                 break
-            before_s, least_s = kept_s, seconds
-        # a longer lead has to save some time
-        return sorted(found, key=lambda run: (run.seconds * (1 + CUTS.least_gain * (run.lead > leads[0])), run.lead))
+            best = tried
+        for shorter in reversed(CUTS.leads[:start] if best.lead == lead else ()):
+            if least_gain * (tried := run(shorter)).seconds > best.seconds:
+                break
+            best = tried
+        return best if best.seconds < math.inf else None
 
     def lower_bound_s(self) -> float:
         """Lower bound on the seconds of any plan."""
@@ -436,14 +441,13 @@ def pipeline_s(
     leaves_node: Sequence[bool],
     output_shares: Sequence[float] = (),
     *,
-    leads: Sequence[float] = (1.0,),
     gathers: Sequence[Sequence[StageGathers]] = (),
     head_sum_s: float = 0.0,
-) -> Iterator[tuple[float, list[IntArray], tuple[float, ...]]]:
-    """Seconds of chunks on all stages with everything kept, tokens that a rank of each stage holds, and its seconds of work.
+) -> Callable[[float], tuple[float, list[IntArray], tuple[float, ...]]]:
+    """Returns a function of a pipeline's lead (`compute_orders`) that counts its seconds with everything kept.
 
-    The tokens are those in flight after every forward. One triple for each of `leads`, made when asked for. The seconds equal the
-    full prediction for a group that does not cross nodes unnecessarily.
+    It returns the seconds of chunks on all stages, the tokens that a rank of each stage holds after every forward, and each
+    stage's seconds of work. The seconds equal the full prediction for a group that does not cross nodes unnecessarily.
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
     every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
@@ -459,25 +463,21 @@ def pipeline_s(
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
     hop_s = hops_with_heads(hop_s, leaves_node, heads, hops.__getitem__)
     members = families(*(chunks for chunks, _ in groups))
-    tables: list[FloatArray] = []
     has_gathers = bool(gathers and gathers[0][0].passes)
-    for lead in leads:
+
+    def of_lead(lead: float) -> tuple[float, list[IntArray], tuple[float, ...]]:
         orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), output_shares)
         kinds, of_chunks, of_ranges = zip(*orders, strict=True)
-        if lead == leads[0]:
+        counted_s: list[FloatArray | float] = [0.0] * len(passes)
+        if has_gathers:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]
-        if lead == leads[0] or has_gathers:
             passed = [(kind[kind < 2] == 0, chunk[kind < 2], layer_range[kind < 2]) for kind, chunk, layer_range in orders]
             keeps = keeping_passes(passed, num_ranges, len(groups[0][0]))
-            tables = [
-                with_heads(
-                    own_s + (counted_passes_s(gathers, compute_s, last_chunks, keeps) if has_gathers else 0.0),
-                    head_s,
-                    heads,
-                    head_sum_s,
-                )
-                for own_s, compute_s, head_s in passes
-            ]
+            counted_s = [counted_passes_s(gathers, compute_s, last_chunks, keeps) for _, compute_s, _ in passes]
+        tables = [
+            with_heads(own_s + counted, head_s, heads, head_sum_s)
+            for (own_s, _, head_s), counted in zip(passes, counted_s, strict=True)
+        ]
         # a pass of groups that wait for one another takes as long as that of the slowest
         seconds = np.max(tables, axis=0)
         wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
@@ -487,7 +487,9 @@ def pipeline_s(
             holds = kind < 2
             at_once = [tokens_at_once(kind[holds] == 0, chunk[holds], own, num_ranges) for own in on_rank]
             held.append(np.max(at_once, axis=0)[kind[holds] == 0])
-        yield stop_s, held, tuple(seconds_on_stages(seconds, heads).tolist())
+        return stop_s, held, tuple(seconds_on_stages(seconds, heads).tolist())
+
+    return of_lead
 
 
 def _passes_s(

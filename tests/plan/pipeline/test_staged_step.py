@@ -75,7 +75,7 @@ def test_seconds_and_tokens_are_the_judges(
     run = evaluate_plan(plan, costs)
     nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
     leaves = [node != nodes[(stage + 1) % num_stages] for stage, node in enumerate(nodes)]
-    [(seconds, held, _)] = pipeline_s([(chunks, shape)], costs, ranges, schedule, leaves, output_shares, leads=[lead])
+    seconds, held, _ = pipeline_s([(chunks, shape)], costs, ranges, schedule, leaves, output_shares)(lead)
     assert seconds == pytest.approx(run.step_s - run.once_s, rel=1e-9)
     assert [int(tokens.max()) for tokens in held] == [run.ranks[stage * degree].peak_tokens for stage in range(num_stages)]
 
