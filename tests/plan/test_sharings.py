@@ -118,5 +118,5 @@ def test_waits_of_unequal_groups_count_even_if_gathers_take_no_time() -> None:
         plan = plan_step(0, lengths, setups[way].costs, setups[way].planner)
         assert plan.estimate.gathers_s < 0.01 * plan.estimate.counted_s
         seconds[way] = plan.estimate.counted_s + weight_seconds(plan, setups[way].costs).left_s
-    assert seconds["replicated"] < 0.996 * seconds["sharded"]
+    assert seconds["replicated"] < 0.998 * seconds["sharded"]
     assert setups["auto"].placement.parameters == "replicated" and seconds["auto"] == seconds["replicated"]

@@ -353,8 +353,10 @@ class Candidates:
             if (len(found) >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
                 break
         if best and best[0].seconds > least_s and self.staged.growth:
+            # takes the place of the even chunks if it is faster, since both mostly need as much memory
             grown = self._run(groups, replace(best[1], growth=self.staged.growth), best[0].lead)
-            found += [grown] if grown is not None else []
+            if grown is not None and grown.seconds < best[0].seconds:
+                found = [grown, *(option for option in found if option is not best[0])]
         found.sort(key=lambda option: option.seconds)
         return found[: _CANDIDATES.most_options if found and found[0].is_short else 1]
 
