@@ -22,7 +22,7 @@ from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
 from hf_longctx.plan.pipeline.search import NotFaster
-from hf_longctx.plan.pipeline.staged_step import pipeline_s
+from hf_longctx.plan.pipeline.staged_step import pipeline_by_lead
 from hf_longctx.plan.planner import plan_step, step_bound_s
 from hf_longctx.plan.predict.planning import weight_seconds
 from hf_longctx.plan.stage_count import StageSetup, stage_counts, stage_options
@@ -78,7 +78,7 @@ def least_group_s(lengths: Sequence[int], part: tuple[int, ...], degree: int, co
     ranges = stage_ranges(costs.model, stages)
     # these seconds equal `evaluate_plan`'s, see test_staged_step.py
     shape = GroupShape(degree, degree)
-    pipelines = [pipeline_s([(made, shape)], costs, ranges, "elastic", leaves) for made in chunks]
+    pipelines = [pipeline_by_lead([(made, shape)], costs, ranges, "elastic", leaves) for made in chunks]
     return min(pipeline(lead)[0] for pipeline in pipelines for lead in (1.0, 1.5, 2.0))
 
 

@@ -230,7 +230,7 @@ class _Option:
 
     seconds: float
     lead: float
-    # memory is short: not everything is kept
+    # see `StagedRun`
     is_short: bool
     chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]
 
@@ -336,34 +336,33 @@ class Candidates:
         """
         cuts = self.staged.cuts(max(groups, key=lambda group: self.staged.cuts(group)[0].estimate_s))
         found: list[_Option] = []
-        best: tuple[_Option, Cut] | None = None
-        since_best = 0
+        best: _Option | None = None
+        best_cut, since_best = cuts[0], 0
         for num_tried, cut in enumerate(cuts, 1):
             # the best lead hardly depends on the cut
-            option = self._run(groups, cut, best[0].lead if best else CUTS.leads[0])
+            option = self._run(groups, cut, best.lead if best else CUTS.leads[0])
             since_best += 1
             if option is not None:
                 found.append(option)
-                if best is None or option.seconds < best[0].seconds:
-                    best, since_best = (option, cut), 0
-            if best and best[0].seconds <= least_s:
+                if best is None or option.seconds < best.seconds:
+                    best, best_cut, since_best = option, cut, 0
+            if best and best.seconds <= least_s:
                 break
             # estimates count no messages: where these are slow, more chunks are in flight, so that smaller ones save memory
             goes_on = since_best < _CANDIDATES.last_cuts and option is not None and option.is_short
             if (len(found) >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
                 break
-        if best and best[0].seconds > least_s and self.staged.growth:
-            # takes the place of the even chunks if it is faster, since both mostly need as much memory
-            grown = self._run(groups, replace(best[1], growth=self.staged.growth), best[0].lead)
-            if grown is not None and grown.seconds < best[0].seconds:
-                found = [grown, *(option for option in found if option is not best[0])]
+        if best and best.seconds > least_s and self.staged.growth:
+            grown = self._run(groups, replace(best_cut, growth=self.staged.growth), best.lead)
+            # both need about the same memory, so that slower growing chunks are not worth making room for
+            found += [grown] if grown is not None and grown.seconds < best.seconds else []
         found.sort(key=lambda option: option.seconds)
         return found[: _CANDIDATES.most_options if found and found[0].is_short else 1]
 
     def _run(self, groups: tuple[PlacedGroup, ...], cut: Cut, lead: float) -> _Option | None:
-        """The fastest way to run the chunks of a cut; None if none fits. lead: where the search for the best one starts.
+        """The fastest way to run the chunks of a cut; None if none fits. lead: see `StagedStep.fastest_run`.
 
-        Equal groups are computed once.
+        Equal groups are computed once for each cut and lead.
         """
         key = tuple((group.degree, group.members) for group in groups), cut, lead
         if key not in self._runs:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -42,8 +43,9 @@ class SearchConstants:
     # factor on the seconds with everything kept beyond which a plan is compared with finer chunks, of which fewer need to
     # be recomputed
     much_lost: float = 1.05
-    # share of the seconds that room cost the fastest so far beyond its estimate that it is taken to cost the next one, too
-    lost: float = 0.5
+    # share of the seconds by which the fastest candidate so far exceeds its estimate; others are expected to exceed theirs by as
+    # much
+    lost_share: float = 0.5
     # share of the device's room for waiting gradients from which the least bytes of sequences are counted before candidates
     # are made
     much_waiting: float = 0.5
@@ -357,26 +359,26 @@ class PipelineSearch:
         kept = [replace(group, stages=tuple(replace(stage, activations=()) for stage in group.stages)) for group in groups]
         return row.run.step_s - row.run.once_s > _CHOICE.much_lost * max(map(self._room.kept_s, kept))
 
-    def _quickest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def _quickest(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         """The quickest of these candidates that may fit, quickest first."""
-        return [] if self._room is None else [each for each in candidates if self._may_fit(each)][: _CHOICE.most_fits]
+        return iter(()) if self._room is None else islice(filter(self._may_fit, candidates), _CHOICE.most_fits)
 
     def _made_fastest(self, candidates: Iterable[Candidate], best: _Row | None = None) -> _Row | None:
         """The fastest of `best` and of these candidates with room made; None if none fits.
 
-        Candidates that are slower than the best so far by their estimate, or even with everything kept, are left out.
+        Candidates are left out if they are slower than the best so far even with everything kept, or by their estimate and what
+        they are expected to lose beyond it.
         """
         lost_s = 0.0
         for candidate in candidates:
             must_beat_s = math.inf if best is None else best.run.step_s - best.run.once_s
-            # seconds that are not estimated are nan, and not compared
-            is_slow = candidate.seconds + lost_s >= must_beat_s
-            if is_slow or (best is not None and self._takes(candidate, must_beat_s)):
+            # without an estimate, nan compares false
+            if candidate.seconds + lost_s >= must_beat_s or (best is not None and self._takes(candidate, must_beat_s)):
                 continue
             made = self._as_it_is(candidate) or self._made_to_fit(candidate)
             if made is not None and (best is None or made.run.step_s < best.run.step_s):
                 best = made
-                lost_s = _CHOICE.lost * max(0.0, made.run.step_s - made.run.once_s - candidate.seconds)
+                lost_s = _CHOICE.lost_share * max(0.0, made.run.step_s - made.run.once_s - candidate.seconds)
         return best
 
     def _row(self, candidate: Candidate) -> _Row:

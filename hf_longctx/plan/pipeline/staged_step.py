@@ -44,7 +44,7 @@ class CutConstants:
     equal: float = 0.01
     # factor by which the estimate's held tokens may exceed the room, since it is rough
     rough: float = 1.3
-    # leads to try (`compute_orders`), least first, and the share of the seconds that a longer one has to save
+    # leads to try (`compute_orders`), least first, and the share of the seconds that each has to save over the one before
     leads: tuple[float, ...] = (1.0, 1.25, 1.5, 1.75, 2.0)
     least_gain: float = 0.002
     # chunks at both ends grow and shrink by this share of themselves, divided by the number of stages
@@ -74,7 +74,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class StagedRun:
-    """A run of groups with a lead (`compute_orders`). is_short: memory is short, so that not everything is kept."""
+    """A run of groups with a lead (`compute_orders`). is_short: not everything is kept with this lead or with a longer one."""
 
     seconds: float
     lead: float
@@ -183,37 +183,44 @@ class StagedStep:
         return self.rates[group.degree].spans.of_span(0, int(self.lengths[list(group.members)].max()))
 
     def fastest_run(self, chunks: Mapping[PlacedGroup, Sequence[Chunk]], lead: float) -> StagedRun | None:
-        """Finds the fastest run of groups that run equally many chunks in one order; None if none fits.
+        """Finds the fastest run of groups that follow one order of equally many chunks and wait for one another.
 
-        The search starts at `lead`, one of `CUTS.leads`, and goes on to longer ones while each saves some time, else to shorter
-        ones while none loses any. The seconds include recomputation if memory is short.
+        None if none fits. lead: probably the best one of `CUTS.leads`. The search starts with this one or with the longest, since
+        those between them may save nothing where messages are slow. It goes on to longer ones while each saves some time, or else
+        to shorter ones while none loses any. The seconds include recomputation if memory is short.
         """
         work_s = max(map(self.work_s, chunks))
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
         most = max(chunk.num_tokens / group.degree for group, own in chunks.items() for chunk in own)
         groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
         how = self.ranges, self.schedule, self.leaves_node, self.config.output_shares
-        pipeline = pipeline_s(groups, self.costs, *how, gathers=self.gathers, head_sum_s=self.head_sum_s)
+        pipeline = pipeline_by_lead(groups, self.costs, *how, gathers=self.gathers, head_sum_s=self.head_sum_s)
+        found: dict[float, StagedRun] = {}
 
-        def run(lead: float) -> StagedRun:
-            kept_s, held, busy_s = pipeline(lead)
-            added_s = self.room.stages_added_s(held, work_s, tokens, most)
-            # a stage that works less than the busiest one may recompute meanwhile
-            again_s = [added - (max(busy_s) - own_s) for added, own_s in zip(added_s, busy_s, strict=True)]
-            return StagedRun(kept_s + max(0.0, *again_s), lead, max(added_s) > 0)
+        def seconds(lead: float) -> float:
+            if lead not in found:
+                kept_s, held, busy_s = pipeline(lead)
+                added_s = self.room.stages_added_s(held, work_s, tokens, most)
+                # a stage that works less than the busiest one may recompute meanwhile
+                again_s = [added - (max(busy_s) - own_s) for added, own_s in zip(added_s, busy_s, strict=True)]
+                found[lead] = StagedRun(kept_s + max(0.0, *again_s), lead, max(added_s) > 0)
+            return found[lead].seconds
 
-        best, least_gain = run(lead), 1 - CUTS.least_gain
-        start = CUTS.leads.index(lead)
-        has_leads = self.schedule == "elastic" and self.num_stages > 1
-        for longer in CUTS.leads[start + 1 :] if has_leads else ():
-            if (tried := run(longer)).seconds >= least_gain * best.seconds:
+        leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
+        start = min(lead, leads[-1], key=seconds)
+        least_s, kept_share = seconds(start), 1 - CUTS.least_gain
+        for longer in leads[leads.index(start) + 1 :]:
+            before_s, least_s = least_s, min(least_s, seconds(longer))
+            if least_s >= kept_share * before_s:
                 break
-            best = tried
-        for shorter in reversed(CUTS.leads[:start] if best.lead == lead else ()):
-            if least_gain * (tried := run(shorter)).seconds > best.seconds:
+        for shorter in reversed(leads[: leads.index(start)] if least_s >= kept_share * seconds(start) else ()):
+            if kept_share * seconds(shorter) > least_s:
                 break
-            best = tried
-        return best if best.seconds < math.inf else None
+            least_s = min(least_s, seconds(shorter))
+        # longer leads hold more chunks, and have to save some time for that
+        best = min((run for run in found.values() if kept_share * run.seconds <= least_s), key=lambda run: run.lead)
+        is_short = any(run.is_short for run in found.values() if run.lead >= best.lead)
+        return replace(best, is_short=is_short) if best.seconds < math.inf else None
 
     def lower_bound_s(self) -> float:
         """Lower bound on the seconds of any plan."""
@@ -433,7 +440,7 @@ def _rates(costs: CostModel, shape: GroupShape, layers: Sequence[LayerRange], he
     return StageRates(SpanRates(pair_s, token_s, costs.attention_pairs(layers)), document_s, chunk_s)
 
 
-def pipeline_s(
+def pipeline_by_lead(
     groups: Sequence[tuple[Sequence[Chunk], GroupShape]],
     costs: CostModel,
     ranges: Ranges,
@@ -444,10 +451,10 @@ def pipeline_s(
     gathers: Sequence[Sequence[StageGathers]] = (),
     head_sum_s: float = 0.0,
 ) -> Callable[[float], tuple[float, list[IntArray], tuple[float, ...]]]:
-    """Returns a function of a pipeline's lead (`compute_orders`) that counts its seconds with everything kept.
+    """Returns a function that takes a lead (`compute_orders`) and predicts the pipeline with everything kept.
 
-    It returns the seconds of chunks on all stages, the tokens that a rank of each stage holds after every forward, and each
-    stage's seconds of work. The seconds equal the full prediction for a group that does not cross nodes unnecessarily.
+    The function returns the seconds of chunks on all stages, the tokens that a rank of each stage holds after every forward, and
+    each stage's seconds of work. The seconds equal the full prediction for a group that does not cross nodes unnecessarily.
 
     groups: chunks and shape of a group, or of several with equally many chunks, which run one order and wait for one another in
     every pass. leaves_node: for every stage, whether its messages to the next stage cross nodes (for the last stage: to the
@@ -463,23 +470,28 @@ def pipeline_s(
     hop_s = np.array([[hops[leaves_node[stage]], hops[leaves_node[stage - 1]]] for stage in range(num_stages)]).swapaxes(1, 2)
     hop_s = hops_with_heads(hop_s, leaves_node, heads, hops.__getitem__)
     members = families(*(chunks for chunks, _ in groups))
+
+    def table(gathers_s: Sequence[FloatArray | float]) -> FloatArray:
+        """Seconds of all passes, with these of the gathers of each group."""
+        own = zip(passes, gathers_s, strict=True)
+        # a pass of groups that wait for one another takes as long as that of the slowest
+        found: FloatArray = np.max(
+            [with_heads(own_s + beside_s, head_s, heads, head_sum_s) for (own_s, _, head_s), beside_s in own], axis=0
+        )
+        return found
+
     has_gathers = bool(gathers and gathers[0][0].passes)
+    plain = None if has_gathers else table([0.0] * len(passes))
 
     def of_lead(lead: float) -> tuple[float, list[IntArray], tuple[float, ...]]:
         orders = family_orders(members, num_stages, schedule, num_ranges, lead, (), output_shares)
         kinds, of_chunks, of_ranges = zip(*orders, strict=True)
-        counted_s: list[FloatArray | float] = [0.0] * len(passes)
-        if has_gathers:
+        seconds = plain
+        if seconds is None:
             last_chunks = [int(chunk[-1]) for chunk in of_chunks]
             passed = [(kind[kind < 2] == 0, chunk[kind < 2], layer_range[kind < 2]) for kind, chunk, layer_range in orders]
             keeps = keeping_passes(passed, num_ranges, len(groups[0][0]))
-            counted_s = [counted_passes_s(gathers, compute_s, last_chunks, keeps) for _, compute_s, _ in passes]
-        tables = [
-            with_heads(own_s + counted, head_s, heads, head_sum_s)
-            for (own_s, _, head_s), counted in zip(passes, counted_s, strict=True)
-        ]
-        # a pass of groups that wait for one another takes as long as that of the slowest
-        seconds = np.max(tables, axis=0)
+            seconds = table([counted_passes_s(gathers, compute_s, last_chunks, keeps) for _, compute_s, _ in passes])
         wiring = Wiring(kinds, of_chunks, of_ranges, num_ranges)
         stop_s = wiring.stop_s(wiring.seconds(seconds), wiring.hops(hop_s))
         held = []

@@ -17,7 +17,7 @@ from hf_longctx.plan.core.settings import ActivationBudget, PlannerConfig
 from hf_longctx.plan.core.types import Chunk, GroupShape, MicroBatch, SequenceGroup, Span, StepPlan
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.model.attention_pairs import SpanRates
-from hf_longctx.plan.pipeline.staged_step import StageRoom, busiest_rates, pipeline_s
+from hf_longctx.plan.pipeline.staged_step import StageRoom, busiest_rates, pipeline_by_lead
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.predict.evaluate import evaluate_plan
 
@@ -75,7 +75,7 @@ def test_seconds_and_tokens_are_the_judges(
     run = evaluate_plan(plan, costs)
     nodes = [stage * degree // costs.cluster.ranks_per_node for stage in range(num_stages)]
     leaves = [node != nodes[(stage + 1) % num_stages] for stage, node in enumerate(nodes)]
-    seconds, held, _ = pipeline_s([(chunks, shape)], costs, ranges, schedule, leaves, output_shares)(lead)
+    seconds, held, _ = pipeline_by_lead([(chunks, shape)], costs, ranges, schedule, leaves, output_shares)(lead)
     assert seconds == pytest.approx(run.step_s - run.once_s, rel=1e-9)
     assert [int(tokens.max()) for tokens in held] == [run.ranks[stage * degree].peak_tokens for stage in range(num_stages)]
 

@@ -18,7 +18,17 @@ from helpers.ranks.rank_steps import group_pool, rank_inputs, run_step
 from hf_longctx.hf.models.layers import layer_modules, output_head
 from hf_longctx.hf.models.patch import patch_model
 from hf_longctx.plan.core.serialize import plan_from_json, plan_to_json
-from hf_longctx.plan.core.types import Action, ActivationPolicy, Chunk, MicroBatch, SequenceGroup, Span, StagePlan, StepPlan
+from hf_longctx.plan.core.types import (
+    LEAST_TILE_TOKENS,
+    Action,
+    ActivationPolicy,
+    Chunk,
+    MicroBatch,
+    SequenceGroup,
+    Span,
+    StagePlan,
+    StepPlan,
+)
 from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.activations.output_head import OutputHead
@@ -387,3 +397,11 @@ def test_without_tile_tokens_the_loss_is_taken_from_logits() -> None:
     executor, engine, seen = tiled_executor(patched_model())
     executor.run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS, engine=engine)
     assert seen == [18, 9]
+
+
+def test_an_evaluation_makes_no_whole_logits_where_the_training_does() -> None:
+    rows = random_rows([2_100])
+    executor, engine, seen = tiled_executor(patched_model())
+    plan = plan_of([[(1, (0,))]], [2_100], 1)
+    executor.evaluate(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], engine)
+    assert seen == [LEAST_TILE_TOKENS, 2_100 - LEAST_TILE_TOKENS]

@@ -14,7 +14,8 @@ must hold the longest document, as in a real run. Flattening does not keep this 
 
 Two stages, one on each node, share weights inside nodes alone. They are compared with plans of one stage whose weights are
 sharded over all ranks, which gather them over slow links. `--require-stages` fails unless the faster kind of stages is this many
-times as fast on the last links, and the number of stages that a run chooses at least 0.98 times as fast on the first ones.
+times as fast on the last links, and the number of stages that a run chooses at least 0.98 times as fast on the first ones, unless
+it chooses the same plan there.
 """
 
 from __future__ import annotations
@@ -266,7 +267,9 @@ def missed_stages(rows: Sequence[Row], required: float | None) -> list[str]:
         here = [row for row in rows if (row.links, row.tokens_per_rank) == (links, tokens)]
         ratios = {row.method: median(found) for row in here if (found := to_one_stage(row, here))}
         wanted = {}
-        if links == settings[0][0]:
+        # two runs of one plan differ by chance alone
+        same = len({tuple(row.layouts) for row in here if row.method in (AUTO, SHARDED)}) == 1
+        if links == settings[0][0] and not same:
             wanted[AUTO] = ratios.get(AUTO), LEAST_AUTO
         if links == settings[-1][0]:
             wanted["2 stages"] = max((ratios[name] for name in STAGED if name in ratios), default=None), required

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -95,13 +96,15 @@ def test_the_best_fixed_degree_and_losses_are_judged(fixed: dict[str, Any], requ
 def test_stages_are_judged_on_the_last_links_and_their_choice_on_the_first(changes: dict[str, float], missed: list[str]) -> None:
     ratios = {methods.SHARDED: 1.0, methods.STAGED[0]: 1.0, methods.STAGED[1]: 0.75, methods.AUTO: 1.0}
     rows = [
-        row(name, links=links, ratios=[changes.get(f"{links} {name}", ratio)] * 3)
+        row(name, links=links, ratios=[changes.get(f"{links} {name}", ratio)] * 3, layouts=[name])
         for links in ("8/8", "8/2")
         for name, ratio in ratios.items()
     ]
     found = compare.missed_stages(rows, 1.3)
     assert [text.split(" as fast")[0] for text in found] == missed
     assert compare.missed_stages(rows, None) == []
+    # a choice of the same plan as on one stage is not judged
+    assert not any(methods.AUTO in text for text in compare.missed_stages([replace(each, layouts=["<4>"]) for each in rows], 1.3))
 
 
 @pytest.mark.wide
