@@ -226,13 +226,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A way to run groups in one order, with the estimated seconds of the slowest. lead: see `compute_orders`."""
+    """A way to run groups in one order, with the estimated run of the slowest."""
 
-    seconds: float
-    lead: float
-    # see `StagedRun`
-    is_short: bool
+    run: StagedRun
     chunks: Mapping[PlacedGroup, tuple[Chunk, ...]]
+
+    @property
+    def seconds(self) -> float:
+        return self.run.seconds
 
 
 class LeastMemory:
@@ -318,12 +319,12 @@ class Candidates:
         seconds = max((option.seconds for option in options), default=0.0)
         chunks = {group: own for option in options for group, own in option.chunks.items()}
         if not runs_together:
-            leads = {group: option.lead for option in options for group in option.chunks}
+            leads = {group: option.run.lead for option in options for group in option.chunks}
             return Candidate(seconds, partial(self.micro_batch, groups, chunks, leads))
         (option,) = options
         idle = padded((), max(map(len, chunks.values())))
         own = {group: chunks.get(group, idle) for group in groups}
-        return Candidate(seconds, partial(self._one_order, groups, own, option.lead))
+        return Candidate(seconds, partial(self._one_order, groups, own, option.run.lead))
 
     def _estimate_s(self, groups: Sequence[PlacedGroup]) -> float:
         """Roughly the seconds of the slowest of these groups."""
@@ -340,7 +341,7 @@ class Candidates:
         best_cut, since_best = cuts[0], 0
         for num_tried, cut in enumerate(cuts, 1):
             # the best lead hardly depends on the cut
-            option = self._run(groups, cut, best.lead if best else CUTS.leads[0])
+            option = self._run(groups, cut, best.run.lead if best else CUTS.leads[0])
             since_best += 1
             if option is not None:
                 found.append(option)
@@ -349,15 +350,15 @@ class Candidates:
             if best and best.seconds <= least_s:
                 break
             # estimates count no messages: where these are slow, more chunks are in flight, so that smaller ones save memory
-            goes_on = since_best < _CANDIDATES.last_cuts and option is not None and option.is_short
+            goes_on = since_best < _CANDIDATES.last_cuts and option is not None and option.run.longer_is_short
             if (len(found) >= _CANDIDATES.fitting_cuts or num_tried >= _CANDIDATES.most_cuts) and not goes_on:
                 break
         if best and best.seconds > least_s and self.staged.growth:
-            grown = self._run(groups, replace(best_cut, growth=self.staged.growth), best.lead)
-            # both need about the same memory, so that slower growing chunks are not worth making room for
+            grown = self._run(groups, replace(best_cut, growth=self.staged.growth), best.run.lead)
+            # growing chunks need about as much memory, so they are worth making room for only if they are faster
             found += [grown] if grown is not None and grown.seconds < best.seconds else []
         found.sort(key=lambda option: option.seconds)
-        return found[: _CANDIDATES.most_options if found and found[0].is_short else 1]
+        return found[: _CANDIDATES.most_options if found and found[0].run.is_short else 1]
 
     def _run(self, groups: tuple[PlacedGroup, ...], cut: Cut, lead: float) -> _Option | None:
         """The fastest way to run the chunks of a cut; None if none fits. lead: see `StagedStep.fastest_run`.
@@ -369,7 +370,7 @@ class Candidates:
             made = self._slots(groups, cut.target_s, cut.growth) if len(groups) > 1 else [self._chunks(groups[0], cut)]
             self._runs[key] = made, self.staged.fastest_run(dict(zip(groups, made, strict=True)), lead)
         made, run = self._runs[key]
-        return None if run is None else _Option(run.seconds, run.lead, run.is_short, dict(zip(groups, made, strict=True)))
+        return None if run is None else _Option(run, dict(zip(groups, made, strict=True)))
 
     def _chunks(self, group: PlacedGroup, cut: Cut, longest: int = 0) -> tuple[Chunk, ...]:
         """Cuts the group's longest sequence into slices of equal time; packs of others may take the target if that is more.

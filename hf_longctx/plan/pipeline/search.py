@@ -43,8 +43,7 @@ class SearchConstants:
     # factor on the seconds with everything kept beyond which a plan is compared with finer chunks, of which fewer need to
     # be recomputed
     much_lost: float = 1.05
-    # share of the seconds by which the fastest candidate so far exceeds its estimate; others are expected to exceed theirs by as
-    # much
+    # share of the best candidate's excess over its estimate by which others are expected to exceed theirs at least
     lost_share: float = 0.5
     # share of the device's room for waiting gradients from which the least bytes of sequences are counted before candidates
     # are made

@@ -44,7 +44,7 @@ class CutConstants:
     equal: float = 0.01
     # factor by which the estimate's held tokens may exceed the room, since it is rough
     rough: float = 1.3
-    # leads to try (`compute_orders`), least first, and the share of the seconds that each has to save over the one before
+    # leads to try (`compute_orders`), in ascending order, and the share of the seconds that a longer one has to save
     leads: tuple[float, ...] = (1.0, 1.25, 1.5, 1.75, 2.0)
     least_gain: float = 0.002
     # chunks at both ends grow and shrink by this share of themselves, divided by the number of stages
@@ -74,11 +74,16 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class StagedRun:
-    """A run of groups with a lead (`compute_orders`). is_short: not everything is kept with this lead or with a longer one."""
+    """A run of groups with a lead (`compute_orders`).
+
+    is_short: memory is short, so that not everything is kept. longer_is_short: it is short with this lead, or with a longer one
+    that was tried.
+    """
 
     seconds: float
     lead: float
     is_short: bool
+    longer_is_short: bool
 
 
 class StagedStep:
@@ -185,9 +190,10 @@ class StagedStep:
     def fastest_run(self, chunks: Mapping[PlacedGroup, Sequence[Chunk]], lead: float) -> StagedRun | None:
         """Finds the fastest run of groups that follow one order of equally many chunks and wait for one another.
 
-        None if none fits. lead: probably the best one of `CUTS.leads`. The search starts with this one or with the longest, since
-        those between them may save nothing where messages are slow. It goes on to longer ones while each saves some time, or else
-        to shorter ones while none loses any. The seconds include recomputation if memory is short.
+        None if none fits. lead: the one of `CUTS.leads` that is probably best. The search starts at the faster of it and the
+        longest, since leads in between may save nothing if messages are slow. It goes on to longer ones while each saves at least
+        `CUTS.least_gain`; if none does, to shorter ones while each loses at most that. The result is the shortest lead tried that
+        is within `CUTS.least_gain` of the fastest. The seconds include recomputation if memory is short.
         """
         work_s = max(map(self.work_s, chunks))
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
@@ -203,7 +209,8 @@ class StagedStep:
                 added_s = self.room.stages_added_s(held, work_s, tokens, most)
                 # a stage that works less than the busiest one may recompute meanwhile
                 again_s = [added - (max(busy_s) - own_s) for added, own_s in zip(added_s, busy_s, strict=True)]
-                found[lead] = StagedRun(kept_s + max(0.0, *again_s), lead, max(added_s) > 0)
+                is_short = max(added_s) > 0
+                found[lead] = StagedRun(kept_s + max(0.0, *again_s), lead, is_short, is_short)
             return found[lead].seconds
 
         leads = CUTS.leads if self.schedule == "elastic" and self.num_stages > 1 else CUTS.leads[:1]
@@ -219,8 +226,8 @@ class StagedStep:
             least_s = min(least_s, seconds(shorter))
         # longer leads hold more chunks, and have to save some time for that
         best = min((run for run in found.values() if kept_share * run.seconds <= least_s), key=lambda run: run.lead)
-        is_short = any(run.is_short for run in found.values() if run.lead >= best.lead)
-        return replace(best, is_short=is_short) if best.seconds < math.inf else None
+        longer_is_short = any(run.is_short for run in found.values() if run.lead >= best.lead)
+        return replace(best, longer_is_short=longer_is_short) if best.seconds < math.inf else None
 
     def lower_bound_s(self) -> float:
         """Lower bound on the seconds of any plan."""

@@ -11,29 +11,33 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_longctx.plan.core.lending import check_lending, is_lent, without_lending
-from hf_longctx.plan.core.types import Action, RankPlan, SequenceGroup, StagePlan
+from hf_longctx.plan.core.types import LEAST_TILE_TOKENS, Action, ActivationPolicy, RankPlan, SequenceGroup, StagePlan
 from hf_longctx.runtime.activations.engine import ActivationEngine
 from hf_longctx.runtime.execution.round import layers_of
 from hf_longctx.runtime.execution.stage_model import StageModel
 from hf_longctx.runtime.process_groups import GroupPool
 
 
-def forward_only(plan: RankPlan) -> RankPlan:
+def forward_only(plan: RankPlan, tiles_heads: bool = True) -> RankPlan:
     """Returns the plan for an evaluation: forwards alone, one micro-batch after the other.
 
-    No stage lends ranks, the last stage runs all output heads, and activation policies make tiles but save nothing.
+    No stage lends ranks, the last stage runs all output heads, and activation policies make tiles but save nothing. tiles_heads:
+    the last stage runs heads of other stages in tiles, as these do, since the plan left it no room for their logits.
     """
     rounds = []
     for group, stage in plan.rounds:
-        group, stage = _without_spread_heads(without_lending(group), stage)
+        group, stage = _without_spread_heads(without_lending(group), stage, tiles_heads)
         actions = tuple(action for action in stage.actions if action.kind in ("F", "SF", "RF"))
         tiles = tuple(replace(policy, layers=()) for policy in stage.activations)
         rounds.append((group, replace(stage, actions=actions, activations=tiles)))
     return replace(plan, rounds=tuple(rounds), turns=())
 
 
-def _without_spread_heads(group: SequenceGroup, stage: StagePlan) -> tuple[SequenceGroup, StagePlan]:
-    """Returns a group and one of its stages without output heads on stages before the last, and without their messages."""
+def _without_spread_heads(group: SequenceGroup, stage: StagePlan, tiles_heads: bool) -> tuple[SequenceGroup, StagePlan]:
+    """Returns a group and one of its stages without output heads on stages before the last, and without their messages.
+
+    tiles_heads: see `forward_only`.
+    """
     if not (heads := group.head_stages):
         return group, stage
     last, num_ranges = len(group.stages) - 1, len(stage.layer_ranges)
@@ -45,6 +49,12 @@ def _without_spread_heads(group: SequenceGroup, stage: StagePlan) -> tuple[Seque
     def kept(each: StagePlan) -> StagePlan:
         return replace(each, actions=tuple(filter(is_kept, each.actions)))
 
+    if tiles_heads and stage.stage == last:
+        own = {(policy.chunk, policy.layer_range): policy for policy in stage.activations}
+        for key in ((chunk, num_ranges - 1) for chunk in heads):
+            policy = own.get(key, ActivationPolicy(*key))
+            own[key] = replace(policy, tile_tokens=policy.tile_tokens or LEAST_TILE_TOKENS)
+        stage = replace(stage, activations=tuple(own.values()))
     return replace(group, stages=tuple(map(kept, group.stages))), kept(stage)
 
 

@@ -352,7 +352,7 @@ class StepExecutor:
         """
         self._begin_plan(plan)
         self.parameters.check(plan.parameters)
-        plan = forward_only(plan)
+        plan = forward_only(plan, tiles_heads=engine is not None)
         self._check(plan, engine)
         host = self._host(plan, 1, engine, wanted if isinstance(wanted, TokenTally) else None)
         made = [

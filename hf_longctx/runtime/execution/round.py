@@ -376,9 +376,6 @@ class Round:
             return
         policy = self.policies.get(key)
         tile_tokens = policy.loss_tile_tokens if policy is not None else 0
-        if not self.num_backwards:
-            # forwards alone run heads of other stages, too, for whose logits the plan left no room here
-            tile_tokens = tile_tokens or LEAST_TILE_TOKENS
         if isinstance(self.wanted, Scoring):
             found = self.host.score_chunk(inputs, context, tile_tokens, action.layer_range, hidden_1TC, self.wanted)
             self.scores[action.chunk] = found

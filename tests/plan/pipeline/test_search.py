@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.pipeline import search as pipeline_planner
-from hf_longctx.plan.pipeline.search import PipelineSearch, SearchConstants
+from hf_longctx.plan.pipeline.candidates import Candidate
+from hf_longctx.plan.pipeline.search import PipelineSearch, SearchConstants, _Row
 from hf_longctx.plan.pipeline.stages import layer_ranges
 from hf_longctx.plan.planner import plan_step
 from hf_longctx.plan.predict.evaluate import evaluate_plan
@@ -374,3 +376,25 @@ def test_a_step_of_512_sequences_on_32_gpus_is_planned_in_time(device_gib: int, 
     assert plan.estimate.step_s < (1.4 if budget else 1.2) * plan.estimate.lower_bound_s
     # four to five millions take a second of one core alone
     assert num_calls < most_calls
+
+
+def test_room_is_made_only_for_candidates_that_may_win_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one exceeds its estimate by 10 s, so that others are expected to exceed theirs by 5 s; nan: no estimate."""
+    search = PipelineSearch(0, [100] * 4, Planning(cost_model("linear", 4), config(degrees=(1,), stages=layer_ranges(4, 2))))
+    plan = search._plan_of([search.candidates.fastest(range(4))[0].micro_batch])
+    run = search.planning.predict(plan)
+    tried: list[float] = []
+
+    def made(candidate: Candidate) -> _Row:
+        tried.append(candidate.seconds)
+        # 100 s becomes 110 s, and others need no room
+        seconds = 110.0 if candidate.seconds == 100.0 else candidate.seconds
+        return _Row(plan, replace(run, step_s=seconds + run.once_s))
+
+    monkeypatch.setattr(search, "_as_it_is", lambda _: None)
+    monkeypatch.setattr(search, "_made_to_fit", made)
+    monkeypatch.setattr(search, "_takes", lambda *_: False)
+    found = [Candidate(seconds, lambda: plan.micro_batches[0]) for seconds in (100.0, 105.5, math.nan, 104.5)]
+    best = search._made_fastest(found)
+    assert [tried[0], *tried[2:]] == [100.0, 104.5] and math.isnan(tried[1])
+    assert best is not None and best.run.step_s == pytest.approx(104.5 + run.once_s)

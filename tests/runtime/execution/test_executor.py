@@ -192,10 +192,14 @@ def test_forwards_alone_run_all_heads_on_the_last_stage() -> None:
     chunks = [[(each, 0, 8)] for each in range(4)]
     spread, plain = (pipeline_plan([8] * 4, [[(1, chunks)]], 2, output_shares=shares) for shares in ((1.0, 1.0), ()))
     for rank in range(2):
-        (group, stage), *_ = forward_only(spread.for_rank(rank)).rounds
+        ((group, stage),), ((heads, _),) = (forward_only(spread.for_rank(rank)).rounds, spread.for_rank(rank).rounds)
         (_, expected), *_ = forward_only(plain.for_rank(rank)).rounds
         assert stage.actions == expected.actions
-        assert not group.head_stages
+        assert heads.head_stages and not group.head_stages
+        # in training, only the other stage makes tiles of their logits
+        tiles = {policy.chunk: policy.tile_tokens for policy in stage.activations}
+        assert tiles == (dict.fromkeys(heads.head_stages, LEAST_TILE_TOKENS) if rank else {})
+        assert not any(stage.activations for _, stage in forward_only(spread.for_rank(rank), tiles_heads=False).rounds)
 
 
 ROWS = random_rows([13, 5, 9])
@@ -397,11 +401,3 @@ def test_without_tile_tokens_the_loss_is_taken_from_logits() -> None:
     executor, engine, seen = tiled_executor(patched_model())
     executor.run(LONE_PLAN.for_rank(0), rank_inputs(LONE_PLAN, ROWS, 0)["chunks"], NUM_LABELS, engine=engine)
     assert seen == [18, 9]
-
-
-def test_an_evaluation_makes_no_whole_logits_where_the_training_does() -> None:
-    rows = random_rows([2_100])
-    executor, engine, seen = tiled_executor(patched_model())
-    plan = plan_of([[(1, (0,))]], [2_100], 1)
-    executor.evaluate(plan.for_rank(0), rank_inputs(plan, rows, 0)["chunks"], engine)
-    assert seen == [LEAST_TILE_TOKENS, 2_100 - LEAST_TILE_TOKENS]

@@ -15,7 +15,7 @@ must hold the longest document, as in a real run. Flattening does not keep this 
 Two stages, one on each node, share weights inside nodes alone. They are compared with plans of one stage whose weights are
 sharded over all ranks, which gather them over slow links. `--require-stages` fails unless the faster kind of stages is this many
 times as fast on the last links, and the number of stages that a run chooses at least 0.98 times as fast on the first ones, unless
-it chooses the same plan there.
+the run chooses one stage there, with the same plan.
 """
 
 from __future__ import annotations
