@@ -225,8 +225,8 @@ def test_exchanges_in_parts_beside_attention_are_the_reference(ranks, shards: tu
     )
     for number, heads in enumerate(PARTED[num_ranks]):
         check_shards([rank[number] for rank in found], reference(*heads, bounds))
-        # each head is computed as in one exchange
-        assert all(torch.equal(mine[number][0], other[number][0]) for mine, other in zip(found, whole, strict=True))
+        # each head is computed as in one exchange; some processors sum fewer heads at once in another order
+        assert all(relative_error(mine[number][0], other[number][0]) <= 1e-14 for mine, other in zip(found, whole, strict=True))
 
 
 @pytest.mark.parametrize("positions", [(0, 1), (2, 3)])
