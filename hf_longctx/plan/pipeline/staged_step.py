@@ -175,9 +175,8 @@ class StagedStep:
             # a stage of several layer ranges waits for chunks on one of them
             estimate_s = work_s + num_chunks * rates.chunk_s + (self.num_stages - 1) * slot_s / len(self.ranges[0])
             held = min(tokens, longest + (self.num_stages - 1) * tokens / num_chunks) / group.degree
-            estimate_s += self.room.added_s(
-                [held / CUTS.rough], work_s, tokens / group.degree, [rates.spare * work_s], tokens / num_chunks / group.degree
-            )
+            chunks = tokens / num_chunks / group.degree, (num_slices > 1) * longest / group.degree
+            estimate_s += self.room.added_s([held / CUTS.rough], work_s, tokens / group.degree, [rates.spare * work_s], *chunks)
             found.append(Cut(estimate_s, num_chunks, num_slices, target_s))
         # fewest chunks first among equally fast cuts: small kernels and messages cost more than any model says
         equal_s = (1 + CUTS.equal) * min(cut.estimate_s for cut in found)
@@ -198,6 +197,7 @@ class StagedStep:
         work_s = max(map(self.work_s, chunks))
         tokens = max(sum(chunk.num_tokens for chunk in own) / group.degree for group, own in chunks.items())
         most = max(chunk.num_tokens / group.degree for group, own in chunks.items() for chunk in own)
+        sliced = max(longest_sliced(own) / group.degree for group, own in chunks.items())
         groups = [(own, self.shapes[group.degree]) for group, own in chunks.items()]
         how = self.ranges, self.schedule, self.leaves_node, self.config.output_shares
         pipeline = pipeline_by_lead(groups, self.costs, *how, gathers=self.gathers, head_sum_s=self.head_sum_s)
@@ -206,7 +206,7 @@ class StagedStep:
         def seconds(lead: float) -> float:
             if lead not in found:
                 kept_s, held, busy_s = pipeline(lead)
-                added_s = self.room.stages_added_s(held, work_s, tokens, most)
+                added_s = self.room.stages_added_s(held, work_s, tokens, most, sliced)
                 # a stage that works less than the busiest one may recompute meanwhile
                 again_s = [added - (max(busy_s) - own_s) for added, own_s in zip(added_s, busy_s, strict=True)]
                 is_short = max(added_s) > 0
@@ -294,6 +294,14 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
     check_degrees(degrees, per_stage, costs.model.num_heads, costs.method)
 
 
+def longest_sliced(chunks: Sequence[Chunk]) -> int:
+    """Most tokens of a sequence that is in several of these chunks; 0 if all are whole."""
+    lengths: dict[int, list[int]] = {}
+    for span in (span for chunk in chunks for span in chunk.spans):
+        lengths.setdefault(span.sequence, []).append(span.num_tokens)
+    return max((sum(own) for own in lengths.values() if len(own) > 1), default=0)
+
+
 # workspace of a layer's backward, in the bytes that a layer saves for a chunk
 _WORKSPACE = 2.0
 
@@ -320,6 +328,11 @@ class StageRoom:
         self.forward_share = forward.token_s / max(forward.token_s + backward.token_s, 1e-300)
         # a recomputed layer keeps its input, and the attention output if that fits
         self.input_bytes, output_bytes = (class_bytes(model, name) for name in ("layer_input", "attention_output"))
+        # keys, values and their gradients of a token of a sliced sequence, as a mean over layers
+        self.book_bytes = sum(
+            share * own.num_kv_heads * own.kv_head_size * (model.bytes_per_element + max(4, model.bytes_per_element))
+            for own, share in ((model.of_kind(kind), share) for kind, share in model.kind_shares() if kind.window is None)
+        )
         self.freed_bytes = self.layer_bytes - self.input_bytes - output_bytes
         # seconds to recompute all but attention, for a token of a layer
         self.again_s = forward.token_s * (1 - costs.head_share(is_backward=False)) / model.num_layers
@@ -334,39 +347,47 @@ class StageRoom:
         tokens: float,
         spare_s: Sequence[float] = (),
         chunk_tokens: float = 0,
+        sliced_tokens: float = 0,
     ) -> float:
         """Seconds that recomputation adds to the busiest stage's `work_s`, with arguments as in `stages_added_s`.
 
         spare_s: seconds by which each of these stages works less than the busiest one, in which it may recompute.
         """
-        added_s = self.stages_added_s(held_tokens, work_s, tokens, chunk_tokens)
+        added_s = self.stages_added_s(held_tokens, work_s, tokens, chunk_tokens, sliced_tokens)
         return max(0.0, *(each - spare for each, spare in zip(added_s, spare_s or [0.0] * len(added_s), strict=False)))
 
     def stages_added_s(
-        self, held_tokens: Sequence[ArrayLike], work_s: float, tokens: float, chunk_tokens: float = 0
+        self,
+        held_tokens: Sequence[ArrayLike],
+        work_s: float,
+        tokens: float,
+        chunk_tokens: float = 0,
+        sliced_tokens: float = 0,
     ) -> list[float]:
         """Seconds that recomputation adds to a stage's `work_s`; infinity if it is needed but not allowed, or not enough.
 
         held_tokens: tokens that a rank holds at once, for each of the first stages: the most, or those after every forward.
         tokens: of a rank in all chunks. chunk_tokens: most of a rank in one chunk, for which the backward of a layer needs
-        workspace. Copies to the host that hide come first: they come back beside backwards, and leave beside forwards and the
+        workspace. sliced_tokens: most of a rank in one sliced sequence, whose keys, values and gradients of these stay on the
+        device. Copies to the host that hide come first: they come back beside backwards, and leave beside forwards and the
         backwards between these. Then all but attention runs again, then attention too.
         """
-        stages = zip(held_tokens, self.layers, self.waiting, self.most_moved, strict=False)
-        chunks = work_s, tokens, chunk_tokens
+        chunks = work_s, tokens, chunk_tokens, sliced_tokens
         return [
-            self._added_s(np.atleast_1d(np.asarray(held, dtype=np.float64)), layers, waiting, moved, *chunks)
-            for held, layers, waiting, moved in stages
+            self._added_s(stage, np.atleast_1d(np.asarray(held, dtype=np.float64)), *chunks)
+            for stage, held in enumerate(held_tokens)
         ]
 
     def _added_s(
-        self, held: FloatArray, layers: int, waiting: int, moved: float, work_s: float, tokens: float, chunk_tokens: float
+        self, stage: int, held: FloatArray, work_s: float, tokens: float, chunk_tokens: float, sliced_tokens: float
     ) -> float:
         """The `stages_added_s` of one stage."""
+        layers, moved = self.layers[stage], self.most_moved[stage]
         if self.budget is None:
             return math.inf if held.max() * layers > self.room else 0.0
         forward_s, backward_s = self.forward_share * work_s, (1 - self.forward_share) * work_s
-        device_bytes = self.budget.device_bytes - waiting - _WORKSPACE * chunk_tokens * self.layer_bytes
+        device_bytes = self.budget.device_bytes - self.waiting[stage] - _WORKSPACE * chunk_tokens * self.layer_bytes
+        device_bytes -= sliced_tokens * layers * self.book_bytes
         held_bytes, all_bytes = held * layers * self.layer_bytes, max(1.0, tokens * layers * self.layer_bytes)
         hidden_bytes = min(1.0, self.copy_bytes_per_s * backward_s / all_bytes) * moved * held_bytes
         over = held_bytes - np.minimum(hidden_bytes, self.budget.host_bytes) - device_bytes

@@ -129,6 +129,11 @@ def test_room_is_counted_in_tokens_or_in_bytes_of_layers() -> None:
     assert alone.added_s([most * alone.layer_bytes / alone.input_bytes / 1.2, most], 9.0, 900) == pytest.approx(3.0)
     # inputs alone are too many
     assert math.isinf(alone.added_s([most * 1.01 * alone.layer_bytes / alone.input_bytes, 0], 9.0, 900))
+    # keys, values and their gradients in fp32 of a sliced sequence take the room of a tenth of what is held
+    model = costs.model
+    book_bytes = model.num_kv_heads * model.kv_head_size * (model.bytes_per_element + 4)
+    sliced = 0.1 * (1 << 20) / 2 / book_bytes
+    assert alone.added_s([most, most], 9.0, 900, (), 0, sliced) == pytest.approx(share * 900 * 2 * alone.again_s)
 
 
 def test_copies_that_hide_make_room_before_recomputation() -> None:
