@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from hf_longctx.plan.core.orders import Schedule, deal_output_heads, families, family_orders
 from hf_longctx.plan.core.settings import PlannerConfig, check_degrees
-from hf_longctx.plan.core.sharding import fullest_share
+from hf_longctx.plan.core.sharding import fullest_share, sequence_ends
 from hf_longctx.plan.core.types import Chunk, FloatArray, GroupShape, IntArray, LayerRange, Ranges
 from hf_longctx.plan.cost.cost_model import CostModel
 from hf_longctx.plan.cost.traffic import group_shapes
@@ -296,10 +296,9 @@ def check_stages(num_stages: int, costs: CostModel, config: PlannerConfig) -> No
 
 def longest_sliced(chunks: Sequence[Chunk]) -> int:
     """Most tokens of a sequence that is in several of these chunks; 0 if all are whole."""
-    lengths: dict[int, list[int]] = {}
-    for span in (span for chunk in chunks for span in chunk.spans):
-        lengths.setdefault(span.sequence, []).append(span.num_tokens)
-    return max((sum(own) for own in lengths.values() if len(own) > 1), default=0)
+    ends = sequence_ends(chunks)
+    spans = (span for chunk in chunks for span in chunk.spans)
+    return max((ends[span.sequence] for span in spans if span.num_tokens < ends[span.sequence]), default=0)
 
 
 # workspace of a layer's backward, in the bytes that a layer saves for a chunk
