@@ -130,7 +130,7 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> Any:
     how = parser.add_argument_group("how to train", "options that are left out are chosen by the program")
     how.add_argument(
         "--parameters",
-        choices=("auto", "replicated", "sharded", "gathered_per_step", "gathered_per_round"),
+        choices=("auto", "replicated", "sharded", "gathered_per_node", "gathered_per_step", "gathered_per_round"),
         help="how weights and states are held; auto: the fastest for the first step of --lengths that fits (default: replicated "
         "if that fits, else sharded; in stages auto)",
     )

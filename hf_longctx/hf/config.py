@@ -340,15 +340,17 @@ class LongContextConfig:
             "times less close than in bf16 (docs/guides/lora-and-qlora.md). `unchanged`: as they were loaded."
         },
     )
-    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step", "auto"] = field(
+    parameters: Literal["replicated", "sharded", "gathered_per_round", "gathered_per_step", "gathered_per_node", "auto"] = field(
         default="replicated",
         metadata={
             "help": "How weights, gradients and optimizer states are distributed: `replicated` (whole on every rank), "
             "`sharded` (FSDP2: sharded over ranks, gathered layer by layer in every forward and backward), "
             "`gathered_per_round` (sharded too, but gathered once per micro-batch, which needs memory for all weights), "
             "`gathered_per_step` (gathered once per optimizer step, while every backward sums gradients into shards, as ZeRO-2 "
-            "does) or `auto` (the one that is predicted to be fastest for a step of the training set among those that hold its "
-            "longest sequence; decided at start on all ranks, and printed)."
+            "does), `gathered_per_node` (sharded over all ranks, but each node keeps a copy for a step, on its ranks, from which "
+            "layers are gathered, and sums of gradients cross nodes once per step) or `auto` (the one that is predicted to be "
+            "fastest for a step of the training set among those that hold its longest sequence; decided at start on all ranks, "
+            "and printed)."
         },
     )
     shard_ranks: int | None = field(

@@ -438,6 +438,7 @@ def build_plan(
             MicroBatch(tuple(_sequence_group(group, shapes, lengths, layers) for group in groups)) for groups in micro_batches
         ),
         shard_ranks=costs.shards,
+        node_ranks=costs.node_ranks,
     )
 
 

@@ -26,7 +26,15 @@ from hf_longctx.plan.core.settings import (
     default_degrees,
     usable_share_bytes,
 )
-from hf_longctx.plan.core.types import GroupShape, Parameters, Ranges, StepPlan, frees_every_round, gathers_every_pass
+from hf_longctx.plan.core.types import (
+    GroupShape,
+    Parameters,
+    Ranges,
+    StepPlan,
+    frees_every_round,
+    gathers_every_pass,
+    keeps_node_copies,
+)
 from hf_longctx.plan.cost.cost_model import CostModel, block_sizes
 from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
@@ -49,7 +57,7 @@ _MOST_MORE = 4
 # stop bisecting for the longest sequence that can be planned at a hundredth of its length
 _ROOM_PRECISION = 100
 # ways to share parameters among the ranks of a stage by choice, from most gathers and most room for activations to least
-SHARINGS: tuple[Parameters, ...] = ("sharded", "gathered_per_step", "gathered_per_round", "replicated")
+SHARINGS: tuple[Parameters, ...] = ("sharded", "gathered_per_node", "gathered_per_step", "gathered_per_round", "replicated")
 # parameters are replicated by choice only if a rank still has room for this many tokens
 _LEAST_TOKENS = 512
 # bytes of a communicator of NCCL: 544 to 688 MB were measured on four A100 (NVIDIA/nccl issue 964), and a single allocation of
@@ -212,6 +220,10 @@ class Placement:
         """Sharding of the states, as arguments for methods of `DeviceMemory`."""
         return self.parameters, self.shard_ranks, self.ranges
 
+    def spans_nodes(self, shard_ranks: int) -> bool:
+        """Whether so many ranks with shards of one copy of the weights are several whole nodes, of two ranks or more."""
+        return shard_ranks > self.ranks_per_node > 1 and not shard_ranks % self.ranks_per_node
+
     def largest_shape(self, model: ModelSpec) -> GroupShape:
         """The shape of the largest group, in which the longest sequence is counted."""
         cluster = ClusterSpec(self.num_ranks, self.ranks_per_node, GENERIC_GPU)
@@ -304,7 +316,7 @@ class Measured:
         usable, memory = self.memory.usable_bytes, replace(self.memory, model=costs.model, teacher=teacher)
         if self.has_communicators:
             blocks, num_stages = block_sizes(placement.degrees, costs), max(1, len(placement.ranges))
-            ways = placement.shard_ranks, num_stages, lends, costs.model.num_head_stages
+            ways = placement.shard_ranks, num_stages, lends, costs.model.num_head_stages, keeps_node_copies(placement.parameters)
             number = num_communicators(placement.num_ranks, blocks, *ways)
             given = max(0, usable - number * COMMUNICATOR_BYTES)
             usable = given if self.is_given else min(usable, usable_bytes(memory.device_bytes, number, self.is_expandable))
@@ -648,11 +660,14 @@ class _Choices:
         """
         wishes, measured, num_stages = self.wishes, self.measured, len(ranges)
         num_ranks, lends = wishes.placement.num_ranks // num_stages, wishes.lend_stages and num_stages > 1
-        model, index = measured.costs.model, measured.costs.model.index
+        model, index, teacher = measured.costs.model, measured.costs.model.index, measured.costs.teacher
+        per_node = wishes.placement.ranks_per_node
+        teacher = None if teacher is None else replace(teacher, model=replace(teacher.model, node_ranks=per_node))
         model = replace(
             model,
             updates_on_host=wishes.optimizer_states == "host",
             layers_on_host=wishes.layer_weights == "host",
+            node_ranks=per_node,
             keeps_all_stages=lends,
             num_head_stages=num_stages - next((stage for stage, share in enumerate(output_shares) if share), num_stages - 1),
             experts=replace(model.experts, num_ranks=wishes.expert_ranks or 1),
@@ -667,10 +682,16 @@ class _Choices:
         parameters, shard_ranks = shared_parameters(placement.parameters, placement.shard_ranks, num_ranks)
         method = _stage_method(measured.costs, num_ranks, placement) if num_stages > 1 else placement.method
         placement = replace(placement, parameters=parameters, shard_ranks=shard_ranks, method=method)
+        if keeps_node_copies(parameters) and not self._can_keep_copies(shard_ranks):
+            raise ValueError(
+                f"parameters 'gathered_per_node' keep a copy of the weights on every node, but the {shard_ranks} rank(s) that "
+                f"share them are not several whole nodes of {per_node} rank(s); use 'sharded', or share them over more ranks"
+            )
 
         def setup_on(placement: Placement) -> Setup:
             parameters, shard_ranks, _ = placement.sharing
-            costs = replace(measured.costs, model=model, method=method, parameters=parameters, shard_ranks=shard_ranks)
+            costs = replace(measured.costs, model=model, teacher=teacher, method=method)
+            costs = replace(costs, parameters=parameters, shard_ranks=shard_ranks)
             if costs.measured_apart:
                 # ranks with shards do not sum whole gradients
                 costs = replace(costs, coefficients=replace(costs.coefficients, step_s=0.0))
@@ -755,8 +776,16 @@ class _Choices:
         shards = (shard_ranks or per_stage, per_node) if has_node_shards else (shard_ranks or per_stage,)
         for parameters in self.wishes.sharings:
             # a run refuses these with several layer ranges
-            if not (frees_every_round(parameters) and len(placement.ranges[0]) > 1):
-                yield from ((parameters, own) for own in ((1,) if parameters == "replicated" else shards))
+            if frees_every_round(parameters) and len(placement.ranges[0]) > 1:
+                continue
+            for own in (1,) if parameters == "replicated" else shards:
+                if not keeps_node_copies(parameters) or self._can_keep_copies(own):
+                    yield parameters, own
+
+    def _can_keep_copies(self, shard_ranks: int) -> bool:
+        """Whether nodes can keep copies of weights that so many ranks share: all experts are gathered, from the device."""
+        is_plain = not self.wishes.expert_ranks and self.wishes.layer_weights == "device"
+        return is_plain and self.wishes.placement.spans_nodes(shard_ranks)
 
 
 def _with_whole_head(found: tuple[Setup, StepPlan | None]) -> tuple[Setup, StepPlan | None]:
@@ -911,12 +940,13 @@ def num_communicators(
     num_stages: int = 1,
     lends: bool = False,
     num_head_stages: int = 1,
+    has_node_copies: bool = False,
 ) -> int:
     """Counts the groups of the rank with the most of them, including the default group; 0 for a single rank.
 
     degrees: those of groups that exchange heads (`cost_model.block_sizes`). shard_ranks: ranks that share one copy of the
     parameters; with 1, gradients are summed early in a separate group, unless stages lend ranks. lends: stages may lend ranks to
-    each other. num_head_stages: see `ModelSpec`.
+    each other. num_head_stages: see `ModelSpec`. has_node_copies: weights are gathered per node.
     """
     if num_ranks == 1:
         return 0
@@ -927,8 +957,8 @@ def num_communicators(
         for stage in range(num_stages)
         for position in range(per_stage)
     )
-    # shards, and ranks with equal shards
-    sharding = (1 + (shard_ranks < per_stage)) if shard_ranks > 1 else 0
+    # shards, ranks with equal shards, and ranks of a node
+    sharding = (1 + (shard_ranks < per_stage) + has_node_copies) if shard_ranks > 1 else 0
     early_sums = shard_ranks == 1 and per_stage > 1 and not lends
     return 1 + most + sharding + early_sums
 
@@ -1029,10 +1059,10 @@ class Room:
 
 def rooms(memory: DeviceMemory, placement: Placement) -> tuple[Room, ...]:
     """Rooms for all placements of the states, with equal groups; shards span all ranks unless the placement says otherwise."""
-    names: tuple[Parameters, ...] = ("replicated", "sharded", "gathered_per_step", "gathered_per_round")
+    shard_ranks = placement.shard_ranks if placement.parameters != "replicated" else placement.ranks_per_stage
+    sharded = [each for each in SHARINGS[:-1] if placement.spans_nodes(shard_ranks) or not keeps_node_copies(each)]
     ways = []
-    for parameters in names if placement.ranks_per_stage > 1 else names[:1]:
-        shard_ranks = placement.shard_ranks if placement.parameters != "replicated" else placement.ranks_per_stage
+    for parameters in (SHARINGS[-1], *(sharded if placement.ranks_per_stage > 1 else ())):
         other = replace(placement, parameters=parameters, shard_ranks=1 if parameters == "replicated" else shard_ranks)
         tokens, longest = other.tokens_per_rank(memory), other.longest_tokens(memory)
         ways.append(Room(parameters, memory.state_bytes(*other.sharing), tokens, longest))

@@ -315,7 +315,14 @@ def _options(lengths: Sequence[int], machine: Machine, chunking: _Chunking, host
                 for first, chunks in zip(range(0, per_stage, degree), chunks_of, strict=True)
             )
             plan = StepPlan(
-                0, tuple(lengths), num_stages, per_stage, costs.parameters, (MicroBatch(groups),), shard_ranks=costs.shards
+                0,
+                tuple(lengths),
+                num_stages,
+                per_stage,
+                costs.parameters,
+                (MicroBatch(groups),),
+                shard_ranks=costs.shards,
+                node_ranks=costs.node_ranks,
             )
             yield _Option(plan, costs, budget, _run(plan, costs))
 

@@ -108,6 +108,14 @@ TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
         _GATHERS("stream.wait_stream(group.device_handle.current_stream())"),
         (scenarios.gathered_after_a_change, 1),
     ),
+    "copies of nodes are of shards that have changed": (
+        _GATHERS("across.wait_stream(group.device_handle.current_stream())"),
+        (scenarios.held_after_a_change, 1),
+    ),
+    "a gather reads copies of nodes that are there": (
+        _GATHERS("stream.wait_event(held)"),
+        (scenarios.gathered_before_it_is_held, 1),
+    ),
     "a step reads gradients that have been added up": (
         _SUMS("group.device_handle.current_stream().wait_event(end)"),
         (scenarios.read_before_it_is_summed, 1),

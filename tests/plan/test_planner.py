@@ -62,7 +62,9 @@ def plan(
     parameters: str = "sharded",
 ) -> StepPlan:
     config = PlannerConfig(capacity, default_degrees(num_ranks, 8, "ulysses"), solver, static_degree)
-    return plan_step(3, lengths, dataclasses.replace(cost_model(kind, num_ranks), parameters=parameters), config)  # type: ignore[arg-type]
+    costs = dataclasses.replace(cost_model(kind, num_ranks), parameters=parameters)  # type: ignore[arg-type]
+    costs = dataclasses.replace(costs, model=dataclasses.replace(costs.model, node_ranks=num_ranks // 2))
+    return plan_step(3, lengths, costs, config)
 
 
 def check_plan(found: StepPlan, lengths: list[int] | tuple[int, ...], costs: CostModel, capacity: int) -> None:

@@ -106,6 +106,36 @@ def test_stages_of_several_nodes_shard_inside_a_node_if_the_network_is_slow() ->
     assert fast < slow
 
 
+def test_nodes_keep_copies_if_only_the_network_is_slow() -> None:
+    """Neither all states of a stage fit on one node, nor all weights on a rank."""
+    sizes = {"num_nodes": 4, "network": 1e9}
+    found = setup_of(10, 1e11, 2, None, **sizes)
+    assert found.placement.parameters == "gathered_per_node" and found.placement.shard_ranks == 8
+    assert found.costs.node_ranks == 4 and any("gathered per node" in note for note in found.notes)
+    seconds = {}
+    for way in ("gathered_per_node", "gathered_per_step", "sharded"):
+        setup = setup_of(10, 1e11, 2, way, **sizes)
+        plan = plan_step(0, STEP, setup.costs, setup.planner)
+        assert plan.node_ranks == 4 * (way == "gathered_per_node")
+        seconds[way] = plan.estimate.counted_s
+    assert seconds.pop("gathered_per_node") < 0.8 * min(seconds.values())
+
+
+def test_nodes_keep_copies_without_stages() -> None:
+    plans = {}
+    for way in ("gathered_per_node", "sharded"):
+        setup = setup_of(14, 1e11, 1, way, STEP[:8], network=2e8)
+        plans[way] = plan_step(0, STEP[:8], setup.costs, setup.planner)
+    assert plans["gathered_per_node"].estimate.counted_s < 0.8 * plans["sharded"].estimate.counted_s
+
+
+@pytest.mark.parametrize(("stages", "num_nodes", "shared"), [(1, 1, 4), (2, 2, 4), (4, 2, 2)])
+def test_copies_of_a_node_that_shares_all_weights_are_refused(stages: int, num_nodes: int, shared: int) -> None:
+    message = f"the {shared} rank.s. that share them are not several whole nodes of 4 rank.s.; use 'sharded'"
+    with pytest.raises(ValueError, match=message):
+        setup_of(40, 1e11, stages, "gathered_per_node", num_nodes=num_nodes)
+
+
 @pytest.mark.wide
 def test_waits_of_unequal_groups_count_even_if_gathers_take_no_time() -> None:
     """Gathers of adapted weights take less than 1 % of the step, but each of them makes groups wait for one another."""

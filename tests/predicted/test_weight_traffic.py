@@ -39,6 +39,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
 )
+from hf_longctx.plan.core.validate import validate_plan
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
 from hf_longctx.plan.cost.weight_traffic import StageWeights, copies_traffic, ends_s
 from hf_longctx.plan.predict.evaluate import evaluate_plan
@@ -91,7 +92,8 @@ def sent_on_rank(case: ModelCase, plan: StepPlan, rows: list[dict[str, list[int]
     patch_model(model)
     if case.spread:
         spread_experts(spread_experts_of(model), block_mesh(mesh(plan.block_ranks)), torch.device("cpu"))
-    shard_model(model, model._no_split_modules, mesh(plan.block_ranks), case.fp32_gradients)
+    shards, node_ranks = mesh(plan.block_ranks, plan.node_ranks), plan.node_ranks
+    shard_model(model, model._no_split_modules, shards, case.fp32_gradients, node_ranks=node_ranks)
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
     has_policies = any(stage.activations for each in plan.micro_batches for group in each.groups for stage in group.stages)
     tier, head = HostTier.on(torch.device("cpu"), 2**24), OutputHead(output_head(model))
@@ -209,6 +211,27 @@ def test_copies_sum_their_gradients_once(ranks, name: str) -> None:
     for found in ranks(4).run(sent_on_rank, case, plan, random_rows(lengths)):
         assert found["gather"] + found["scatter"] == expected
         assert found["sum"] == int(copies_traffic(weights, cluster, 2, 2).num_bytes)
+
+
+@pytest.mark.daily("bf16")
+@pytest.mark.parametrize("name", ["fp64", "bf16", "autocast"])
+def test_copies_of_nodes_enter_and_their_sums_leave_once(ranks, name: str) -> None:
+    """Four passes gather two layers each inside nodes of two ranks, of which the one at each of three turns stays."""
+    case, lengths = CASES[name], [8, 8, 6, 5, 8]
+    layout = [[(1, (0,)), (1, (1,)), (2, (2,))], [(2, (3,)), (2, (4,))]]
+    plan = validate_plan(replace(plan_of(layout, lengths, 4), parameters="gathered_per_node", node_ranks=2))
+    weights, counts = stage_weights(case, 4), len(list(build_model(case).parameters())) * max(4, case.dtype.itemsize)
+    # inside a node a rank sends half of a layer to the other; across nodes its half of what the other node lacks
+    gathered = 5 / 2 * weights.layers / 2 + 3 / 4 * weights.outside
+    across = (1 / 2 - 1 / 4) * (weights.layers + weights.gradients)
+    for found in ranks(4).run(sent_on_rank, case, plan, random_rows(lengths)):
+        assert found["gather"] == gathered
+        assert found["scatter"] == 2 * weights.own_gradients / 2 + across + counts
+    # the plan counts as much, but for counts of backwards, small messages and norms
+    costs = hand_costs(4, 2, "gathered_per_node")
+    costs = replace(costs, model=replace(costs.model, node_ranks=2))
+    seconds, rates = weight_seconds(plan, costs), costs.cluster.hardware
+    assert seconds.gather_s > across / rates.network_bytes_per_s
 
 
 def hand_costs(num_ranks: int, ranks_per_node: int, parameters: Any = "sharded", shard_ranks: int = 0) -> CostModel:

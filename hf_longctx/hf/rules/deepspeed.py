@@ -90,6 +90,10 @@ FIELDS: dict[str, Field] = {
     "zero_optimization.cpu_offload": _to('`optimizer_states="host"`, the old name of `offload_optimizer`', _FLAG),
     "zero_optimization.cpu_offload_param": _to('`layer_weights="host"`, the old name of `offload_param`', _FLAG),
     "zero_optimization.mics_shard_size": _to("`shard_ranks`, with stage 3; -1 for all ranks", Whole(-1, "give -1 or more")),
+    "zero_optimization.zero_hpz_partition_size": _to(
+        '`parameters="gathered_per_node"`, with stage 3, if more than 1; nodes keep copies, so give the ranks of one',
+        Whole(0, "it cannot be negative"),
+    ),
     "bf16.enabled": _to(
         "`bf16`; for DeepSpeed's bf16 weights with fp32 copies, load the model in bfloat16 (`fp32_master_weights`)", _FLAG
     ),
@@ -137,9 +141,6 @@ FIELDS: dict[str, Field] = {
         "leave it out; group sizes are chosen per step (LongContextConfig.degrees), and all ranks count for the batch"
     ),
     "data_parallel_size": _refused("leave it out; group sizes are chosen per step (LongContextConfig.degrees)"),
-    "zero_optimization.zero_hpz_partition_size": _refused(
-        "give 1, and set LongContextConfig(shard_ranks=...) for copies per node"
-    ),
     "zero_optimization.zero_quantized_weights": _refused("leave it out; weights travel as they are"),
     "zero_optimization.zero_quantized_nontrainable_weights": _refused(
         "leave it out, and load frozen weights in four bits (QLoRA)"
@@ -260,7 +261,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "gradient_allreduce_op": ("mean",),
     "sequence_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "zero_optimization.zero_hpz_partition_size": (0, 1),
     "tensor_parallel": (0, 1),
     "scheduler.params.last_batch_iteration": (-1,),
     "pipeline": ({},),
@@ -484,6 +484,17 @@ def _sharding(given: Mapping[str, Any], num_ranks: int, has_stages: bool) -> _Pa
         part.problems.append(f"{zero}mics_shard_size is {ranks} with {zero}stage {stage}; give stage 3, or leave it out")
     elif 1 < ranks < num_ranks:
         part.config["shard_ranks"] = ranks
+    hpz = f"{zero}zero_hpz_partition_size"
+    per_node = given.get(hpz, 1)
+    if per_node > 1 and stage != 3:
+        part.problems.append(f"{hpz} is {per_node} with {zero}stage {stage}; give stage 3, or leave it out")
+    elif per_node > 1 and (per_node >= num_ranks or num_ranks % per_node):
+        part.problems.append(
+            f"{hpz} is {per_node}, and the {num_ranks} ranks are not several times as many; give the ranks of a node, or leave "
+            f"it out"
+        )
+    elif per_node > 1:
+        part.config["parameters"] = "gathered_per_node"
     return part
 
 

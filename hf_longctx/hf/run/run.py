@@ -704,7 +704,8 @@ def _own_stage(ranges: Ranges, model: Any, heads: tuple[int, ...] = ()) -> Stage
 def _new_mesh(config: LongContextConfig, setup: Setup, args: TrainingArguments) -> DeviceMesh | None:
     """Makes the mesh over which parameters are sharded; None if every rank has them whole. Collective over all ranks."""
     if setup.costs.parameters != "replicated":
-        return shard_mesh(args.device.type, setup.costs.shard_ranks, args.ddp_timeout, setup.num_stages)
+        costs = setup.costs
+        return shard_mesh(args.device.type, costs.shard_ranks, args.ddp_timeout, setup.num_stages, costs.node_ranks)
     if config.parameters not in ("replicated", "auto"):
         logger.warning("parameters=%r has no effect on one rank", config.parameters)
     return None

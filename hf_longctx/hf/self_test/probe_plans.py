@@ -202,6 +202,7 @@ def _plan(
             parameters=costs.parameters,
             micro_batches=(*micro_batches, MicroBatch(tuple(lone))),
             shard_ranks=costs.shards,
+            node_ranks=costs.node_ranks,
         )
     )
 

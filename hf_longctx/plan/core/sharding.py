@@ -54,6 +54,17 @@ def summing_ranks(num_ranks: int, node_ranks: int) -> int:
     return node_ranks if 2 < node_ranks < num_ranks and not num_ranks % node_ranks else num_ranks
 
 
+def node_part(rank: int, num_ranks: int, node_ranks: int) -> tuple[range, range]:
+    """Returns the ranks whose shards make up the part of a node's copy on `rank`, and the ranks whose parts have its shard.
+
+    Each node has a copy of all shards in order, and rank i of it the i-th of `node_ranks` equal parts. Ranks are those of one
+    group, in whole nodes; one rank of every node has a shard.
+    """
+    num_nodes = num_ranks // node_ranks
+    first = rank % node_ranks * num_nodes
+    return range(first, first + num_nodes), range(rank // num_nodes, num_ranks, node_ranks)
+
+
 def sum_bytes(num_bytes: float, wide_bytes: float, num_ranks: int, node_ranks: int) -> tuple[float, float]:
     """Returns mean bytes that a rank sends to sum gradients of `num_bytes` over a group: inside its node, and to other nodes.
 

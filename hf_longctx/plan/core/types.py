@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Method = Literal["local", "ulysses", "ring", "hybrid"]
-# when ranks gather weights, and when they sum gradients: see the four predicates below
-Parameters = Literal["replicated", "gathered_per_round", "gathered_per_step", "sharded"]
+# when ranks gather weights, and when they sum gradients: see the five predicates below
+Parameters = Literal["replicated", "gathered_per_round", "gathered_per_step", "gathered_per_node", "sharded"]
 TensorClass = Literal["layer_input", "attention_output", "qkv", "mlp"]
 ActionKind = Literal["F", "B", "SF", "RF", "SB", "RB", "H"]
 
@@ -36,15 +36,25 @@ def meets_in_every_pass(parameters: Parameters) -> bool:
     """Whether ranks that share weights meet in every backward, or in every forward too: all run one order of passes.
 
     "sharded" (ZeRO-3) gathers a layer for each of its forwards and backwards. "gathered_per_step" (ZeRO-2) gathers weights once
-    per step and reduces gradients in every backward. "gathered_per_round" meets in a micro-batch's first forward and last
-    backward only.
+    per step and reduces gradients in every backward. "gathered_per_node" does both inside each node, so that only the ranks of a
+    node meet. "gathered_per_round" meets in a micro-batch's first forward and last backward only.
     """
     return gathers_every_pass(parameters) or parameters == "gathered_per_step"
 
 
 def gathers_every_pass(parameters: Parameters) -> bool:
     """Whether each forward and each backward gathers a layer and frees it afterwards, so that two layers are whole at most."""
-    return parameters == "sharded"
+    return parameters == "sharded" or keeps_node_copies(parameters)
+
+
+def keeps_node_copies(parameters: Parameters) -> bool:
+    """Whether each node has one copy of the weights of a step, in parts on its ranks, from which passes gather layers.
+
+    ZeRO++ (arXiv 2306.10209, section 3.2) keeps such a copy, as hierarchical partitioning (hpZ), from a forward to its backward.
+    Here it is made once per step, and gradients add up in parts, too, so that only two exchanges per step cross nodes: of weights
+    before the first pass, and of sums of gradients in the last one.
+    """
+    return parameters == "gathered_per_node"
 
 
 def frees_every_round(parameters: Parameters) -> bool:
@@ -58,7 +68,8 @@ def sums_every_backward(parameters: Parameters, num_stages: int) -> bool:
     "sharded" parameters do so on several stages: there, some chunk is always between its forward and its backward, so that whole
     gradients would stay for the whole step.
     """
-    return parameters == "gathered_per_step" or (gathers_every_pass(parameters) and num_stages > 1)
+    is_each = parameters == "gathered_per_step" or keeps_node_copies(parameters)
+    return is_each or (gathers_every_pass(parameters) and num_stages > 1)
 
 
 _ACTION = re.compile(r"(\d+)(?:\.(\d+))?(F|B|SF|RF|SB|RB|H)(\d+)(?:@(\d+:\d+(?:,\d+:\d+)*))?")
@@ -449,6 +460,8 @@ class StepPlan:
     # with sharded parameters, the number of consecutive positions that share one copy of them and run every micro-batch
     # together; 0: all positions of a stage
     shard_ranks: int = 0
+    # with parameters that are gathered per node, the number of consecutive positions on one node; 0 otherwise
+    node_ranks: int = 0
     # one schedule through the step: for every stage, the micro-batch of each of its passes (F, B and H) in running order, so that
     # a micro-batch begins while those before it still drain; (): one micro-batch after the other
     turns: tuple[tuple[int, ...], ...] = ()
@@ -461,6 +474,11 @@ class StepPlan:
     def block_ranks(self) -> int:
         """Number of consecutive positions that share one copy of the parameters."""
         return 1 if self.parameters == "replicated" else self.shard_ranks or self.ranks_per_stage
+
+    @property
+    def meeting_ranks(self) -> int:
+        """Number of consecutive positions that meet in every pass if any do (`meets_in_every_pass`)."""
+        return self.node_ranks if keeps_node_copies(self.parameters) else self.block_ranks
 
     @property
     def sequences(self) -> StepSequences:
@@ -501,7 +519,7 @@ class StepPlan:
         groups = micro_batch.groups
         if not meets_in_every_pass(self.parameters) or len(groups) == 1:
             return tuple((place,) for place in range(len(groups)))
-        block_ranks = self.block_ranks
+        block_ranks = self.meeting_ranks
         # for each block, the first block that is in step with it
         first = list(range(self.ranks_per_stage // block_ranks))
         for group in groups:

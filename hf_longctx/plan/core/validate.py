@@ -42,6 +42,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     StepPlan,
     frees_every_round,
+    keeps_node_copies,
     meets_in_every_pass,
 )
 
@@ -291,8 +292,8 @@ def validate_plan(plan: StepPlan, limit_bytes: int = 0, host_limit_bytes: int | 
         for group in micro_batch.groups:
             _check_group(plan, f"micro-batch {index}, group {group.positions}", group)
         if meets_in_every_pass(plan.parameters):
-            for block in range(plan.ranks_per_stage // plan.block_ranks):
-                _check_same_order(index, micro_batch, block, plan.block_ranks)
+            for block in range(plan.ranks_per_stage // plan.meeting_ranks):
+                _check_same_order(index, micro_batch, block, plan.meeting_ranks)
     _check_every_rank(plan)
     _check_same_layers(plan)
     _check_interleaving(plan)
@@ -447,6 +448,16 @@ def _check_shape(plan: StepPlan) -> None:
         raise PlanError(f"shard_ranks {plan.shard_ranks} does not divide the {plan.ranks_per_stage} ranks of a stage")
     if plan.shard_ranks and plan.parameters == "replicated":
         raise PlanError(f"shard_ranks {plan.shard_ranks} is for sharded parameters, but these are replicated; set it to 0")
+    if keeps_node_copies(plan.parameters) != bool(plan.node_ranks):
+        raise PlanError(
+            f"node_ranks is {plan.node_ranks} with parameters {plan.parameters!r}; give the ranks of a node with "
+            f"'gathered_per_node', and 0 with others"
+        )
+    if plan.node_ranks and (plan.node_ranks < 2 or plan.block_ranks % plan.node_ranks or plan.block_ranks == plan.node_ranks):
+        raise PlanError(
+            f"node_ranks {plan.node_ranks} does not divide the {plan.block_ranks} ranks that share parameters into several nodes "
+            f"of at least two ranks; use 'sharded'"
+        )
     if not plan.micro_batches:
         raise PlanError("a plan needs at least one micro-batch")
     for sequence, length in enumerate(plan.lengths):

@@ -42,6 +42,7 @@ from hf_longctx.plan.core.types import (
     SequenceGroup,
     TowerRun,
     TowerWork,
+    keeps_node_copies,
 )
 from hf_longctx.plan.cost.traffic import (
     Traffic,
@@ -241,6 +242,11 @@ class CostModel:
         """Number of consecutive ranks that share one copy of sharded parameters; 0 for all ranks, or without shards."""
         is_split = self.parameters != "replicated" and 1 < self.shard_ranks < self.cluster.num_ranks
         return self.shard_ranks if is_split else 0
+
+    @property
+    def node_ranks(self) -> int:
+        """Number of consecutive ranks that share a node's copy of the weights in a step; 0 if nodes have none."""
+        return self.model.node_ranks if keeps_node_copies(self.parameters) else 0
 
     @property
     def measured_apart(self) -> bool:

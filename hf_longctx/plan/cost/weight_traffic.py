@@ -1,12 +1,13 @@
 """Counts the bytes of weights and gradients that a rank sends, and the seconds that a step counts for them.
 
-Each layer is gathered for every forward and again for every backward of a chunk (`sharded`), once per micro-batch
-(`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with the layer with which the one before ended,
-which is the usual case in a pipeline, that layer is not gathered again (`keeps_first`). Embedding and head are one unit with the
-final norm, and stay gathered to the end of the step. Weights that autocast rounds are gathered in two bytes. The last backward of
-a micro-batch, or every backward (`sums_every_backward`), sums gradients: inside a node in the dtype in which backwards make them,
-also those of rounded weights, or in fp32 if several backwards may have added up; across nodes in fp32 (`sum_bytes`). Ranks with
-equal shards, or with whole weights, sum their gradients once per step.
+Each layer is gathered for every forward and again for every backward of a chunk (`sharded`, or inside a node
+`gathered_per_node`), once per micro-batch (`gathered_per_round`), or once per step (`gathered_per_step`). If a pass begins with
+the layer with which the one before ended, which is the usual case in a pipeline, that layer is not gathered again
+(`keeps_first`). Embedding and head are one unit with the final norm, and stay gathered to the end of the step. Weights that
+autocast rounds are gathered in two bytes. The last backward of a micro-batch, or every backward (`sums_every_backward`), sums
+gradients: inside a node in the dtype in which backwards make them, also those of rounded weights, or in fp32 if several backwards
+may have added up; across nodes in fp32 (`sum_bytes`). Ranks with equal shards, or with whole weights, sum their gradients once
+per step. If nodes keep copies, weights enter each node and its sums leave it once per step.
 
 Every gather counts as a ring: of n ranks, each sends (n - 1) / n of the gathered tensor to the next, and only the hops between
 nodes use the network. A calibrated profile has the rates of gathers and sums, inside a node and over all ranks; otherwise they
@@ -179,8 +180,11 @@ class StageGathers:
 
     # those of a forward, the first forward of a micro-batch, a backward, its last backward, and its only one; empty without any
     passes: tuple[Collectives, ...] = ()
-    # gathers once per step: of embedding and head, or of all weights
+    # gathers once per step, before its first pass: of embedding and head, or of all weights
     once: Collectives = Collectives()
+    # gathers of layers to nodes once per step, from its start on, and sums across nodes once per step, from its last backward on
+    to_nodes: Collectives = Collectives()
+    across_nodes: Collectives = Collectives()
 
     @classmethod
     def of(
@@ -200,15 +204,16 @@ class StageGathers:
         parameters, model, hardware = costs.parameters, costs.model, costs.cluster.hardware
         if parameters == "replicated" or shard_ranks == 1 or not costs.counts_weights:
             return cls()
-        num_layers = part[0]
+        num_layers, near = part[0], costs.node_ranks or shard_ranks
         both, layers = StageWeights.of(model, *part), StageWeights.of(model, num_layers, False, False)
 
-        def gather_s(num_bytes: float) -> float:
-            sent = ring_traffic(num_bytes, shard_ranks, 1, 1, costs.cluster)
+        def gather_s(num_bytes: float, num_ranks: int = shard_ranks) -> float:
+            sent = ring_traffic(num_bytes, num_ranks, 1, 1, costs.cluster)
             return _seconds_of(sent, costs, hardware.gather_bytes_per_s) if num_bytes else 0.0
 
         # shards come from the host before a gather reads them
-        layer_s = gather_s(both.layers / max(1, num_layers)) + host_bytes / hardware.copy_bytes_per_s / max(1, num_layers)
+        units = max(1, num_layers)
+        layer_s = gather_s(both.layers / units, near) + host_bytes / hardware.copy_bytes_per_s / units
         of_outside, of_layers = Collectives(outside_s=gather_s(both.outside)), Collectives(num_layers, layer_s)
         nothing = Collectives(num_layers)
         each = replace(of_layers, is_ahead=True) if gathers_every_pass(parameters) else nothing
@@ -218,10 +223,9 @@ class StageGathers:
             """Returns those of a backward that sums gradients of so many bytes, and of so many in layers."""
 
             def sum_s(num_bytes: float, wide_bytes: float, num_exchanges: int) -> float:
-                sent = sum_traffic(num_bytes, wide_bytes, shard_ranks, num_exchanges, costs.cluster)
+                sent = sum_traffic(num_bytes, wide_bytes, near, num_exchanges, costs.cluster)
                 return _seconds_of(sent, costs, hardware.scatter_bytes_per_s) if num_bytes else 0.0
 
-            units = max(1, num_layers)
             layer_s = sum_s(layer_bytes / units, layers.gradients / units, _EXCHANGES if model.trains_layers else 1)
             outside_s = sum_s(all_bytes - layer_bytes, both.gradients - layers.gradients, _EXCHANGES_OUTSIDE)
             copies_s = all_bytes / hardware.memory_bytes_per_s if hardware.memory_bytes_per_s else 0.0
@@ -234,6 +238,19 @@ class StageGathers:
         passes = each, first, *backwards, only
         if parameters == "gathered_per_step":
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
+        if near < shard_ranks:
+
+            def cross_s(num_bytes: float, rates: Rates) -> float:
+                # every rank exchanges its part of its node's copy with those that have the same part
+                sent = Traffic(0.0, num_bytes * (1 / near - 1 / shard_ranks), 1)
+                return _seconds_of(sent, costs, rates) if num_bytes else 0.0
+
+            to_nodes = Collectives(num_layers, cross_s(layers.layers / units, hardware.gather_bytes_per_s))
+            sums_s = [
+                cross_s(num_bytes, hardware.scatter_bytes_per_s)
+                for num_bytes in (layers.gradients / units, both.gradients - layers.gradients)
+            ]
+            return cls(passes, of_outside, to_nodes, Collectives(num_layers, sum_s=sums_s[0], outside_s=sums_s[1]))
         return cls(passes, of_outside)
 
     def of_pass(self, is_backward: bool, is_end: bool, keeps_first: bool = False) -> Collectives:
@@ -361,7 +378,8 @@ def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float
     """Returns seconds that a step counts on a stage beside its passes, before the first one and after the last one.
 
     No pass hides the first gather and the last sums, so what those passes count as hidden counts here, and gathers once per step
-    do, of which a first forward hides all layers but one. own: collectives of the stage's layer ranges. first_s, last_s: seconds
+    do, of which a first forward hides all layers but one; sums that cross nodes once per step do, of which a last backward hides
+    all of the first layer range but one layer. own: collectives of the stage's layer ranges. first_s, last_s: seconds
     that the first forward and the last backward compute; without them the least together with the passes.
     """
     if not own or not own[0].passes:
@@ -370,7 +388,17 @@ def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float
     layer_s = [np.asarray(seconds / max(1, first.num_layers)) for seconds in (first_s, last_s)]
     hidden_s = sum(float(each.once.inner_hidden_s(layer_s[0])) for each in own) - float(first.first_hidden_s(layer_s[0]))
     before_s = sum(each.once.links_s for each in own) - (1 - SLOWED_SHARE) * hidden_s
-    return before_s, (1 - SLOWED_SHARE) * float(last.last_hidden_s(layer_s[1]))
+    last_s = float(last.last_hidden_s(layer_s[1])) - float(own[0].across_nodes.inner_hidden_s(layer_s[1]))
+    return before_s, sum(each.across_nodes.links_s for each in own) + (1 - SLOWED_SHARE) * last_s
+
+
+def to_nodes_s(own: Sequence[StageGathers], first_s: float = math.inf) -> float:
+    """Returns seconds from a step's start for which a stage's first pass waits for copies of its nodes, beyond its message.
+
+    own, first_s: as for `ends_s`; the first forward hides all layers but one.
+    """
+    hidden_s = sum(float(each.to_nodes.inner_hidden_s(np.asarray(first_s / max(1, each.to_nodes.num_layers)))) for each in own)
+    return sum(each.to_nodes.links_s for each in own) - (1 - SLOWED_SHARE) * hidden_s
 
 
 def whole_gathers(costs: CostModel) -> StageGathers:

@@ -93,7 +93,7 @@ class GroupingProblem:
             seconds=np.stack([costs.sequences_s(list(lengths), shape) + towers_s / shape.degree for shape in shapes.values()]),
             group_s=tuple(costs.group_s(shape) for shape in shapes.values()),
             block_ranks=block_ranks if config.nested and not config.one_micro_batch else 0,
-            overlaps=0 < block_ranks < num_ranks,
+            overlaps=0 < (costs.node_ranks or block_ranks) < num_ranks,
             micro_batch_s=whole_gathers(costs).least_s(),
         )
 

@@ -29,6 +29,7 @@ from hf_longctx.plan.core.types import (
     StagePlan,
     frees_every_round,
     gathers_every_pass,
+    keeps_node_copies,
     sums_every_backward,
 )
 from hf_longctx.plan.memory.layer import Load
@@ -48,8 +49,10 @@ def part_state_bytes(
     of embedding, head and two layers, or all weights if layers stay gathered, and gradients in flight (`summed_bytes`). When
     these are gone, the sums of half-precision gradients are rounded, and the optimizer reads them in fp32. Weights that autocast
     rounds are gathered in two bytes. If shards of layers are on the host during steps, the device has those of two layers, and
-    needs `resting_bytes` otherwise. Spread experts are not gathered. Frozen weights have neither gradients nor moments. Every
-    rank holds all scales of packed weights, one unpacked matrix, and copies of one matrix's adapters on experts.
+    needs `resting_bytes` otherwise. If nodes keep copies, a rank has its part of that of its node, and of the sums there, which
+    make room for the rank's own sums when they cross nodes. Spread experts are not gathered. Frozen weights have neither
+    gradients nor moments. Every rank holds all scales of packed weights, one unpacked matrix, and copies of one matrix's adapters
+    on experts.
     """
     if model.keeps_all_stages:
         num_layers, is_first, is_last = model.num_layers, True, True
@@ -70,7 +73,14 @@ def part_state_bytes(
     gathered = unit_weights if gathers_layers else weights
     gathered -= model.rounded_bytes(min(num_layers, 2) if gathers_layers else num_layers, is_last)
     away = _layer_bytes(model, num_layers) - _layer_bytes(model, min(num_layers, 2)) if _leave(model, parameters) else 0
-    return -(-(weights - away + gradients - rounded + updates) // shard_ranks) + gathered + in_flight + beside
+    own = weights - away + gradients - rounded + updates
+    of_node = 0
+    if keeps_node_copies(parameters):
+        trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+        sums = max(4 * trained, trained_bytes)
+        copy = _layer_bytes(model, num_layers) - model.rounded_bytes(num_layers, False)
+        of_node = -(-(copy + sums) // model.node_ranks) - -(-sums // shard_ranks)
+    return -(-own // shard_ranks) + gathered + in_flight + beside + of_node
 
 
 def resting_bytes(
@@ -198,7 +208,8 @@ def summed_bytes(
     received = flight.received(is_wide)
     largest_outside = max(flight.head, flight.embedding) * outside // max(1, flight.outside)
     copied = outside if outside > flight.outside or model.vocab_size % shard_ranks else 0
-    sums, sums_outside = (-(-4 * count // shard_ranks) for count in (flight.layer_elements, flight.larger_elements))
+    share = model.node_ranks if keeps_node_copies(parameters) else shard_ranks
+    sums, sums_outside = (-(-4 * count // share) for count in (flight.layer_elements, flight.larger_elements))
     of_layer = (0 if model.num_head_stages > 1 else flight.head) + flight.layer + sent + received + sums
     # beside what is left of the last layer, beside copies, and what others send of the copies
     at_end = max(flight.outside + max(sent + received, copied), outside + largest_outside)

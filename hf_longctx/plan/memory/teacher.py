@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hf_longctx.plan.core.sharding import shard_tokens
-from hf_longctx.plan.core.types import GroupShape, Parameters, SequenceGroup, gathers_every_pass
+from hf_longctx.plan.core.types import GroupShape, Parameters, SequenceGroup, gathers_every_pass, keeps_node_copies
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import least_memory_policy
 from hf_longctx.plan.memory.layer import Load, OutsideBytes
@@ -45,7 +45,9 @@ class TeacherBytes:
         scales = num_layers * packed.layer_scale_bytes
         if self.parameters == "replicated":
             return weights + scales
-        return -(-weights // self.shard_ranks) + self.model.part_weight_bytes(0, is_first, is_last) + scales
+        outside = self.model.part_weight_bytes(0, is_first, is_last)
+        of_node = (weights - outside) // self.model.node_ranks if keeps_node_copies(self.parameters) else 0
+        return -(-weights // self.shard_ranks) + outside + of_node + scales
 
     def _parts(self, num_stages: int) -> list[tuple[int, bool, bool]]:
         """Layers of every stage, in equal numbers, and whether it has embedding and head."""

@@ -294,6 +294,8 @@ class ModelSpec:
     updates_on_host: bool = False
     # shards of layers lie in host memory while a step computes
     layers_on_host: bool = False
+    # ranks of a node, which share its copy of weights that are gathered per node
+    node_ranks: int = 1
     # hidden states between layers are in at least fp32
     has_wide_hidden: bool = False
     # elements of a token that a layer passes to the next one beside hidden states

@@ -291,7 +291,7 @@ class Candidates:
         """Whether two groups have ranks that share parameters, so that both must run forwards and backwards in one order."""
         if not meets_in_every_pass(self.staged.costs.parameters):
             return False
-        size = self.staged.block_ranks
+        size = self.staged.costs.node_ranks or self.staged.block_ranks
         blocks = [block for group in groups for block in {position // size for position in group.positions}]
         return len(blocks) > len(set(blocks))
 

@@ -20,7 +20,7 @@ import numpy as np
 from hf_longctx.plan.core.orders import in_turns
 from hf_longctx.plan.core.settings import NoRoom
 from hf_longctx.plan.core.types import FloatArray, MicroBatch, StepPlan, frees_every_round
-from hf_longctx.plan.cost.weight_traffic import ends_s
+from hf_longctx.plan.cost.weight_traffic import ends_s, to_nodes_s
 from hf_longctx.plan.groups.placement import PlacedGroup
 from hf_longctx.plan.pipeline.candidates import Candidate, Candidates, LeastMemory, SingleChunks, dealt_groups, padded
 from hf_longctx.plan.pipeline.staged_step import StagedStep
@@ -110,6 +110,8 @@ class PipelineSearch:
         if self.config.lend_stages or not len(members):
             return staged.lower_bound_s()
         once_s = np.array([sum(ends_s(own)) for own in staged.gathers])
+        # later stages may have their copies before their first message
+        once_s[0] += to_nodes_s(staged.gathers[0])
         # the stage with the most states has no more room than the budget says
         takes_turns = self._room is not None and min(staged.room.waiting) >= max(1, self._room.budget.device_bytes)
         least_s = float(np.sum(staged.stages_s(members))) if takes_turns else staged.busiest_s(members, once_s)
@@ -394,6 +396,7 @@ class PipelineSearch:
             parameters=self.costs.parameters,
             micro_batches=tuple(micro_batches),
             shard_ranks=self.staged.costs.shards,
+            node_ranks=self.staged.costs.node_ranks,
         )
 
     def fits(self, plan: StepPlan, run: Evaluation) -> bool:

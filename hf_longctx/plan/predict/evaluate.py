@@ -20,7 +20,7 @@ from hf_longctx.plan.core.types import (
     meets_in_every_pass,
 )
 from hf_longctx.plan.cost.cost_model import CostModel
-from hf_longctx.plan.cost.weight_traffic import StageGathers, ends_s
+from hf_longctx.plan.cost.weight_traffic import StageGathers, ends_s, to_nodes_s
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import most_in_flight
 from hf_longctx.plan.memory.teacher import TeacherBytes
@@ -121,7 +121,9 @@ class _Run:
     """Clocks of all ranks, and the seconds, bytes and events that have been added up so far."""
 
     def __init__(self, plan: StepPlan, costs: CostModel, with_events: bool, known: PredictionCache) -> None:
-        self.plan, self.costs, self.block_ranks, self.with_events, self.known = plan, costs, plan.block_ranks, with_events, known
+        self.plan, self.costs, self.with_events, self.known = plan, costs, with_events, known
+        # ranks that gather layers together
+        self.block_ranks = plan.meeting_ranks
         self.clocks = [0.0] * plan.num_ranks
         self.busy, self.exchanging = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
         self.tokens, self.host_bytes = [0] * plan.num_ranks, [0] * plan.num_ranks
@@ -140,9 +142,9 @@ class _Run:
         self.counted_s = [0.0] * len(self.passes)
         # seconds that the first and the last pass of every block compute
         self.ends: dict[int, tuple[float, float]] = {}
-        # seconds that every stage counts before its first pass, since it gathers when its message is there, and those that every
-        # rank counts after its last pass
-        self.before_s, self.after_s = [0.0] * plan.num_stages, dict[int, float]()
+        # seconds that every stage counts before its first pass, since it gathers when its message is there; those for which
+        # copies of its nodes arrive later than the message; and those that every rank counts after its last pass
+        self.before_s, self.late_s, self.after_s = [0.0] * plan.num_stages, [0.0] * plan.num_stages, dict[int, float]()
 
     def enter_all(self, micro_batch: MicroBatch) -> None:
         """Runs all groups of a micro-batch; those that share weights run in step.
@@ -199,6 +201,8 @@ class _Run:
         if ranks[0] not in self.after_s:
             stage = ranks[0] // self.plan.ranks_per_stage
             self.before_s[stage] = max(self.before_s[stage], run.ends_s[0])
+            # nodes gather their copies from the start of the step on
+            self.late_s[stage] = max(self.late_s[stage], run.to_nodes_s - run.times[0][0])
         for rank in ranks:
             self.tokens[rank] = max(self.tokens[rank], run.peak_tokens)
             self.peak_bytes[rank] = max(self.peak_bytes[rank], run.peak_bytes)
@@ -284,7 +288,7 @@ class _Run:
             self.exchange_s += [inside_s] * len(ranks)
 
     def leave_together(self) -> None:
-        """Ends a micro-batch: ranks that hold one copy of the shards wait for the last of them."""
+        """Ends a micro-batch: ranks that gather layers together wait for the last of them."""
         block = self.block_ranks
         for place, passes in enumerate(self.passes):
             self.counted_s[place] += self.gathers.counted_s(passes)
@@ -298,9 +302,15 @@ class _Run:
 
     def result(self) -> Evaluation:
         chunks_s = max(self.clocks)
-        counted_s = [self.counted_s[place] + sum(ends_s([self.gathers], *own)) for place, own in self.ends.items()]
+        counted_s = [
+            self.counted_s[place] + sum(ends_s([self.gathers], *own)) + to_nodes_s([self.gathers], own[0])
+            for place, own in self.ends.items()
+        ]
         last_s = max((self.clocks[rank] + after_s for rank, after_s in self.after_s.items()), default=0.0)
-        once_s = self.costs.coefficients.step_s
+        once_s, starts_s = self.costs.coefficients.step_s, 0.0
+        for before_s, late_s in zip(self.before_s, self.late_s, strict=True):
+            # the message is as late as what the stages before it have counted
+            starts_s += before_s + max(0.0, late_s - starts_s)
         ranks = tuple(
             # rounding must not make a wait negative
             RankUse(rank, busy_s - exchanged_s, exchanged_s, max(0.0, chunks_s - busy_s), tokens)
@@ -314,7 +324,7 @@ class _Run:
             host_bytes=tuple(self.host_bytes),
             events=tuple(self.events),
             exchange_s=tuple(self.exchange_s),
-            gathers_s=sum(self.before_s) + max(0.0, last_s - chunks_s) + max(counted_s, default=0.0),
+            gathers_s=starts_s + max(0.0, last_s - chunks_s) + max(counted_s, default=0.0),
             in_flight=tuple(self.in_flight),
             text_bytes=self.text_bytes,
         )

@@ -35,6 +35,7 @@ from hf_longctx.plan.cost.weight_traffic import (
     keeping_passes,
     stage_collectives,
     summed_head_s,
+    to_nodes_s,
 )
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.stage import Passes, layer_shard_bytes, message_bytes, most_tokens_at_once
@@ -61,6 +62,8 @@ class StageRun:
     peak_tokens: int
     # seconds that a step of several stages counts before and after this run for gathers and sums, if it begins or ends with it
     ends_s: tuple[float, float] = (0.0, 0.0)
+    # seconds from the step's start for which its first pass waits for copies of nodes
+    to_nodes_s: float = 0.0
 
     @property
     def passes(self) -> list[tuple[bool, float]]:
@@ -325,7 +328,7 @@ def _stage_run(
         state_bytes + found.peak + messages,
         found.host,
         most_tokens_at_once(passes.is_forward, passes.chunks, seconds.tokens, len(stage.layer_ranges)),
-        seconds.ends[stage.stage],
+        *seconds.ends[stage.stage],
     )
 
 
@@ -618,13 +621,19 @@ class StageSeconds:
         return summed_head_s(self.known.gathers(self.plan, self.costs, 0, False, True), self.plan.parameters)
 
     @cached_property
-    def ends(self) -> list[tuple[float, float]]:
-        """Seconds that a step counts on every stage before the group's first pass and after its last one; see `ends_s`."""
+    def ends(self) -> list[tuple[tuple[float, float], float]]:
+        """Seconds that a step counts on every stage before the group's first pass and after its last one.
+
+        See `ends_s` and `to_nodes_s`.
+        """
         if not self._collectives:
-            return [(0.0, 0.0)] * len(self.group.stages)
+            return [((0.0, 0.0), 0.0)] * len(self.group.stages)
         first_s = self._compute_s[0, :, 0, 0].tolist()
         last_s = [float(self._compute_s[0, stage, chunk, 1]) for stage, chunk in enumerate(self._last_chunks)]
-        return [ends_s(own, *beside_s) for own, *beside_s in zip(self._collectives, first_s, last_s, strict=True)]
+        return [
+            (ends_s(own, *beside_s), to_nodes_s(own, beside_s[0]))
+            for own, *beside_s in zip(self._collectives, first_s, last_s, strict=True)
+        ]
 
     @cached_property
     def _collectives(self) -> list[list[StageGathers]]:

@@ -114,9 +114,9 @@ def teacher_seconds(plan: StepPlan, costs: CostModel) -> float:
             end_s = max(clocks[place] for place in group.positions) + sum(passes) + (num_stages - 1) * max(passes)
             for place in group.positions:
                 clocks[place] = end_s
-        if plan.block_ranks > 1:
-            for first in range(0, per_stage, plan.block_ranks):
-                clocks[first : first + plan.block_ranks] = [max(clocks[first : first + plan.block_ranks])] * plan.block_ranks
+        if (block := plan.meeting_ranks) > 1:
+            for first in range(0, per_stage, block):
+                clocks[first : first + block] = [max(clocks[first : first + block])] * block
     return max(clocks)
 
 
@@ -205,7 +205,8 @@ def _of_stage(plan: StepPlan, place: int, costs: CostModel) -> WeightSeconds:
     collectives = plan_gathers(plan, costs, stage.num_layers, place == 0, has_head)
     # a gather reads shards that were copied before it, while others compute
     copy_s = layer_shard_bytes(costs.model, stage.num_layers, plan.parameters, block) / cluster.hardware.copy_bytes_per_s
-    links = [collectives.once.links_s] * (plan.ranks_per_stage // block)
+    once = collectives.once, collectives.to_nodes, collectives.across_nodes
+    links = [sum(each.links_s for each in once)] * (plan.ranks_per_stage // block)
     copies, slots = [0.0] * len(links), [0] * len(links)
     # seconds of a layer that stays gathered from one pass to the next
     kept_s = collectives.of_pass(False, False).gather_s

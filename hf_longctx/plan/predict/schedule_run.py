@@ -90,7 +90,7 @@ def run_schedule(
             for _, member in own:
                 actions, _, exchange_s, _, _ = zip(*member.passes[stage], strict=True)
                 held = peak_bytes, host_bytes, peak_tokens
-                run = StageRun(actions, tuple(member.times[stage]), exchange_s, *held, member.seconds.ends[stage])
+                run = StageRun(actions, tuple(member.times[stage]), exchange_s, *held, *member.seconds.ends[stage])
                 yield LaneRun(member.group, ranks, run, in_flight)
 
 

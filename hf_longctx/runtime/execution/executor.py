@@ -141,7 +141,7 @@ class StepExecutor:
             # plans that lend ranks sum over all stages, in another group
             early_group = self.pool.early if reduce and not self.all_stages else None
             try:
-                with self.parameters.in_step(early_group, self._send(reduce)), self._taught(plan, inputs) as taught:
+                with self.parameters.in_step(reduce, early_group, self._send(reduce)), self._taught(plan, inputs) as taught:
                     rounds += [
                         LentRound(host, group, stage, taught[index], index)
                         if is_lent(group)

@@ -4,6 +4,9 @@ FSDP2 gathers all weights of a unit into one buffer and copies each of them out 
 collective of several tensors receives every weight where it is used: shards are equal blocks of rows, with the last ones filled
 up, so that gathered shards are the rows of the weight in order. Nothing is copied, and no buffer exists beside the weights.
 
+With `gathered_per_node` parameters, a step first gathers each rank's part of its node's copy (`hold_part`); until `release`,
+gathers read these parts, inside the node.
+
 The memory of the whole weights belongs to the stream that computes, and a gather waits for all that this stream has been given
 before. So a gather overlaps with what is given afterwards: start it before the layer that is to hide it (`sharded.py`).
 
@@ -16,20 +19,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hf_longctx.runtime.core.torch_versions import gather_tensors
+from hf_longctx.runtime.parameters.sums import gather_part
 
 # attribute of FSDP2's record of weights
 _GATHER = "longctx_gather"
 
 
 class DirectGather:
-    """Gathers of the weights of one record of FSDP2 (`weight_groups`), of two ranks or more."""
+    """Gathers of the weights of one record of FSDP2 (`weight_groups`), of two ranks or more.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    node: the ranks of this node, for parts of its copy.
+    """
+
+    def __init__(self, group: Any, node: dist.ProcessGroup | None = None) -> None:
+        self._group, self._node = group, node
+        # parts of the node's copy, and the end of their gather
+        self._held: tuple[list[Tensor], Any] | None = None
         # end of the gather that runs, and the shards that it reads
         self._running: tuple[Any, list[Tensor]] | None = None
         setattr(group, _GATHER, self)
@@ -39,6 +49,34 @@ class DirectGather:
     def is_running(self) -> bool:
         """Whether a gather has started that nothing has waited for."""
         return self._running is not None
+
+    @property
+    def has_node(self) -> bool:
+        """Whether parts of a node's copy can be held."""
+        return self._node is not None
+
+    @torch.no_grad()
+    def hold_part(self, across: Any) -> None:
+        """Starts to gather this rank's parts of the node's copy, on the stream `across`, unless it has them.
+
+        Collective over all ranks that share the weights, once per step: weights must not change before `release`.
+        """
+        group = self._group
+        if self._held is not None:
+            return
+        assert self._node is not None
+        across.wait_stream(group.device_handle.current_stream())
+        with torch.profiler.record_function(group._with_fqn("FSDP::hold_part")), group.device_handle.stream(across):
+            shards = [shard for weight in group.fsdp_params for shard in weight.all_gather_inputs]
+            parts = [gather_part(shard, group._all_gather_process_group, self._node.size()) for shard in shards]
+            self._held = parts, across.record_event()
+
+    def release(self) -> None:
+        """Frees the parts of the node's copy; the next gathers read shards.
+
+        No gather may run. The memory belongs to the stream that held the parts, which waits before it writes there again.
+        """
+        self._held = None
 
     @torch.no_grad()
     def start(self, async_op: bool = False) -> None:
@@ -57,7 +95,13 @@ class DirectGather:
         stream = getattr(group.comm_ctx, "all_gather_stream", group.device_handle.current_stream())
         stream.wait_stream(group.device_handle.current_stream())
         with torch.profiler.record_function(group._with_fqn("FSDP::all_gather")), group.device_handle.stream(stream):
-            shards = [shard for weight in weights for shard in weight.all_gather_inputs]
+            if self._held is None:
+                shards = [shard for weight in weights for shard in weight.all_gather_inputs]
+            else:
+                shards, held = self._held
+                stream.wait_event(held)
+                assert self._node is not None
+                ranks = self._node
             # backwards read weights that were freed and gathered again since their forward
             with _unsafe_preserve_version_counter(tuple(whole)):
                 gather_tensors(whole, shards, ranks)

@@ -495,12 +495,12 @@ class ReplicatedParameters:
         return nullcontext()
 
     @contextmanager
-    def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> Iterator[None]:
+    def in_step(self, is_end: bool, early_group: EarlyGroup | None = None, send: Send | None = None) -> Iterator[None]:
         """Context around all forwards and backwards of a plan.
 
-        Switches off DDP's own reducer, which expects one forward per backward, unlike plans. early_group: for gradients to sum
-        in the last backward of the plan, which must be the last of the step. send: takes gradients that are final in that
-        backward, on a rank that sums with no other.
+        Switches off DDP's own reducer, which expects one forward per backward, unlike plans. is_end: the plan is the last of its
+        step. early_group: for gradients to sum in its last backward; only with `is_end`. send: takes gradients that are final in
+        that backward, on a rank that sums with no other.
         """
         no_sync = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
         with no_sync, self.gradients.absorbing(), self.early.in_step(early_group), self.copies.in_step(send):

@@ -5,7 +5,8 @@
 Parameters are sharded over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), but never
 over a sequence group: a plan moves tokens, not weights. Every backward reduce-scatters its gradients as a sum into shards
 (`sums_every_backward`), or each rank accumulates whole gradients for the last backward of a micro-batch. With HSDP the sums of
-the blocks are added once, after the last micro-batch of the step.
+the blocks are added once, after the last micro-batch of the step. With `gathered_per_node` parameters passes gather weights, and
+backwards sum gradients, inside a node; what crosses nodes does so once per step (`DirectGather.hold_part`, `ShardSums.finish`).
 FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a finished
 block would wait in the shared group for one that waits for it elsewhere.
 """
@@ -25,7 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_longctx.plan.core.types import Action, Parameters, frees_every_round, gathers_every_pass, sums_every_backward
+from hf_longctx.plan.core.types import (
+    Action,
+    Parameters,
+    frees_every_round,
+    gathers_every_pass,
+    keeps_node_copies,
+    sums_every_backward,
+)
 from hf_longctx.runtime.core.clock import group_limit
 from hf_longctx.runtime.core.torch_versions import (
     add_weight_group,
@@ -47,14 +55,18 @@ _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _COPIES = "longctx_copies"
 # attribute of a sharded model: shards that are on the host while a step computes
 _ON_HOST = "longctx_layer_shards"
+# attribute of a mesh: the group of the ranks of this node, which keeps copies
+_NODE = "longctx_node"
 
 
-def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1) -> DeviceMesh:
+def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages: int = 1, node_ranks: int = 0) -> DeviceMesh:
     """Makes the mesh for sharding: blocks of `shard_ranks` consecutive ranks, with copies across a stage's blocks.
 
     Collective over all ranks, which create every group in the same order; call it before the sequence groups are made. The mesh
     has its own groups, so that a rank that waits longer than `timeout_s` fails. Repeated calls with equal arguments return the
-    same mesh, since torch treats equal meshes as identical. Raises ValueError unless `shard_ranks` divides the ranks of a stage.
+    same mesh, since torch treats equal meshes as identical. node_ranks: consecutive ranks of a node, for plans with
+    `gathered_per_node` parameters; 0 for others. Raises ValueError unless `shard_ranks` divides the ranks of a stage, and is
+    several times `node_ranks`.
     """
     num_ranks = dist.get_world_size()
     ranks_per_stage = num_ranks // num_stages
@@ -63,7 +75,14 @@ def shard_mesh(device_type: str, shard_ranks: int, timeout_s: float, num_stages:
             f"shard_ranks is {shard_ranks}, which does not divide the {ranks_per_stage} ranks of a stage (without stages: of the "
             f"run); choose a divisor"
         )
-    return _new_mesh(dist.group.WORLD, device_type, shard_ranks, timeout_s, num_stages)
+    if node_ranks and (shard_ranks % node_ranks or shard_ranks == node_ranks):
+        raise ValueError(
+            f"nodes of {node_ranks} ranks cannot keep copies of weights whose shards lie on {shard_ranks} ranks; shard them over "
+            f"several whole nodes, or set parameters='sharded'"
+        )
+    mesh = _new_mesh(dist.group.WORLD, device_type, shard_ranks, timeout_s, num_stages)
+    setattr(mesh, _NODE, node_group(node_ranks, timeout_s) if node_ranks else None)
+    return mesh
 
 
 @functools.cache
@@ -77,6 +96,16 @@ def _new_mesh(world: dist.ProcessGroup, device_type: str, shard_ranks: int, time
         return DeviceMesh.from_group(shards, device_type, mesh_dim_names=("shard",))
     copies = _own_group(stages.transpose(1, 2).flatten(0, 1).tolist(), rank, timeout_s)
     return DeviceMesh.from_group([copies, shards], device_type, mesh=blocks, mesh_dim_names=("replicate", "shard"))
+
+
+def node_group(node_ranks: int, timeout_s: float) -> dist.ProcessGroup:
+    """Makes the group of the `node_ranks` consecutive ranks of this node. Collective, and cached, as `shard_mesh`."""
+    return _new_node_group(dist.group.WORLD, node_ranks, timeout_s)
+
+
+@functools.cache
+def _new_node_group(world: dist.ProcessGroup, node_ranks: int, timeout_s: float) -> dist.ProcessGroup:
+    return _own_group(torch.arange(world.size()).view(-1, node_ranks).tolist(), world.rank(), timeout_s)
 
 
 def block_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -100,12 +129,19 @@ def shard_model(
     must reach the same parameters, or FSDP2 silently adds gradients of different ones; plans send at least one chunk per rank
     through the whole model. fp32_gradients: accumulate and sum gradients of half-precision weights in fp32. layers_on_host: keep
     shards of layers in host memory while forwards and backwards run (`host_layers.py`). node_ranks: see `ShardSums`. Raises
-    ValueError if no module is of one of the classes, or for `layers_on_host` with blocks of one rank, whose shards are whole.
+    ValueError if no module is of one of the classes, and for `layers_on_host` with blocks of one rank, whose shards are whole, or
+    with a mesh for copies of nodes.
     """
     if layers_on_host and block_mesh(mesh).size() == 1:
         raise ValueError(
             "shards of layers can lie on the host only if two or more ranks share the parameters; use more ranks, or leave "
             "layers_on_host out"
+        )
+    node: dist.ProcessGroup | None = getattr(mesh, _NODE, None)
+    if layers_on_host and node is not None:
+        raise ValueError(
+            "nodes keep copies of the weights on the device, so shards of layers cannot lie on the host; leave layers_on_host "
+            "out, or set parameters='sharded'"
         )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -147,8 +183,8 @@ def shard_model(
     gather_rounded([*layers, model], places)
     if block_mesh(mesh).size() > 1:
         for group in _groups(model):
-            DirectGather(group)
-        ShardSums(model, _groups(model), node_ranks)
+            DirectGather(group, node)
+        ShardSums(model, _groups(model), node_ranks, node)
     if layers_on_host:
         device = torch.device(mesh.device_type)
         setattr(model, _ON_HOST, LayerShards([layer for layer in layers if isinstance(layer, FSDPModule)], device))
@@ -179,8 +215,9 @@ class ShardedParameters:
 
     sharded: every forward and backward gathers a layer and frees it afterwards. gathered_per_round: the first forward of a
     micro-batch gathers each layer and its last backward frees it, so that the order of the actions in between is free.
-    gathered_per_step: the first forward of an optimizer step gathers each layer. The unit of embedding and head stays gathered
-    from the first forward of a step on. `free` frees what is still gathered.
+    gathered_per_step: the first forward of an optimizer step gathers each layer. gathered_per_node: the first micro-batch of a
+    step gathers a copy of all layers for each node, from which passes gather layers as if `sharded`. The unit of
+    embedding and head stays gathered from the first forward of a step on. `free` frees what is still gathered.
 
     If every backward reduces (`sums_every_backward`), each adds to the sums of this rank's shards.
 
@@ -218,8 +255,13 @@ class ShardedParameters:
             (group, weight) for group in self._groups for weight in group.fsdp_params if weight.sharded_param is shard
         ]
         self._parameters: Parameters = "sharded"
-        # first and last layer of each layer range; empty if the order of layers is not known
-        self._ends = _order_layers(model, range_layers)
+        # layers of each layer range; empty if the order of layers is not known
+        self._ranges = _order_layers(model, range_layers)
+        # gathers of layers, in order, and the stream of those that cross nodes for a whole step
+        self._gathers = [gather for layer in self.layers for gather in map(gather_of, weight_groups(layer)) if gather is not None]
+        self._across: Any = None
+        # whether the running plan is the last of its step
+        self._is_end = True
         # the layer with which the running pass ends, and whether it stays gathered for the next pass
         self._last: FSDPModule | None = None
         self._keeps_last = False
@@ -232,6 +274,11 @@ class ShardedParameters:
         """Raises ValueError if a plan made for parameters of kind `parameters` cannot run on this model."""
         if parameters == "replicated":
             raise ValueError("the plan expects replicated parameters, but this model is sharded; plan with parameters='sharded'")
+        if keeps_node_copies(parameters) and not (self._gathers and self._gathers[0].has_node):
+            raise ValueError(
+                "the plan keeps a copy of the weights on every node, but this model was sharded without groups of the ranks of a "
+                "node; shard it over shard_mesh(..., node_ranks=...), or plan with parameters='sharded'"
+            )
         if not gathers_every_pass(parameters) and self.on_host is not None:
             raise ValueError(
                 "the plan gathers all layers at once, but their shards lie on the host to save memory; plan with "
@@ -242,8 +289,14 @@ class ShardedParameters:
         """Context around all forwards and backwards of a plan, during which shards of layers may be on the host."""
         return nullcontext() if self.on_host is None else self.on_host.away(self.model)
 
-    def in_step(self, early_group: EarlyGroup | None = None, send: Send | None = None) -> AbstractContextManager[None]:
-        """Context around all forwards and backwards of a plan; FSDP2 sums early by itself, and nothing is sent early."""
+    def in_step(
+        self, is_end: bool, early_group: EarlyGroup | None = None, send: Send | None = None
+    ) -> AbstractContextManager[None]:
+        """Context around all forwards and backwards of a plan; is_end: it is the last of its step.
+
+        FSDP2 sums early by itself, and nothing is sent early.
+        """
+        self._is_end = is_end
         return nullcontext()
 
     def enter_round(self, parameters: Parameters) -> None:
@@ -251,6 +304,17 @@ class ShardedParameters:
         self._parameters, self._num_backwards = parameters, 0
         for layer in self.layers:
             layer.set_reshard_after_forward(gathers_every_pass(parameters), recurse=False)
+        if keeps_node_copies(parameters):
+            self._hold_parts()
+
+    def _hold_parts(self) -> None:
+        """Starts to gather this rank's parts of all layers, unless a step has them."""
+        # FSDP2 makes its streams, and fills up shards, before its first gather
+        self.model._get_fsdp_state()._lazy_init()
+        if self._across is None:
+            self._across = self._groups[0].device_handle.Stream()
+        for gather in self._gathers:
+            gather.hold_part(self._across)
 
     def begin_pass(self, action: Action, following: Action | None) -> None:
         """Prepares the end of a forward or backward for the one that this rank runs next; call it before each.
@@ -258,11 +322,11 @@ class ShardedParameters:
         The pass gathers the first layer of the next one while its last layer computes, or keeps it if the two are one layer. All
         ranks of a block must agree on both passes, since gathers are collective.
         """
-        if not self._ends or not gathers_every_pass(self._parameters):
+        if not self._ranges or not gathers_every_pass(self._parameters):
             return
         is_forward = action.kind == "F"
-        last = self._ends[action.layer_range][is_forward]
-        first = None if following is None else self._ends[following.layer_range][following.kind == "B"]
+        last = self._ranges[action.layer_range][-is_forward]
+        first = None if following is None else self._ranges[following.layer_range][-(following.kind == "B")]
         self._last, self._keeps_last = last, first is last
         # a layer without a list of its own would gather what ran before it
         gathered = [first or self.model]
@@ -285,6 +349,10 @@ class ShardedParameters:
             # ranks that meet in every pass have equally many backwards
             is_only = self._num_backwards == 0 and gathers_every_pass(self._parameters)
             self.sums.is_wide = not (sums_each or is_only)
+            self.sums.stays_in_node = keeps_node_copies(self._parameters)
+            # the last backward of a step runs the first layer range, on all ranks
+            ending = self._ranges[0] if self._is_end and is_last_of_plan and self._ranges else []
+            self.sums.ending = [group for layer in ending for group in weight_groups(layer)]
         self._num_backwards += 1
         if is_last and not sums_each:
             # other ranks may sum a gradient that this one lacks
@@ -329,6 +397,11 @@ class ShardedParameters:
         Collective over the ranks with equal shards and, for `tied`, over the stages that hold it with equal shards.
         """
         self._settle()
+        if self.sums is not None and keeps_node_copies(self._parameters):
+            self.sums.add = self.gradients.add
+            self.sums.finish(self._groups)
+            self._runs_sums = True
+            self._settle()
         self.gradients.reduce(self.copies, tied)
 
     def free(self, keeps_ends: bool = False) -> None:
@@ -351,6 +424,8 @@ class ShardedParameters:
         Otherwise FSDP2 would add gradients of weights that were gathered to those of the next step.
         """
         self.gradients.forget()
+        if self.sums is not None:
+            self.sums.forget()
         for group in self._groups:
             for weight in group.fsdp_params:
                 drop_whole_gradients(weight)
@@ -385,7 +460,7 @@ def is_sharded(model: object) -> bool:
 def free_gathered(model: object, keeps_ends: bool = False) -> None:
     """Frees gathered weights, so that the model's parameters are shards again; does nothing for a model without shards.
 
-    keeps_ends: frees only those of layers.
+    keeps_ends: frees only those of layers, and leaves nodes their copies.
     """
     for unit in _units(model):
         if keeps_ends and unit is model:
@@ -394,6 +469,9 @@ def free_gathered(model: object, keeps_ends: bool = False) -> None:
             if gather := gather_of(group):
                 gather.drop()
         unit.reshard()
+    for group in _groups(model) if not keeps_ends else ():
+        if gather := gather_of(group):
+            gather.release()
 
 
 def parameters_of(
@@ -418,10 +496,10 @@ def _groups(model: object) -> list[Any]:
     return [group for unit in _units(model) for group in weight_groups(unit)]
 
 
-def _order_layers(model: FSDPModule, range_layers: Sequence[int]) -> list[tuple[FSDPModule, FSDPModule]]:
+def _order_layers(model: FSDPModule, range_layers: Sequence[int]) -> list[list[FSDPModule]]:
     """Makes every layer gather the next one of its list and layer range, in forwards and backwards, and the last one none.
 
-    Returns the first and last layer of each range; none if lists of layers are not one, and differ from the ranges in length.
+    Returns the layers of each range; none if lists of layers are not one, and differ from the ranges in length.
     FSDP2's own order is that of its forwards. Each backward that reduces clears it, and with several chunks the layer recorded
     before a first layer is the last layer of another chunk.
     """
@@ -432,7 +510,7 @@ def _order_layers(model: FSDPModule, range_layers: Sequence[int]) -> list[tuple[
         lists.setdefault(_list_of(model, name, units), []).append(unit)
     # without a list of its own, a unit would look up what ran before; the unit of embedding and head is gathered by then
     model.set_modules_to_backward_prefetch([model])
-    ends = []
+    found = []
     for layers in lists.values():
         counts = range_layers if len(layers) == sum(range_layers) else [len(layers)]
         stops = [*itertools.accumulate(counts)]
@@ -441,8 +519,8 @@ def _order_layers(model: FSDPModule, range_layers: Sequence[int]) -> list[tuple[
             layer.set_modules_to_backward_prefetch([model if number in starts else layers[number - 1]])
             layer.set_modules_to_forward_prefetch([model if number + 1 in stops else layers[number + 1]])
         if len(counts) == max(1, len(range_layers)):
-            ends.append([(layers[start], layers[stop - 1]) for start, stop in zip(starts, stops, strict=True)])
-    return ends[0] if len(ends) == 1 else []
+            found.append([layers[start:stop] for start, stop in zip(starts, stops, strict=True)])
+    return found[0] if len(found) == 1 else []
 
 
 def _list_of(model: nn.Module, name: str, units: Iterable[str]) -> str:

@@ -6,9 +6,10 @@ rank its rows of all ranks' gradients, which it adds in fp32 or wider and hands 
 half the bytes on the links, no buffer in fp32 exists beside them, and no bit of a sum is lost. Ranks are added in order, so that
 sums are reproducible. Gradients that may have added up over several backwards, on any rank, are sent in fp32 (`is_wide`).
 
-Over N nodes the ranks of each node exchange first, and add up: rank i of every node gets what the i-th N of all ranks will keep.
-Then it sends each of these its sum in fp32. So each node sends every sum once, as in a ring, in place of one gradient for each of
-its ranks.
+Over N nodes the ranks of each node exchange first, and add up: rank i of every node gets what the i-th N of all ranks will keep,
+its part of the node's sum. Then it sends each of these its sum in fp32. So each node sends every sum once, as in a ring, in place
+of one gradient for each of its ranks. With `gathered_per_node` parameters, parts add up over the backwards of a step, and cross
+nodes once: those of layers in the last backward, those of other weights after it.
 
 Large gradients are sent from where they are, and their memory is given up when their sum has ended, before the sums of the next
 unit start. Small ones are copied into one tensor first.
@@ -19,14 +20,15 @@ whose handler sets `add`, it sums by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_longctx.plan.core.sharding import summing_ranks
+from hf_longctx.plan.core.sharding import node_part, summing_ranks
 from hf_longctx.runtime.core.torch_versions import take_whole_gradients
 
 # attribute of a sharded model
@@ -38,15 +40,25 @@ APART_BYTES = 4 * 2**20
 class ShardSums:
     """Sums of the gradients of all weights that a sharded model gathers; replaces those of FSDP2 while `add` is set.
 
-    groups: FSDP2's records of weights (`weight_groups`). node_ranks: consecutive ranks on one node; 0 for all. add: takes a
-    weight and the sum over ranks of a gradient of its shard, in fp32 or wider, on the stream of sums.
+    groups: FSDP2's records of weights (`weight_groups`). node_ranks: consecutive ranks on one node; 0 for all. node: the ranks
+    of this node, for sums that add up there. add: takes a weight and the sum over ranks of a gradient of its shard, in fp32 or
+    wider, on the stream of sums.
     """
 
-    def __init__(self, model: nn.Module, groups: Iterable[Any], node_ranks: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Iterable[Any], node_ranks: int = 0, node: dist.ProcessGroup | None = None
+    ) -> None:
         self.add: Callable[[nn.Parameter, Tensor], None] | None = None
         # whether gradients are sent in fp32 or wider; equal on all ranks
         self.is_wide = False
-        self._node_ranks = node_ranks
+        # whether sums add up on nodes until `finish`
+        self.stays_in_node = False
+        # records whose sums cross nodes in their next backward, since it is their last one; equal on all ranks
+        self.ending: Collection[Any] = ()
+        self._node_ranks, self._node = node_ranks, node
+        # parts of the node's sums by record, and the records whose parts have crossed nodes since their last backward
+        self._parts: dict[Any, _SumPart] = {}
+        self._sent: set[Any] = set()
         # records of running sums, their ends, and the gradients that they read
         self._running: list[tuple[Any, Any, Any]] = []
         for group in groups:
@@ -64,6 +76,7 @@ class ShardSums:
             return
         ranks, device, stream = group._all_gather_process_group, group.device_handle, group.comm_ctx.reduce_scatter_stream
         node_ranks = exchanging_ranks(ranks, self._node_ranks)
+        part = self._part_of(group) if self.stays_in_node else None
         weights = [weight for weight, _ in taken]
         blocks = joined_blocks([gradient.to(self._dtype_of(weight)) for weight, gradient in taken], ranks.size())
         del taken
@@ -71,11 +84,14 @@ class ShardSums:
         with torch.profiler.record_function(group._with_fqn("FSDP::sum_gradients")), device.stream(stream):
             try:
                 for blocks_RK, places in blocks:
-                    sum_K = sum_blocks(blocks_RK, ranks, node_ranks)
                     own = [weights[place] for place in places]
-                    sizes = [weight.padded_sharded_param_size.numel() for weight in own]
-                    for weight, total in zip(own, sum_K.split(sizes), strict=True):
-                        self._add(weight, total)
+                    if part is not None:
+                        assert self._node is not None
+                        part.add(own, sum_in_node(blocks_RK, self._node, range(self._node.size())))
+                        continue
+                    self._add(own, sum_blocks(blocks_RK, ranks, node_ranks))
+                if part is not None and group in self.ending:
+                    self._cross(group)
             finally:
                 # a sum that raises leaves others that still read their gradients
                 self._running.append((group, stream.record_event(), blocks))
@@ -85,11 +101,55 @@ class ShardSums:
         dtype: torch.dtype = weight.param_dtype or weight.orig_dtype
         return torch.promote_types(dtype, torch.float32) if self.is_wide else dtype
 
-    def _add(self, weight: Any, total: Tensor) -> None:
-        """Hands on the sum of a gradient of a shard; total: flat, with the rows by which the shard is filled up."""
+    def _add(self, weights: Sequence[Any], sum_K: Tensor) -> None:
+        """Hands on the sums of gradients of shards, side by side, each with the rows by which its shard is filled up."""
         assert self.add is not None
-        shape = weight.sharded_size
-        self.add(weight.sharded_param, weight.to_sharded_dtensor(total[: shape.numel()].view(shape)))
+        for weight, total in zip(weights, sum_K.split(list(map(_padded_size, weights))), strict=True):
+            shape = weight.sharded_size
+            self.add(weight.sharded_param, weight.to_sharded_dtensor(total[: shape.numel()].view(shape)))
+
+    def _part_of(self, group: Any) -> _SumPart:
+        """Returns this rank's part of the sums of a record on its node, which its next backward adds to."""
+        self._sent.discard(group)
+        if group not in self._parts:
+            assert self._node is not None
+            self._parts[group] = _SumPart(group, group._all_gather_process_group.size() // self._node.size())
+        return self._parts[group]
+
+    def _cross(self, group: Any) -> None:
+        """Sends a record's parts across nodes, and hands on the sums over all ranks. Collective over these."""
+        assert self._node is not None
+        ranks, part = group._all_gather_process_group, self._part_of(group)
+        del self._parts[group]
+        self._sent.add(group)
+        if not part.weights:
+            return
+        keepers, holders = node_part(ranks.rank(), ranks.size(), self._node.size())
+        total = _exchange(part.sums_NK, keepers, holders, ranks).sum(0)
+        counts = total[-len(part.weights) :]
+        for weight, sum_K, count in zip(part.weights, total.split([*part.sizes, len(counts)]), counts, strict=False):
+            # no rank may have used a weight, which then has no gradient
+            if id(weight) in part.added or bool(count):
+                self._add([weight], sum_K)
+
+    def finish(self, groups: Iterable[Any]) -> None:
+        """Sends what nodes have added up since it last crossed nodes; call it after a step's last backward.
+
+        Collective over all ranks, which give the same records in the same order; `settle` ends it.
+        """
+        for group in groups:
+            if group not in self._sent:
+                # it adds only to what it has made
+                stream = group.comm_ctx.reduce_scatter_stream
+                with torch.profiler.record_function(group._with_fqn("FSDP::sum_nodes")), group.device_handle.stream(stream):
+                    self._cross(group)
+                    self._running.append((group, stream.record_event(), None))
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Drops the sums of a step that raised."""
+        self._parts.clear()
+        self._sent.clear()
 
     def settle(self, besides: Any = None) -> None:
         """Lets the current stream wait for the sums that run, and gives up their gradients. besides: modules whose sums stay."""
@@ -98,6 +158,38 @@ class ShardSums:
             if group.modules is not besides:
                 group.device_handle.current_stream().wait_event(end)
         self._running = staying
+
+
+class _SumPart:
+    """This rank's part of the sums of one record of weights on its node: rows for `num_nodes` ranks, [nodes, K].
+
+    Its last columns count the backwards that have added to each weight.
+    """
+
+    def __init__(self, group: Any, num_nodes: int) -> None:
+        self.weights = [weight for weight in group.fsdp_params if weight.sharded_param.requires_grad]
+        self.sizes = list(map(_padded_size, self.weights))
+        self.added: set[int] = set()
+        dtype = functools.reduce(torch.promote_types, [weight.orig_dtype for weight in self.weights], torch.float32)
+        self.sums_NK = torch.zeros(num_nodes, sum(self.sizes) + len(self.sizes), dtype=dtype, device=group.device)
+        *columns, counts = self.sums_NK.split([*self.sizes, len(self.sizes)], 1)
+        self._columns = {
+            id(weight): (each, counts[:, place]) for place, (weight, each) in enumerate(zip(self.weights, columns, strict=True))
+        }
+
+    def add(self, weights: Sequence[Any], sums_NK: Tensor) -> None:
+        """Adds sums of one backward for some of the weights, side by side."""
+        for weight, own in zip(weights, sums_NK.split(list(map(_padded_size, weights)), 1), strict=True):
+            column, count = self._columns[id(weight)]
+            column += own
+            count += 1
+            self.added.add(id(weight))
+
+
+def _padded_size(weight: Any) -> int:
+    """Returns the number of elements of a weight's shard, with those by which it is filled up."""
+    found: int = weight.padded_sharded_param_size.numel()
+    return found
 
 
 class _PostBackward:
@@ -175,16 +267,30 @@ def sum_blocks(blocks_RK: Tensor, ranks: dist.ProcessGroup, node_ranks: int) -> 
 
     node_ranks: from `exchanging_ranks`.
     """
-    (num_ranks, num_columns), rank = blocks_RK.shape, ranks.rank()
-    num_nodes, first = num_ranks // node_ranks, rank // node_ranks * node_ranks
-    wide = torch.promote_types(blocks_RK.dtype, torch.float32)
-    neighbours = range(first, first + node_ranks)
-    received = _exchange(blocks_RK.view(node_ranks, -1), neighbours, neighbours, ranks)
-    sums_NK = received.sum(0, dtype=wide).view(num_nodes, num_columns)
-    if num_nodes == 1:
+    first = ranks.rank() // node_ranks * node_ranks
+    sums_NK = sum_in_node(blocks_RK, ranks, range(first, first + node_ranks))
+    if len(sums_NK) == 1:
         return sums_NK[0]
-    keepers = range((rank - first) * num_nodes, (rank - first + 1) * num_nodes)
-    return _exchange(sums_NK, keepers, range(rank // num_nodes, num_ranks, node_ranks), ranks).sum(0)
+    return _exchange(sums_NK, *node_part(ranks.rank(), ranks.size(), node_ranks), ranks).sum(0)
+
+
+@torch.no_grad()
+def sum_in_node(blocks_RK: Tensor, ranks: dist.ProcessGroup, neighbours: range) -> Tensor:
+    """Returns this rank's part of the sum of `blocks_RK` over the `neighbours` among `ranks`, [nodes, K], in fp32 or wider.
+
+    Collective over these.
+    """
+    (num_ranks, num_columns), node_ranks = blocks_RK.shape, len(neighbours)
+    wide = torch.promote_types(blocks_RK.dtype, torch.float32)
+    received = _exchange(blocks_RK.view(node_ranks, -1), neighbours, neighbours, ranks)
+    return received.sum(0, dtype=wide).view(num_ranks // node_ranks, num_columns)
+
+
+@torch.no_grad()
+def gather_part(shard_K: Tensor, ranks: dist.ProcessGroup, node_ranks: int) -> Tensor:
+    """Returns this rank's part of its node's copy of a weight: the shards of its `node_part` in order, flat. Collective."""
+    owners, holders = node_part(ranks.rank(), ranks.size(), node_ranks)
+    return _exchange(shard_K.repeat(len(holders), 1), holders, owners, ranks).flatten()
 
 
 def _exchange(rows: Tensor, receivers: range, senders: range, ranks: dist.ProcessGroup) -> Tensor:

@@ -309,7 +309,7 @@ def _reserved(scenario: Scenario) -> list[tuple[str, str, str]]:
     if costs.cluster.hardware.name == GENERIC_CPU.name or costs.cluster.num_ranks == 1:
         return [("kept for workspace and the process", _gib(kept), "")]
     blocks, num_stages = block_sizes(placement.degrees, costs), max(1, scenario.setup.num_stages)
-    ways = placement.shard_ranks, num_stages, False, costs.model.num_head_stages
+    ways = placement.shard_ranks, num_stages, False, costs.model.num_head_stages, bool(costs.node_ranks)
     number = num_communicators(costs.cluster.num_ranks, blocks, *ways)
     taken = number * COMMUNICATOR_BYTES
     return [

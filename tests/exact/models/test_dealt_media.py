@@ -92,7 +92,8 @@ def _step(case: MediaCase, plan: StepPlan, is_hooked: bool) -> Any:
     if is_hooked:
         model.model.visual.patch_embed.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
     if plan.parameters != "replicated":
-        shard_model(model, unit_classes(model, True), mesh(pool.num_ranks))
+        shards = mesh(pool.num_ranks, plan.node_ranks)
+        shard_model(model, unit_classes(model, True), shards, node_ranks=plan.node_ranks)
     executor = StepExecutor(whole_model(model, num_attention_layers(model)), pool, torch.device("cpu"))
     lengths = torch.tensor([len(row["input_ids"]) for row in rows]).numpy()
     index = SequenceIndex.build(lengths, int(lengths.max()), "error")
@@ -154,14 +155,15 @@ def test_frozen_towers_exchange_no_gradients_even_if_their_features_require_some
         check(found[0], expected_loss, expected)
 
 
-@pytest.mark.wide("gathered_per_step")
-@pytest.mark.parametrize("parameters", ["sharded", "gathered_per_step"])
-def test_dealt_images_are_exact_in_shards(parameters: Any, ranks: Any) -> None:
+@pytest.mark.wide("2-gathered_per_step")
+@pytest.mark.parametrize(("num_ranks", "parameters"), [(2, "sharded"), (2, "gathered_per_step"), (4, "gathered_per_node")])
+def test_dealt_images_are_exact_in_shards(num_ranks: int, parameters: Any, ranks: Any) -> None:
     case = CASES["trained"]
     rows, reader = rows_of(case)
     expected_loss, expected = plain_step(case.build(), rows, reader)
-    plans = [replace(plan, parameters=parameters) for plan in plans_of(case, rows, 2)]
-    for found in ranks(2).run(steps_on_rank, case, list(map(plan_to_json, plans))):
+    changes = {"parameters": parameters, "node_ranks": num_ranks // 2 if parameters == "gathered_per_node" else 0}
+    plans = [validate_plan(replace(plan, **changes)) for plan in plans_of(case, rows, num_ranks)]
+    for found in ranks(num_ranks).run(steps_on_rank, case, list(map(plan_to_json, plans))):
         for each in found:
             check(each, expected_loss, expected)
 

@@ -24,7 +24,7 @@ from hf_longctx.plan.core.types import Action, Chunk, GroupShape, SequenceGroup,
 from hf_longctx.runtime import measure
 from hf_longctx.runtime.activations.host_tier import HostTier
 from hf_longctx.runtime.core.clock import StepClock
-from hf_longctx.runtime.parameters import sums
+from hf_longctx.runtime.parameters import gathers, sums
 from hf_longctx.runtime.parameters.sharded import ShardedParameters, free_gathered, shard_mesh, shard_model
 from hf_longctx.runtime.process_groups import GroupPool, Links, StageMessages
 from hf_longctx.runtime.states.passing import exchange
@@ -179,8 +179,55 @@ def gathered_after_a_change(pool: GroupPool) -> int:
     # a gather may end before the current stream has come to it
     layer._get_fsdp_state()._fsdp_param_group.comm_ctx.all_gather_stream.synchronize()
     gather.wait()
+    wrong = _wrong_weights(layer, pool)
+    free_gathered(model)
+    return wrong
+
+
+def _with_copies(pool: GroupPool) -> tuple[Any, ShardedParameters]:
+    """A sharded model whose nodes, of one rank each, may keep copies, after a pass in which FSDP2 makes its streams."""
+    model: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False, device=CUDA) for _ in range(2)))
+    shard_model(model, ("Linear",), shard_mesh("cuda", pool.num_ranks, 60.0, node_ranks=1), node_ranks=1)
+    parameters = ShardedParameters(model, True)
+    model(full(0.0, 64))
+    free_gathered(model)
+    return model, parameters
+
+
+def _wrong_weights(layer: Any, pool: GroupPool) -> int:
+    """Elements of a gathered layer that are not 1 in the shard of the first rank, and 2 in that of the second."""
     expected = torch.tensor([1.0, 2.0]).repeat_interleave(32)[:, None]
-    wrong = int((layer.weight.cpu() != expected).sum())
+    return int((layer.weight.cpu() != expected).sum())
+
+
+def held_after_a_change(pool: GroupPool) -> int:
+    """A node gathers its copy while the current stream still copies new values into the shards."""
+    model, parameters = _with_copies(pool)
+    shard = model[0].weight.detach().to_local()
+    shard.copy_(torch.full(shard.shape, 1.0 + pool.rank).pin_memory(), non_blocking=True)
+    parameters.enter_round("gathered_per_node")
+    parameters._across.synchronize()
+    model[0].unshard()
+    wrong = _wrong_weights(model[0], pool)
+    free_gathered(model)
+    return wrong
+
+
+def gathered_before_it_is_held(pool: GroupPool) -> int:
+    """A layer is gathered while its part of the copy of a node still arrives."""
+    model, parameters = _with_copies(pool)
+    # each of two nodes of one rank has the whole weight
+    copy = torch.tensor([1.0, 2.0]).repeat_interleave(32 * 64).pin_memory()
+
+    def arriving(*shards: Any) -> Tensor:
+        return torch.empty(64 * 64, device=CUDA).copy_(copy, non_blocking=True)
+
+    with patch.object(gathers, "gather_part", arriving):
+        parameters.enter_round("gathered_per_node")
+    gather = model[0].unshard(async_op=True)
+    model[0]._get_fsdp_state()._fsdp_param_group.comm_ctx.all_gather_stream.synchronize()
+    gather.wait()
+    wrong = _wrong_weights(model[0], pool)
     free_gathered(model)
     return wrong
 

@@ -53,7 +53,8 @@ def stage_peak_on_rank(spec: ModelSpec, plan_json: str, rows: Rows) -> tuple[int
     cut_model(model, ranges, pool.stage, head_stages=heads)
     stage = stage_model(model, ranges, pool.stage, heads)
     if plan.parameters != "replicated":
-        shard_model(model, tuple(model._no_split_modules), stage_mesh(plan.num_stages, pool.ranks_per_stage))
+        shards = stage_mesh(plan.num_stages, pool.ranks_per_stage, plan.node_ranks)
+        shard_model(model, tuple(model._no_split_modules), shards, node_ranks=plan.node_ranks)
     for parameter in model.parameters():
         # gradients are states, not workspace; those in half precision add up elsewhere
         parameter.grad = torch.zeros_like(parameter) if spec.bytes_per_element > 2 else None

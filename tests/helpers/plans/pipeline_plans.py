@@ -50,15 +50,17 @@ def pipeline_plan(
     reach: int | None = None,
     ulysses: int = 0,
     output_shares: Sequence[float] = (),
+    node_ranks: int = 0,
 ) -> StepPlan:
     """The validated plan of micro-batches of (degree, chunks) at consecutive positions.
 
     Each is a pipeline of its own, or all of a micro-batch run in one order if their ranks meet in every pass. method: how groups
     of several ranks share attention, with blocks of `ulysses` ranks if it is "hybrid". has_turns: all micro-batches follow one
-    schedule. reach: see `in_turns`. output_shares: share of the output head's work of each stage.
+    schedule. reach: see `in_turns`. output_shares: share of the output head's work of each stage. node_ranks: those of the plan,
+    whose groups may then have different chunks on different nodes.
     """
     ranges = layer_ranges(num_layers, num_stages, num_ranges)
-    in_one_order = has_turns or meets_in_every_pass(parameters)
+    in_one_order = has_turns or (meets_in_every_pass(parameters) and not node_ranks)
     bare = []
     for groups in micro_batches:
         first, found = 0, []
@@ -87,7 +89,8 @@ def pipeline_plan(
             for batch in bare
         )
     num_positions = sum(degree for degree, _ in micro_batches[0])
-    plan = StepPlan(0, tuple(lengths), num_stages, num_positions, parameters, rounds, shard_ranks=shard_ranks, turns=turns)
+    shared = {"shard_ranks": shard_ranks, "node_ranks": node_ranks, "turns": turns}
+    plan = StepPlan(0, tuple(lengths), num_stages, num_positions, parameters, rounds, **shared)
     return validate_plan(plan)
 
 

@@ -52,9 +52,9 @@ def stage_pool(num_stages: int, timeout_s: float = 60.0, heads: tuple[int, ...] 
     return _POOLS[key]
 
 
-def stage_mesh(num_stages: int, shard_ranks: int) -> DeviceMesh:
-    """The mesh over which a stage's parameters are sharded."""
-    return shard_mesh("cpu", shard_ranks, 60.0, num_stages)
+def stage_mesh(num_stages: int, shard_ranks: int, node_ranks: int = 0) -> DeviceMesh:
+    """The mesh over which a stage's parameters are sharded. node_ranks: those of the plan."""
+    return shard_mesh("cpu", shard_ranks, 60.0, num_stages, node_ranks)
 
 
 def head_stages(plan: StepPlan) -> tuple[int, ...]:
@@ -73,10 +73,10 @@ def stage_executor(case: ModelCase, plan: StepPlan, lora: bool = False) -> tuple
     cut_model(model, ranges, pool.stage, head_stages=heads)
     stage = stage_model(model, ranges, pool.stage, heads)
     if plan.parameters != "replicated":
-        mesh = stage_mesh(plan.num_stages, plan.block_ranks)
+        mesh = stage_mesh(plan.num_stages, plan.block_ranks, plan.node_ranks)
         if case.spread:
             spread_experts(spread_experts_of(model), block_mesh(mesh), CPU)
-        shard_model(model, build_model(case)._no_split_modules, mesh)
+        shard_model(model, build_model(case)._no_split_modules, mesh, node_ranks=plan.node_ranks)
     # adapters run as in trainings
     FusedLayers("").bind(model)
     has_policies = any(each.activations for b in plan.micro_batches for group in b.groups for each in group.stages)

@@ -83,7 +83,8 @@ def step_on_rank(
             note_case(model, case)
             if case.spread:
                 spread_experts(spread_experts_of(model), block_mesh(mesh(shard_ranks or pool.num_ranks)), torch.device("cpu"))
-            shard_model(model, model._no_split_modules, mesh(shard_ranks or pool.num_ranks), case.fp32_gradients)
+            own = mesh(shard_ranks or pool.num_ranks, plan.node_ranks)
+            shard_model(model, model._no_split_modules, own, case.fp32_gradients, node_ranks=plan.node_ranks)
         elif pool.num_ranks > 1:
             wrapped = DistributedDataParallel(model)
         # adapters run as in trainings
@@ -117,9 +118,9 @@ def run_step(
     return pool.run(step_on_rank, case, plan_to_json(plan), rows, bug, 60.0, shard_ranks)
 
 
-def mesh(shard_ranks: int) -> DeviceMesh:
-    """The mesh whose blocks of `shard_ranks` ranks hold one copy of the parameters each."""
-    return shard_mesh("cpu", shard_ranks, 60.0)
+def mesh(shard_ranks: int, node_ranks: int = 0) -> DeviceMesh:
+    """The mesh whose blocks of `shard_ranks` ranks hold one copy of the parameters each. node_ranks: see `shard_mesh`."""
+    return shard_mesh("cpu", shard_ranks, 60.0, 1, node_ranks)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,8 @@ TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "blocks of ranks": (zero(3, mics_shard_size=2), {"parameters": "sharded", "shard_ranks": 2}, {}),
     "one block": (zero(3, mics_shard_size=4), {"parameters": "sharded"}, {}),
     "no blocks": (zero(3, mics_shard_size=-1), {"parameters": "sharded"}, {}),
+    "copies on nodes": (zero(3, zero_hpz_partition_size=2), {"parameters": "gathered_per_node"}, {}),
+    "no copies on nodes": (zero(3, zero_hpz_partition_size=1), {"parameters": "sharded"}, {}),
     "bf16": ({"bf16": {"enabled": True}}, {}, {"bf16": True}),
     "bf16 by its old name": ({"bfloat16": {"enabled": True}}, {}, {"bf16": True}),
     "fp32": ({"bf16": {"enabled": False}, "fp16": {"enabled": False}}, {}, {"bf16": False}),
@@ -304,6 +306,12 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         "ratio is 0.5; give 1, all states on the host",
     ),
     "large blocks": (zero(3, mics_shard_size=8), "mics_shard_size is 8 on 4 ranks; give 2 to 4, or -1"),
+    "one node": (
+        zero(3, zero_hpz_partition_size=4),
+        "zero_hpz_partition_size is 4, and the 4 ranks are not several times as many",
+    ),
+    "uneven nodes": (zero(3, zero_hpz_partition_size=3), "zero_hpz_partition_size is 3, and the 4 ranks are not several"),
+    "copies of stage 2": (zero(2, zero_hpz_partition_size=2), "zero_hpz_partition_size is 2 with zero_optimization.stage 2"),
     "blocks of stage 2": (zero(2, mics_shard_size=2), "mics_shard_size is 2 with zero_optimization.stage 2"),
     "moments alone": ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "give both the same"),
     "sums in fp16": ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype is 'fp16'"),
@@ -351,7 +359,12 @@ def test_values_that_do_not_agree_are_refused_with_both(name: str) -> None:
 
 
 def test_one_error_names_all_refused_fields() -> None:
-    source = {"fp16": {"enabled": True}, "amp": {"enabled": True}, "zero_optimisation": {}, **zero(3, zero_hpz_partition_size=8)}
+    source = {
+        "fp16": {"enabled": True},
+        "amp": {"enabled": True},
+        "zero_optimisation": {},
+        **zero(3, zero_quantized_weights=True),
+    }
     with pytest.raises(ValueError) as error:
         from_deepspeed({**source, "optimizer": {"type": "Lamb"}})
     assert len(str(error.value).splitlines()) == 6

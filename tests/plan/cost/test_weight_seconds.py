@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hf_longctx.plan.core.settings import GENERIC_GPU, ClusterSpec
 from hf_longctx.plan.core.types import Parameters
 from hf_longctx.plan.cost.catalog import named_model
 from hf_longctx.plan.cost.cost_model import CostModel, default_coefficients
+from hf_longctx.plan.cost.traffic import Traffic
 from hf_longctx.plan.cost.weight_traffic import (
     NEXT_SHARE,
     SLOWED_SHARE,
@@ -23,6 +25,7 @@ from hf_longctx.plan.cost.weight_traffic import (
     counted_passes_s,
     ends_s,
     keeping_passes,
+    to_nodes_s,
 )
 
 MODEL = named_model("llama-3.2-1b")
@@ -31,8 +34,8 @@ PART = MODEL.num_layers, True, True
 
 def costs_of(parameters: Parameters, memory: float = 0.0, per_node: int = 8) -> CostModel:
     hardware = replace(GENERIC_GPU, memory_bytes_per_s=memory)
-    cluster = ClusterSpec(8, per_node, hardware)
-    return CostModel(MODEL, cluster, default_coefficients(MODEL, cluster), parameters=parameters, shard_ranks=8)
+    cluster, model = ClusterSpec(8, per_node, hardware), replace(MODEL, node_ranks=per_node)
+    return CostModel(model, cluster, default_coefficients(model, cluster), parameters=parameters, shard_ranks=8)
 
 
 def queue_s(num_layers: int, gather_s: float, sum_s: float, compute_s: float, is_ahead: bool) -> float:
@@ -137,6 +140,34 @@ def test_a_step_counts_its_first_gather_and_last_sums() -> None:
     assert forward.is_ahead and last.is_ahead
     all_s = forward.gather_s + last.sum_s + last.outside_s
     assert sum(ends_s([gathers])) == pytest.approx(gathers.once.links_s + (1 - SLOWED_SHARE) * all_s)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_nodes_that_keep_copies_run_passes_alone_and_exchange_once(num_stages: int) -> None:
+    costs = costs_of("gathered_per_node", 1e12, per_node=4)
+    gathers, of_node = StageGathers.of(costs, 8, PART, num_stages), costs_of("sharded", 1e12, per_node=4)
+    # passes are those of one node whose ranks share the weights and sum in every backward
+    assert gathers.passes == StageGathers.of(of_node, 4, PART, 2).passes
+    assert gathers.once == StageGathers.of(of_node, 8, PART, 2).once
+    weights, layers = StageWeights.of(costs.model, *PART), StageWeights.of(costs.model, MODEL.num_layers, False, False)
+    # each rank exchanges its quarter with the same quarter of the other node: half of it leaves
+    network_s = costs.coefficients.forward.exchange_s(Traffic(0.0, (weights.layers + weights.gradients) / 4 / 2, 0))
+    messages = 2 * MODEL.num_layers + 1
+    found = gathers.to_nodes.links_s + gathers.across_nodes.links_s
+    assert found == pytest.approx(network_s + messages * costs.cluster.hardware.message_s)
+    assert gathers.across_nodes.outside_s > 0 and layers.gradients < weights.gradients
+
+
+def test_a_first_forward_and_a_last_backward_hide_what_crosses_nodes() -> None:
+    gathers = StageGathers.of(costs_of("gathered_per_node", per_node=4), 8, PART, 2)
+    to_nodes, across = gathers.to_nodes, gathers.across_nodes
+    assert to_nodes_s([gathers], 0.0) == pytest.approx(to_nodes.links_s)
+    share = 1 - (1 - SLOWED_SHARE) * (MODEL.num_layers - 1) / MODEL.num_layers
+    assert to_nodes_s([gathers]) == pytest.approx(share * to_nodes.links_s)
+    least_s, most_s = (ends_s([gathers], math.inf, last_s)[1] for last_s in (math.inf, 0.0))
+    plain = ends_s([replace(gathers, across_nodes=Collectives())])[1]
+    assert least_s - plain == pytest.approx(share * across.num_layers * across.sum_s + across.outside_s)
+    assert most_s == pytest.approx(across.links_s)
 
 
 def test_ends_of_a_group_have_the_collectives_of_a_micro_batch() -> None:

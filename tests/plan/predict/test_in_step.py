@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.plans.cost_models import HARDWARE, MODEL
 from hypothesis import given, settings
@@ -47,22 +49,25 @@ def test_every_pass_in_which_groups_meet_waits_for_the_slowest(
     assert max(run.times[-1][1] for run in found) == clocks[0]
 
 
-def plan_in_step(lengths: tuple[int, int, int], shard_ranks: int) -> tuple[StepPlan, CostModel]:
-    """Three groups on four ranks, in step though only the two of one rank share weights if blocks have two ranks."""
-    cluster = ClusterSpec(4, 4, HARDWARE)
+def plan_in_step(
+    lengths: tuple[int, int, int], shard_ranks: int, parameters: Parameters = "sharded"
+) -> tuple[StepPlan, CostModel]:
+    """Three groups on four ranks, in step though only the two of one rank share weights if blocks, or nodes, have two ranks."""
+    cluster, model = ClusterSpec(4, 4, HARDWARE), replace(MODEL, node_ranks=2)
     costs = CostModel(
-        MODEL, cluster, default_coefficients(MODEL, cluster), "ulysses", parameters="sharded", shard_ranks=shard_ranks
+        model, cluster, default_coefficients(model, cluster), "ulysses", parameters=parameters, shard_ranks=shard_ranks
     )
     layout = [[PlacedGroup(0, 2, (0,)), PlacedGroup(2, 1, (1,)), PlacedGroup(3, 1, (2,))]]
     plan = build_plan(0, lengths, layout, {1: GroupShape(1), 2: GroupShape(2, 2)}, costs)
     groups = sliced_in_step(plan.micro_batches[0].groups, 3, SpanRates(1e-9, 1e-6))
-    return validate_plan(StepPlan(0, lengths, 1, 4, "sharded", (MicroBatch(groups),), shard_ranks=shard_ranks)), costs
+    sharing = {"shard_ranks": shard_ranks, "node_ranks": costs.node_ranks}
+    return validate_plan(StepPlan(0, lengths, 1, 4, parameters, (MicroBatch(groups),), **sharing)), costs
 
 
-@given(st.tuples(*[st.integers(30, 3000)] * 3), st.sampled_from([2, 4]))
+@given(st.tuples(*[st.integers(30, 3000)] * 3), st.sampled_from([(2, "sharded"), (4, "sharded"), (4, "gathered_per_node")]))
 @settings(deadline=None, max_examples=40)
-def test_a_step_takes_the_slowest_pass_of_every_slot(lengths: tuple[int, int, int], shard_ranks: int) -> None:
-    plan, costs = plan_in_step(lengths, shard_ranks)
+def test_a_step_takes_the_slowest_pass_of_every_slot(lengths: tuple[int, int, int], sharing: tuple[int, Parameters]) -> None:
+    plan, costs = plan_in_step(lengths, *sharing)
     run, layers = evaluate_plan(plan, costs), costs.model.num_layers
     passes = [
         [
@@ -71,7 +76,8 @@ def test_a_step_takes_the_slowest_pass_of_every_slot(lengths: tuple[int, int, in
         ]
         for group in plan.micro_batches[0].groups
     ]
-    blocks = [passes] if shard_ranks == 4 else [passes[:1], passes[1:]]
+    assert plan.in_step(plan.micro_batches[0]) == (((0, 1, 2),) if sharing == (4, "sharded") else ((0,), (1, 2)))
+    blocks = [passes] if sharing == (4, "sharded") else [passes[:1], passes[1:]]
     block_s = [sum(map(max, zip(*block, strict=True))) for block in blocks]
     assert run.step_s - run.once_s == pytest.approx(max(block_s), rel=1e-9)
     # waits are no work

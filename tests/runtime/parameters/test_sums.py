@@ -1,4 +1,4 @@
-"""Every rank gets its rows of the sum of all ranks' gradients, exactly, and nodes send each sum once."""
+"""Every rank gets its rows of the sum of all gradients, exactly, nodes send each sum once, and their copies are whole."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_longctx.plan.core.sharding import sum_bytes
+from hf_longctx.plan.core.sharding import node_part, sum_bytes
+from hf_longctx.runtime.core.torch_versions import gather_tensors
 from hf_longctx.runtime.parameters import sums
-from hf_longctx.runtime.parameters.sums import exchanging_ranks, joined_blocks, sum_blocks
+from hf_longctx.runtime.parameters.sharded import node_group
+from hf_longctx.runtime.parameters.sums import exchanging_ranks, gather_part, joined_blocks, sum_blocks
 
 # sizes of gradients: divisible by the ranks, with a short last shard, with ranks without rows, without rows at all
 SHAPES = (8, 3), (7, 2), (5,), (3, 2, 2), (1,), (0, 4)
@@ -70,3 +74,36 @@ def test_nodes_send_every_sum_once(ranks) -> None:
     # each node sends the other half of its sum
     assert far == 2 * 4 * elements / 2
     assert (near, far) == tuple(6 * each for each in sum_bytes(2 * elements, 4 * elements, 6, 3))
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_parts_of_a_node_are_all_shards_in_order(num_nodes: int, node_ranks: int) -> None:
+    num_ranks = num_nodes * node_ranks
+    parts = [node_part(rank, num_ranks, node_ranks) for rank in range(num_ranks)]
+    for node in range(num_nodes):
+        own = parts[node * node_ranks : (node + 1) * node_ranks]
+        assert [owner for owners, _ in own for owner in owners] == [*range(num_ranks)]
+    for rank, (_, holders) in enumerate(parts):
+        # one of every node
+        assert [holder // node_ranks for holder in holders] == [*range(num_nodes)]
+        assert [*holders] == [holder for holder, (owners, _) in enumerate(parts) if rank in owners]
+
+
+def copies_on_rank(node_ranks: int, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's part of its node's copy of these shards, of which it has its own; and the copy, gathered in the node."""
+    part = gather_part(shards[dist.get_rank()], dist.group.WORLD, node_ranks)
+    whole = part.new_empty(node_ranks * len(part))
+    gather_tensors([whole], [part], node_group(node_ranks, 60.0))
+    return [part, whole]
+
+
+@pytest.mark.daily("4-2-bf16-5", "4-2-fp64-1")
+@pytest.mark.parametrize("size", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+@pytest.mark.parametrize(("num_ranks", "node_ranks"), [(4, 2), (6, 2), (6, 3)])
+def test_nodes_gather_copies_of_all_shards(ranks, num_ranks: int, node_ranks: int, dtype: torch.dtype, size: int) -> None:
+    shards = [gradient_of(rank, (size,), dtype) for rank in range(num_ranks)]
+    for rank, (part, whole) in enumerate(ranks(num_ranks).run(copies_on_rank, node_ranks, shards)):
+        owners, _ = node_part(rank, num_ranks, node_ranks)
+        assert part.dtype == dtype and torch.equal(part, torch.cat([shards[owner] for owner in owners]))
+        assert torch.equal(whole, torch.cat(shards))
