@@ -40,6 +40,7 @@ from hf_longctx.recipes.bench.cpu.slow_links.methods import (
     DEEPSPEED,
     FIXED,
     FLATTENING,
+    ONE_STAGE,
     PLANNED,
     SHARDED,
     STAGED,
@@ -156,10 +157,12 @@ def fixed_degrees(tokens_per_rank: int) -> list[int]:
 
 def methods_of(rooms: Sequence[int], wanted: Sequence[str] | None) -> list[tuple[str, int]]:
     """Names of methods, each with the tokens that a rank may hold; other systems run once for all of these rooms."""
+    # a node of one rank keeps no copy in parts
+    one_stage = ONE_STAGE if RANKS_PER_NODE > 1 else (SHARDED,)
     ours = [
         (name, room)
         for room in rooms
-        for name in (PLANNED, SHARDED, *STAGED, AUTO, *(f"{FIXED} <{degree}>" for degree in fixed_degrees(room)))
+        for name in (PLANNED, *one_stage, *STAGED, AUTO, *(f"{FIXED} <{degree}>" for degree in fixed_degrees(room)))
     ]
     others = []
     if importlib.util.find_spec("deepspeed") is not None:
@@ -222,18 +225,23 @@ def print_table(rows: Sequence[Row], machine: Machine, tokens_per_rank: int) -> 
             flush=True,
         )
     for row in rows:
-        if row.method in (AUTO, *STAGED) and (ratios := to_one_stage(row, rows)):
-            (one,) = (each for each in rows if each.method == SHARDED)
+        if row.method in (AUTO, *STAGED, *ONE_STAGE) and (one := best_one_stage(rows)) and row is not one:
+            ratios = to_one_stage(row, rows)
             print(
-                f"{row.method}: {median(ratios):.2f}x as fast as {SHARDED} ({min(ratios):.2f}..{max(ratios):.2f} of rounds, "
+                f"{row.method}: {median(ratios):.2f}x as fast as {one.method} ({min(ratios):.2f}..{max(ratios):.2f} of rounds, "
                 f"predicted {one.predicted_s / row.predicted_s:.2f}x)",
                 flush=True,
             )
 
 
+def best_one_stage(rows: Sequence[Row]) -> Row | None:
+    """The fastest of one stage with sharded weights; None if none was measured."""
+    return min((row for row in rows if row.method in ONE_STAGE), key=lambda row: row.step_s, default=None)
+
+
 def to_one_stage(row: Row, rows: Sequence[Row]) -> list[float]:
-    """Seconds of one stage with sharded weights over those of `row`, for each round; empty if that was not measured."""
-    one = next((each for each in rows if each.method == SHARDED), None)
+    """Seconds of the `best_one_stage` over those of `row`, for each round; empty if that was not measured."""
+    one = best_one_stage(rows)
     return [] if one is None else [theirs / ours for theirs, ours in zip(one.ratios, row.ratios, strict=True)]
 
 
@@ -257,7 +265,7 @@ def missed(rows: Sequence[Row], required: float | None) -> list[str]:
 
 
 def missed_stages(rows: Sequence[Row], required: float | None) -> list[str]:
-    """Lists settings in which stages are too slow beside one stage with sharded weights; empty without `required`.
+    """Lists settings in which stages are too slow beside the `best_one_stage`; empty without `required`.
 
     The first links should be the fastest, and the last ones the slowest.
     """
@@ -274,7 +282,7 @@ def missed_stages(rows: Sequence[Row], required: float | None) -> list[str]:
         if links == settings[-1][0]:
             wanted["2 stages"] = max((ratios[name] for name in STAGED if name in ratios), default=None), required
         failures += [
-            f"{links} MB/s, {tokens} tokens on a rank: {name} {ratio:.3f} times as fast as {SHARDED}, required {least}"
+            f"{links} MB/s, {tokens} tokens on a rank: {name} {ratio:.3f} times as fast as one stage, required {least}"
             for name, (ratio, least) in wanted.items()
             if ratio is not None and ratio < least
         ]

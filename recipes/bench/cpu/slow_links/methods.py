@@ -5,6 +5,7 @@ from the same weights on the same documents, with AdamW in fp32.
 
     planned             `LongContextTrainer`, which plans every step on one stage, with whole weights on every rank
     planned, sharded    the same with weights sharded over all ranks
+    planned, gathered_per_node    the same, of which each node keeps a copy for a step
     2 stages, <p>       `LongContextTrainer` with two stages, one on each node, whose ranks share weights: parameters p
     auto stages         `LongContextTrainer` with sharded weights on as many stages as it predicts to be fastest
     fixed <d>           `LongContextTrainer` with groups of d ranks in every plan (solver "static")
@@ -61,6 +62,8 @@ from hf_longctx.recipes.bench.cpu.slow_links.network import limit_cores
 
 PLANNED, FIXED, DEEPSPEED, FLATTENING = "planned", "fixed", "DeepSpeed", "flattening, DDP"
 SHARDED = f"{PLANNED}, sharded"
+# methods of one stage whose weights are sharded
+ONE_STAGE = SHARDED, f"{PLANNED}, gathered_per_node"
 STAGED = tuple(f"2 stages, {parameters}" for parameters in ("sharded", "gathered_per_step"))
 AUTO = "auto stages"
 # tokens of every document in the first step, which does not count
@@ -236,8 +239,8 @@ def our_settings(job: Job, name: str, tokens_per_rank: int) -> LongContextConfig
     """Settings of our trainer: everything is kept, and costs are those that were measured before."""
     _, _, degree = name.partition(" <")
     own: dict[str, Any] = {"solver": "static", "static_degree": int(degree.rstrip(">"))} if degree else {}
-    if name in (SHARDED, AUTO, *STAGED):
-        stages: Any = {SHARDED: 1, AUTO: "auto"}.get(name, 2)
+    if name in (*ONE_STAGE, AUTO, *STAGED):
+        stages: Any = 1 if name in ONE_STAGE else {AUTO: "auto"}.get(name, 2)
         own = {"parameters": name.partition(", ")[2] or "sharded", "stages": stages, "hardware": str(job.rates)}
     settings: dict[str, Any] = {"hardware": str(job.profile), **own}
     return LongContextConfig(
