@@ -240,17 +240,14 @@ class StageGathers:
             return cls(passes, replace(of_layers, outside_s=of_outside.outside_s))
         if near < shard_ranks:
 
-            def cross_s(num_bytes: float, rates: Rates) -> float:
+            def cross_s(num_bytes: float) -> float:
                 # every rank exchanges its part of its node's copy with those that have the same part
                 sent = Traffic(0.0, num_bytes * (1 / near - 1 / shard_ranks), 1)
-                return _seconds_of(sent, costs, rates) if num_bytes else 0.0
+                return _seconds_of(sent, costs, hardware.gather_bytes_per_s, near) if num_bytes else 0.0
 
-            to_nodes = Collectives(num_layers, cross_s(layers.layers / units, hardware.gather_bytes_per_s))
-            sums_s = [
-                cross_s(num_bytes, hardware.scatter_bytes_per_s)
-                for num_bytes in (layers.gradients / units, both.gradients - layers.gradients)
-            ]
-            return cls(passes, of_outside, to_nodes, Collectives(num_layers, sum_s=sums_s[0], outside_s=sums_s[1]))
+            of_sums = cross_s(layers.gradients / units), cross_s(both.gradients - layers.gradients)
+            to_nodes = Collectives(num_layers, cross_s(layers.layers / units))
+            return cls(passes, of_outside, to_nodes, Collectives(num_layers, sum_s=of_sums[0], outside_s=of_sums[1]))
         return cls(passes, of_outside)
 
     def of_pass(self, is_backward: bool, is_end: bool, keeps_first: bool = False) -> Collectives:
@@ -293,14 +290,18 @@ class StageGathers:
         return float(first.counted_s()) + others_s
 
 
-def _seconds_of(sent: Traffic, costs: CostModel, measured: Rates) -> float:
-    """Returns seconds of a gather or sum. measured: rates by number of ranks, on one node or on several."""
+def _seconds_of(sent: Traffic, costs: CostModel, measured: Rates, num_leaving: int = 1) -> float:
+    """Returns seconds of a gather or sum.
+
+    measured: rates by number of ranks, on one node or on several. num_leaving: ranks of a node that send to other nodes at once;
+    one in the rings of these rates.
+    """
     per_node, crosses_nodes = costs.cluster.ranks_per_node, sent.network_bytes > 0
     rates = [rate for num_ranks, rate in sorted(measured) if (num_ranks > per_node) == crosses_nodes]
     if not rates:
         return costs.coefficients.forward.exchange_s(sent)
     # that of most ranks
-    return costs.cluster.hardware.message_s * sent.messages + sent.num_bytes / rates[-1]
+    return costs.cluster.hardware.message_s * sent.messages + sent.num_bytes * num_leaving / rates[-1]
 
 
 def counted_passes_s(

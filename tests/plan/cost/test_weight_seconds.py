@@ -158,6 +158,16 @@ def test_nodes_that_keep_copies_run_passes_alone_and_exchange_once(num_stages: i
     assert gathers.across_nodes.outside_s > 0 and layers.gradients < weights.gradients
 
 
+def test_ranks_of_a_node_share_the_measured_rate_between_nodes() -> None:
+    costs, inside, across = costs_of("gathered_per_node", per_node=4), 3e9, 1e9
+    hardware = replace(costs.cluster.hardware, gather_bytes_per_s=((4, inside), (8, across)), scatter_bytes_per_s=((4, inside),))
+    gathers = StageGathers.of(replace(costs, cluster=replace(costs.cluster, hardware=hardware)), 8, PART)
+    layer = StageWeights.of(costs.model, *PART).layers / MODEL.num_layers
+    # four ranks send an eighth of the layer each, through one network
+    assert gathers.to_nodes.gather_s == pytest.approx(hardware.message_s + layer / 2 / across)
+    assert gathers.passes[0].gather_s == pytest.approx(hardware.message_s + layer * 3 / 4 / inside)
+
+
 def test_a_first_forward_and_a_last_backward_hide_what_crosses_nodes() -> None:
     gathers = StageGathers.of(costs_of("gathered_per_node", per_node=4), 8, PART, 2)
     to_nodes, across = gathers.to_nodes, gathers.across_nodes
