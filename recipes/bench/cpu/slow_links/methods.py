@@ -94,11 +94,6 @@ class Job:
         return Path(self.folder) / "hardware.json"
 
     @property
-    def rates(self) -> Path:
-        """Profile with rates alone: costs that follow from rates count gathers and sums, which measured costs leave out."""
-        return Path(self.folder) / "rates.json"
-
-    @property
     def calibration(self) -> Path:
         return Path(self.folder) / "calibration.txt"
 
@@ -147,7 +142,6 @@ def measure_machine(job: Job) -> None:
     calibration = calibrate(CalibrationRequest(str(file), "float32", time.time() + job.calibrate_s, _REPEATS))
     if dist.get_rank() == 0:
         job.profile.write_text(profile_to_json(calibration.profile))
-        job.rates.write_text(profile_to_json(replace(calibration.profile, models=())))
         job.calibration.write_text(calibration_text(calibration))
     limit_cores(Path(job.folder), False)
 
@@ -218,21 +212,21 @@ def with_trainer(job: Job, name: str, tokens_per_rank: int) -> Measurement:
         plans = [] if name == FLATTENING or dist.get_rank() else read_journal(Path(folder)).of("step")[1:]
     seconds = [stop_s - start_s for start_s, stop_s in itertools.pairwise(ends.times_s)]
     losses = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
-    predicted_s = [0.0 if setup is None else planned_s(job, setup, lengths) for lengths in job.lengths]
+    predicted_s = [0.0 if setup is None else planned_s(setup, lengths) for lengths in job.lengths]
     return Measurement(name, tokens_per_rank, 0, seconds, losses[1:], predicted_s, [line["layout"] for line in plans])
 
 
-def planned_s(job: Job, setup: Setup, lengths: Sequence[int]) -> float:
+def planned_s(setup: Setup, lengths: Sequence[int]) -> float:
     """Predicted seconds of a step of these documents, with sums of gradients and the gathers that plans count.
 
     Chunks take their measured seconds, in which there are no gathers and sums; those follow from the measured rates of links.
     """
     plan, costs = plan_step(0, lengths, setup.costs, setup.planner), setup.costs
-    measured = replace(costs, coefficients=read_profile(job.profile).models[0].coefficients)
-    by_rates = replace(costs, coefficients=default_coefficients(costs.model, costs.cluster))
-    weights = weight_seconds(plan, by_rates)
-    gathers_s = Planning(by_rates, setup.planner).gathers_s(plan)
-    return evaluate_plan(plan, measured, with_events=False).step_s + gathers_s + weights.sum_s - weights.hidden_s
+    # measured costs count the collectives of shards, but no sums of whole gradients
+    with_sums = costs if costs.counts_weights else replace(costs, coefficients=default_coefficients(costs.model, costs.cluster))
+    weights = weight_seconds(plan, with_sums)
+    gathers_s = Planning(with_sums, setup.planner).gathers_s(plan)
+    return evaluate_plan(plan, costs, with_events=False).step_s + gathers_s + weights.sum_s - weights.hidden_s
 
 
 def our_settings(job: Job, name: str, tokens_per_rank: int) -> LongContextConfig:
@@ -241,7 +235,7 @@ def our_settings(job: Job, name: str, tokens_per_rank: int) -> LongContextConfig
     own: dict[str, Any] = {"solver": "static", "static_degree": int(degree.rstrip(">"))} if degree else {}
     if name in (*ONE_STAGE, AUTO, *STAGED):
         stages: Any = 1 if name in ONE_STAGE else {AUTO: "auto"}.get(name, 2)
-        own = {"parameters": name.partition(", ")[2] or "sharded", "stages": stages, "hardware": str(job.rates)}
+        own = {"parameters": name.partition(", ")[2] or "sharded", "stages": stages, "hardware": str(job.profile)}
     settings: dict[str, Any] = {"hardware": str(job.profile), **own}
     return LongContextConfig(
         tokens_per_rank=tokens_per_rank,
