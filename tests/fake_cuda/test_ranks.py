@@ -17,6 +17,7 @@ from helpers.plans.policies import replayed, same_policy
 from helpers.plans.sliced_plans import cut, sliced_plan
 from helpers.ranks.rank_pool import RankPool
 
+from fake_cuda.machine import scenarios
 from fake_cuda.machine.removals import Removal
 from fake_cuda.machine.steps import Found, steps_on_device
 from hf_longctx.plan.core.serialize import plan_to_json
@@ -56,6 +57,10 @@ def found_by(pool: RankPool, name: str, *removals: Removal, drains: bool = False
     # the device has the shards of two layers
     case = replace(CASE, num_layers=2 * LAYERS) if on_host else CASE
     return pool.run(steps_on_device, case, plan_to_json(plan), rows, removals, drains, on_host, timeout_s=280.0)
+
+
+def test_memory_of_sums_that_cross_nodes_is_not_taken(two_devices: RankPool) -> None:
+    assert two_devices.run(scenarios.on_rank, scenarios.parts_taken_while_they_cross, 1, (), timeout_s=280.0) == [0, 0]
 
 
 @pytest.mark.parametrize("drains", [False, True])

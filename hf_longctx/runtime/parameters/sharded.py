@@ -260,8 +260,8 @@ class ShardedParameters:
         # gathers of layers, in order, and the stream of those that cross nodes for a whole step
         self._gathers = [gather for layer in self.layers for gather in map(gather_of, weight_groups(layer)) if gather is not None]
         self._across: Any = None
-        # whether the running plan is the last of its step
-        self._is_end = True
+        # whether the running plan is the last of its step, and whether nodes have sums of the step that must leave them
+        self._is_end, self._has_node_sums = True, False
         # the layer with which the running pass ends, and whether it stays gathered for the next pass
         self._last: FSDPModule | None = None
         self._keeps_last = False
@@ -350,6 +350,7 @@ class ShardedParameters:
             is_only = self._num_backwards == 0 and gathers_every_pass(self._parameters)
             self.sums.is_wide = not (sums_each or is_only)
             self.sums.stays_in_node = keeps_node_copies(self._parameters)
+            self._has_node_sums |= self.sums.stays_in_node
             # the last backward of a step runs the first layer range, on all ranks
             ending = self._ranges[0] if self._is_end and is_last_of_plan and self._ranges else []
             self.sums.ending = [group for layer in ending for group in weight_groups(layer)]
@@ -397,10 +398,10 @@ class ShardedParameters:
         Collective over the ranks with equal shards and, for `tied`, over the stages that hold it with equal shards.
         """
         self._settle()
-        if self.sums is not None and keeps_node_copies(self._parameters):
+        if self.sums is not None and self._has_node_sums:
             self.sums.add = self.gradients.add
             self.sums.finish(self._groups)
-            self._runs_sums = True
+            self._runs_sums, self._has_node_sums = True, False
             self._settle()
         self.gradients.reduce(self.copies, tied)
 
@@ -426,6 +427,7 @@ class ShardedParameters:
         self.gradients.forget()
         if self.sums is not None:
             self.sums.forget()
+        self._has_node_sums = False
         for group in self._groups:
             for weight in group.fsdp_params:
                 drop_whole_gradients(weight)

@@ -76,13 +76,14 @@ class ShardSums:
             return
         ranks, device, stream = group._all_gather_process_group, group.device_handle, group.comm_ctx.reduce_scatter_stream
         node_ranks = exchanging_ranks(ranks, self._node_ranks)
-        part = self._part_of(group) if self.stays_in_node else None
         weights = [weight for weight, _ in taken]
         blocks = joined_blocks([gradient.to(self._dtype_of(weight)) for weight, gradient in taken], ranks.size())
         del taken
         stream.wait_stream(device.current_stream())
         with torch.profiler.record_function(group._with_fqn("FSDP::sum_gradients")), device.stream(stream):
             try:
+                # its memory belongs to this stream, which goes on reading it when nothing else does
+                part = self._part_of(group) if self.stays_in_node else None
                 for blocks_RK, places in blocks:
                     own = [weights[place] for place in places]
                     if part is not None:

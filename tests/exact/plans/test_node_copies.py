@@ -221,6 +221,7 @@ MODELS: dict[str, ModelCase] = {
     "experts": replace(EXPERTS, balance=None),
     "balanced experts": EXPERTS,
     "windows": ModelCase("mistral_window", num_layers=4),
+    "a teacher": ModelCase(num_layers=4, loss="jsd", teacher="qwen3"),
 }
 
 

@@ -232,6 +232,29 @@ def gathered_before_it_is_held(pool: GroupPool) -> int:
     return wrong
 
 
+def parts_taken_while_they_cross(pool: GroupPool) -> int:
+    """New tensors that have the memory of sums which still cross nodes, since nobody has waited for them."""
+    model, parameters = _with_copies(pool)
+    made: list[int] = []
+    init = sums._SumPart.__init__
+
+    def noted(part: Any, *args: Any) -> None:
+        init(part, *args)
+        made.append(part.sums_NK.data_ptr())
+
+    with patch.object(sums._SumPart, "__init__", noted), parameters.in_step(is_end=True):
+        parameters.enter_round("gathered_per_node")
+        loss = model(full(1.0, 64)[None]).sum()
+        parameters.before_backward(True, True)
+        loss.backward()
+        # of the size of a part, and of the rows of two ranks
+        taken = [torch.empty(64 * 64 + 2, device=CUDA) for _ in range(4)]
+        wrong = sum(each.data_ptr() in made for each in taken)
+    parameters.free()
+    parameters.reduce(None)
+    return wrong
+
+
 class _Copied(torch.autograd.Function):
     """Makes the gradient of a weight by a copy, of which the stream that computes has not come to the end."""
 

@@ -47,7 +47,8 @@ def teacher_beside(case: ModelCase, plan: StepPlan, pool: GroupPool) -> Teacher 
     else:
         stage = whole_model(model, num_attention_layers(model))
     if plan.parameters != "replicated":
-        shard_model(model, units, shard_mesh("cpu", plan.block_ranks, 60.0, num_stages))
+        mesh = shard_mesh("cpu", plan.block_ranks, 60.0, num_stages, plan.node_ranks)
+        shard_model(model, units, mesh, node_ranks=plan.node_ranks)
     is_last = pool.stage == num_stages - 1
     head = OutputHead(output_head(model), change=logit_change(model)) if is_last else None
     return Teacher(StepExecutor(stage, pool, cpu), head)
