@@ -40,6 +40,7 @@ from hf_longctx.plan.cost.traffic import group_shapes, plainest_shape
 from hf_longctx.plan.memory.byte_model import ByteModel
 from hf_longctx.plan.memory.capacity import may_rerun, most_tokens
 from hf_longctx.plan.memory.saved_tensors import saved_token_bytes
+from hf_longctx.plan.memory.stage import node_bytes
 from hf_longctx.plan.memory.teacher import TeacherBytes
 from hf_longctx.plan.model.model_spec import AdapterSpec, ModelSpec, PackedSpec, split_adapters
 from hf_longctx.plan.pipeline.search import NotFaster
@@ -144,7 +145,8 @@ class DeviceMemory:
             return whole
         # weights that "sharded" gathers layer by layer are part of the measured bytes
         gathered = self.model.num_parameters * self.model.bytes_per_element * (not gathers_every_pass(parameters))
-        return -(-whole // shard_ranks) + gathered
+        of_node = node_bytes(self.model, self.model.num_layers, True, True, parameters, shard_ranks)
+        return -(-whole // shard_ranks) + gathered + of_node
 
     def host_states(self, parameters: Parameters, shard_ranks: int, ranges: Ranges = ()) -> int:
         """Bytes that optimizer states, and shards of layers, take in the host memory of a rank."""

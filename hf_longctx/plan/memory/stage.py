@@ -74,13 +74,20 @@ def part_state_bytes(
     gathered -= model.rounded_bytes(min(num_layers, 2) if gathers_layers else num_layers, is_last)
     away = _layer_bytes(model, num_layers) - _layer_bytes(model, min(num_layers, 2)) if _leave(model, parameters) else 0
     own = weights - away + gradients - rounded + updates
-    of_node = 0
-    if keeps_node_copies(parameters):
-        trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
-        sums = max(4 * trained, trained_bytes)
-        copy = _layer_bytes(model, num_layers) - model.rounded_bytes(num_layers, False)
-        of_node = -(-(copy + sums) // model.node_ranks) - -(-sums // shard_ranks)
+    of_node = node_bytes(model, num_layers, is_first, is_last, parameters, shard_ranks)
     return -(-own // shard_ranks) + gathered + in_flight + beside + of_node
+
+
+def node_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int) -> int:
+    """Returns bytes of a rank's parts of its node's copy of the layers and of the node's sums, less those of the rank's own sums.
+
+    0 if nodes keep no copies.
+    """
+    if not keeps_node_copies(parameters):
+        return 0
+    trained, trained_bytes = trained_sizes(model, num_layers, is_first, is_last)
+    copy, sums = _layer_bytes(model, num_layers) - model.rounded_bytes(num_layers, False), max(4 * trained, trained_bytes)
+    return -(-(copy + sums) // model.node_ranks) - -(-sums // shard_ranks)
 
 
 def resting_bytes(

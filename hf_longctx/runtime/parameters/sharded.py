@@ -308,11 +308,15 @@ class ShardedParameters:
             self._hold_parts()
 
     def _hold_parts(self) -> None:
-        """Starts to gather this rank's parts of all layers, unless a step has them."""
+        """Starts to gather embedding and head, and this rank's parts of all layers, unless a step has them."""
         # FSDP2 makes its streams, and fills up shards, before its first gather
         self.model._get_fsdp_state()._lazy_init()
         if self._across is None:
             self._across = self._groups[0].device_handle.Stream()
+        # messages of one communicator follow each other, and the first forward begins with the embedding
+        for group in weight_groups(self.model):
+            if gather := gather_of(group):
+                gather.start()
         for gather in self._gathers:
             gather.hold_part(self._across)
 
