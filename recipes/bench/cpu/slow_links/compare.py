@@ -225,23 +225,18 @@ def print_table(rows: Sequence[Row], machine: Machine, tokens_per_rank: int) -> 
             flush=True,
         )
     for row in rows:
-        if row.method in (AUTO, *STAGED, *ONE_STAGE) and (one := best_one_stage(rows)) and row is not one:
-            ratios = to_one_stage(row, rows)
+        if row.method in (AUTO, *STAGED, *ONE_STAGE[1:]) and (ratios := to_one_stage(row, rows)):
+            (one,) = (each for each in rows if each.method == SHARDED)
             print(
-                f"{row.method}: {median(ratios):.2f}x as fast as {one.method} ({min(ratios):.2f}..{max(ratios):.2f} of rounds, "
+                f"{row.method}: {median(ratios):.2f}x as fast as {SHARDED} ({min(ratios):.2f}..{max(ratios):.2f} of rounds, "
                 f"predicted {one.predicted_s / row.predicted_s:.2f}x)",
                 flush=True,
             )
 
 
-def best_one_stage(rows: Sequence[Row]) -> Row | None:
-    """The fastest of one stage with sharded weights; None if none was measured."""
-    return min((row for row in rows if row.method in ONE_STAGE), key=lambda row: row.step_s, default=None)
-
-
 def to_one_stage(row: Row, rows: Sequence[Row]) -> list[float]:
-    """Seconds of the `best_one_stage` over those of `row`, for each round; empty if that was not measured."""
-    one = best_one_stage(rows)
+    """Seconds of one stage with sharded weights over those of `row`, for each round; empty if that was not measured."""
+    one = next((each for each in rows if each.method == SHARDED), None)
     return [] if one is None else [theirs / ours for theirs, ours in zip(one.ratios, row.ratios, strict=True)]
 
 
@@ -265,7 +260,7 @@ def missed(rows: Sequence[Row], required: float | None) -> list[str]:
 
 
 def missed_stages(rows: Sequence[Row], required: float | None) -> list[str]:
-    """Lists settings in which stages are too slow beside the `best_one_stage`; empty without `required`.
+    """Lists settings in which stages are too slow beside one stage with sharded weights; empty without `required`.
 
     The first links should be the fastest, and the last ones the slowest.
     """
@@ -282,7 +277,7 @@ def missed_stages(rows: Sequence[Row], required: float | None) -> list[str]:
         if links == settings[-1][0]:
             wanted["2 stages"] = max((ratios[name] for name in STAGED if name in ratios), default=None), required
         failures += [
-            f"{links} MB/s, {tokens} tokens on a rank: {name} {ratio:.3f} times as fast as one stage, required {least}"
+            f"{links} MB/s, {tokens} tokens on a rank: {name} {ratio:.3f} times as fast as {SHARDED}, required {least}"
             for name, (ratio, least) in wanted.items()
             if ratio is not None and ratio < least
         ]
