@@ -337,6 +337,12 @@ def test_sharded_stages_are_exact(ranks: Any) -> None:
     assert_equal(ranks(4).run(exact_step_on_rank, replace(CASE, fp8=True), plan_to_json(plan), ROWS, True, timeout_s=280.0))
 
 
+def test_copies_of_nodes_are_exact(ranks: Any) -> None:
+    groups = [[(2, [[span] for span in cut(2, [9, 15, 7])]), (1, [[(0, 0, 13), (1, 0, 1)]]), (1, [[(3, 0, 7)]])]]
+    plan = pipeline_plan(LENGTHS, groups, 1, num_layers=2, parameters="gathered_per_node", node_ranks=2)
+    assert_equal(ranks(4).run(exact_step_on_rank, replace(CASE, fp8=True), plan_to_json(plan), ROWS, True, timeout_s=280.0))
+
+
 def of_blocks(dtype: torch.dtype = torch.bfloat16, lora: bool = True, family: str = "llama", **changes: Any) -> Any:
     """A model with linear modules of transformers in fp8, a scale for each block of 16 by 16, as it loads such checkpoints."""
     model = build_model(ModelCase(family, promoted=True, dtype=dtype))

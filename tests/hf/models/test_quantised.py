@@ -140,6 +140,15 @@ def test_sharded_stages_match_one_plain_process(ranks, parameters: Any) -> None:
     assert_equal(pool.run(stage_step_on_rank, CASE, plan_to_json(plan), ROWS, timeout_s=280.0))
 
 
+def test_copies_of_nodes_match_one_plain_process(ranks) -> None:
+    """Nodes of two ranks gather packed weights from parts of their copies."""
+    groups = [[(2, [[span] for span in cut(2, [9, 15, 7])]), (1, [[(0, 0, 13), (1, 0, 1)]]), (1, [[(3, 0, 7)]])]]
+    plan = pipeline_plan(LENGTHS, groups, 1, num_layers=2, parameters="gathered_per_node", node_ranks=2)
+    pool = ranks(4)
+    pool.run(ready, timeout_s=280.0)
+    assert_equal(pool.run(stage_step_on_rank, CASE, plan_to_json(plan), ROWS, timeout_s=280.0))
+
+
 def loaded(compute: torch.dtype = torch.float32, adapters: bool = True, **settings: Any) -> Any:
     """A tiny fp32 model as transformers loads it with such a quantization config, under LoRA if asked."""
     plain = build_model(ModelCase(dtype=torch.float32))
