@@ -684,7 +684,12 @@ class _Choices:
         parameters, shard_ranks = shared_parameters(placement.parameters, placement.shard_ranks, num_ranks)
         method = _stage_method(measured.costs, num_ranks, placement) if num_stages > 1 else placement.method
         placement = replace(placement, parameters=parameters, shard_ranks=shard_ranks, method=method)
-        if keeps_node_copies(parameters) and not self._can_keep_copies(shard_ranks):
+        if keeps_node_copies(parameters) and wishes.layer_weights == "host":
+            raise ValueError(
+                "layer_weights 'host' needs parameters 'sharded': nodes keep their copies of 'gathered_per_node' on the device; "
+                "change one of them"
+            )
+        if keeps_node_copies(parameters) and not placement.spans_nodes(shard_ranks):
             raise ValueError(
                 f"parameters 'gathered_per_node' keep a copy of the weights on every node, but the {shard_ranks} rank(s) that "
                 f"share them are not several whole nodes of {per_node} rank(s); use 'sharded', or share them over more ranks"
@@ -1186,7 +1191,7 @@ def _settings(memory: DeviceMemory, placement: Placement, may_recompute: bool) -
     if not (model.updates_on_host or model.moment_bytes or memory.is_measured):
         away = replace(model, updates_on_host=True)
         changes += _on_host("optimizer states", "optimizer_states", memory, away, placement)
-    can_move = gathers_every_pass(placement.parameters) and can_leave(model) and not (model.layers_on_host or memory.is_measured)
+    can_move = placement.parameters == "sharded" and can_leave(model) and not (model.layers_on_host or memory.is_measured)
     if can_move:
         away = replace(model, layers_on_host=True)
         changes += _on_host("weights of layers", "layer_weights", memory, away, placement)

@@ -120,6 +120,14 @@ TWO_RANKS: dict[str, tuple[Removal, str | tuple[Callable[..., int], int]]] = {
         _SUMS("group.device_handle.current_stream().wait_event(end)"),
         (scenarios.read_before_it_is_summed, 1),
     ),
+    "sums of a node are complete before they cross": (
+        _SUMS("across.wait_event(part.end)"),
+        (scenarios.crossing_before_it_is_added, 1),
+    ),
+    "a step reads sums that have crossed": (
+        _SUMS("group.device_handle.current_stream().wait_event(crossed)"),
+        (scenarios.read_before_it_has_crossed, 1),
+    ),
     "sums read gradients that are there": (
         _SUMS("stream.wait_stream(device.current_stream())"),
         (scenarios.summed_before_it_is_there, 1),

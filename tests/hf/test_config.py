@@ -30,7 +30,7 @@ SPREAD = {"expert_ranks": 2, "parameters": "sharded"}
 REFUSED = {
     "parameters": (
         {"parameters": "zero3"},
-        "parameters is 'zero3'; choose one of replicated, gathered_per_round, gathered_per_step, sharded",
+        "parameters is 'zero3'; choose one of replicated, gathered_per_round, gathered_per_step, gathered_per_node, sharded",
     ),
     "shards of nothing": (
         {"shard_ranks": 4},

@@ -511,7 +511,7 @@ CONFIG: dict[str, list[Any]] = {
     "interleave": [2],
     "lend_stages": [False],
     "compile_layers": [False],
-    "parameters": ["sharded", "gathered_per_round", "gathered_per_step"],
+    "parameters": ["sharded", "gathered_per_round", "gathered_per_step", "gathered_per_node"],
     "shard_ranks": [1, 2],
     "expert_ranks": [2],
     "solver": ["greedy", "lp", "milp", "static"],

@@ -493,8 +493,11 @@ def _sharding(given: Mapping[str, Any], num_ranks: int, has_stages: bool) -> _Pa
             f"{hpz} is {per_node}, and the {num_ranks} ranks are not several times as many; give the ranks of a node, or leave "
             f"it out"
         )
+    elif per_node > 1 and part.config.get("shard_ranks"):
+        part.problems.append(f"{hpz} is {per_node} with {zero}mics_shard_size {ranks}; leave one of them out")
     elif per_node > 1:
         part.config["parameters"] = "gathered_per_node"
+        part.notes.append(f"each node keeps a copy of the weights, whatever its ranks ({hpz} is {per_node})")
     return part
 
 

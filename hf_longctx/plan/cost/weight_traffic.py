@@ -378,10 +378,10 @@ def summed_head_s(head: StageGathers, parameters: Parameters) -> float:
 def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float = math.inf) -> tuple[float, float]:
     """Returns seconds that a step counts on a stage beside its passes, before the first one and after the last one.
 
-    No pass hides the first gather and the last sums, so what those passes count as hidden counts here, and gathers once per step
-    do, of which a first forward hides all layers but one; sums that cross nodes once per step do, of which a last backward hides
-    all of the first layer range but one layer. own: collectives of the stage's layer ranges. first_s, last_s: seconds
-    that the first forward and the last backward compute; without them the least together with the passes.
+    No pass hides the first gather and the last sums, so what those passes count as hidden counts here. So do gathers once per
+    step, of which a first forward hides all layers but one, and sums that cross nodes once per step, of which a last backward
+    hides all of the first layer range but one layer. own: collectives of the stage's layer ranges. first_s, last_s: seconds that
+    the first forward and the last backward compute; without them the least together with the passes.
     """
     if not own or not own[0].passes:
         return 0.0, 0.0
@@ -389,8 +389,13 @@ def ends_s(own: Sequence[StageGathers], first_s: float = math.inf, last_s: float
     layer_s = [np.asarray(seconds / max(1, first.num_layers)) for seconds in (first_s, last_s)]
     hidden_s = sum(float(each.once.inner_hidden_s(layer_s[0])) for each in own) - float(first.first_hidden_s(layer_s[0]))
     before_s = sum(each.once.links_s for each in own) - (1 - SLOWED_SHARE) * hidden_s
-    last_s = float(last.last_hidden_s(layer_s[1])) - float(own[0].across_nodes.inner_hidden_s(layer_s[1]))
-    return before_s, sum(each.across_nodes.links_s for each in own) + (1 - SLOWED_SHARE) * last_s
+    # a last backward hides what crosses nodes beside its own collectives
+    across = own[0].across_nodes
+    beside = replace(across, sum_s=last.gather_s + last.sum_s)
+    both = replace(across, sum_s=beside.sum_s + across.sum_s)
+    crossing_s = float(both.inner_hidden_s(layer_s[1])) - float(beside.inner_hidden_s(layer_s[1]))
+    unhidden_s = sum(each.across_nodes.links_s for each in own) - (1 - SLOWED_SHARE) * crossing_s
+    return before_s, unhidden_s + (1 - SLOWED_SHARE) * float(last.last_hidden_s(layer_s[1]))
 
 
 def to_nodes_s(own: Sequence[StageGathers], first_s: float = math.inf) -> float:

@@ -79,9 +79,9 @@ def part_state_bytes(
 
 
 def node_bytes(model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, parameters: Parameters, shard_ranks: int) -> int:
-    """Returns bytes of a rank's parts of its node's copy of the layers and of the node's sums, less those of the rank's own sums.
+    """Returns bytes that copies on nodes add on a rank; 0 without them.
 
-    0 if nodes keep no copies.
+    It has a part of the copy of layers and a part of the sums. Its own sums need no room until these parts cross nodes.
     """
     if not keeps_node_copies(parameters):
         return 0
@@ -127,7 +127,7 @@ def _sums_every_backward(model: ModelSpec, parameters: Parameters, is_first: boo
 
 
 def _leave(model: ModelSpec, parameters: Parameters) -> bool:
-    return model.layers_on_host and gathers_every_pass(parameters)
+    return model.layers_on_host and parameters == "sharded"
 
 
 def _layer_bytes(model: ModelSpec, num_layers: int) -> int:

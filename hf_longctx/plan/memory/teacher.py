@@ -45,9 +45,7 @@ class TeacherBytes:
         scales = num_layers * packed.layer_scale_bytes
         if self.parameters == "replicated":
             return weights + scales
-        outside = self.model.part_weight_bytes(0, is_first, is_last)
-        of_node = (weights - outside) // self.model.node_ranks if keeps_node_copies(self.parameters) else 0
-        return -(-weights // self.shard_ranks) + outside + of_node + scales
+        return -(-weights // self.shard_ranks) + self.model.part_weight_bytes(0, is_first, is_last) + scales
 
     def _parts(self, num_stages: int) -> list[tuple[int, bool, bool]]:
         """Layers of every stage, in equal numbers, and whether it has embedding and head."""
@@ -55,12 +53,14 @@ class TeacherBytes:
         return [(count, stage == 0, stage == num_stages - 1) for stage, count in enumerate(counts)]
 
     def gathered(self, num_stages: int = 1) -> int:
-        """Bytes of layers that a rank gathers during a forward, and of a matrix that it unpacks."""
+        """Bytes of layers that a rank gathers for a forward, of its part of a node's copy, and of a matrix that it unpacks."""
         most = max(count for count, _, _ in self._parts(num_stages))
         if self.parameters == "replicated":
             return self.model.packed.unpacked_bytes
         at_once = min(most, 2) if gathers_every_pass(self.parameters) else most
-        return self.model.part_weight_bytes(at_once, False, False) + self.model.packed.unpacked_bytes
+        of_node = self.model.part_weight_bytes(most, False, False) if keeps_node_copies(self.parameters) else 0
+        whole = self.model.part_weight_bytes(at_once, False, False) + self.model.packed.unpacked_bytes
+        return whole + of_node // self.model.node_ranks
 
     def forward(self, group: SequenceGroup, position: int = 0, num_stages: int = 1) -> int:
         """Bytes that the forwards of a group's chunks take on the rank at `position` of the group, besides `held`."""

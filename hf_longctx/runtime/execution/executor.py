@@ -287,8 +287,7 @@ class StepExecutor:
             for plan, inputs in plans:
                 # a loss beside a teacher needs its states, which nothing here reads
                 wanted: Wanted = Scoring() if isinstance(self.token_loss, Distillation) else "loss"
-                # the step's own passes read the same weights
-                self._run_forwards(plan, inputs, "routing", engine, is_counted=True, wanted=wanted, keeps_ends=True)
+                self._run_forwards(plan, inputs, "routing", engine, is_counted=True, wanted=wanted)
             self._aux_loss = self.routers.settle(self.pool.everyone)
 
     def balance(self, sums_2E: Tensor, coefficient: Tensor) -> None:

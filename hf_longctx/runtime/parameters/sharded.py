@@ -5,10 +5,12 @@
 Parameters are sharded over all ranks of a stage, or over blocks of consecutive ranks with copies across blocks (HSDP), but never
 over a sequence group: a plan moves tokens, not weights. Every backward reduce-scatters its gradients as a sum into shards
 (`sums_every_backward`), or each rank accumulates whole gradients for the last backward of a micro-batch. With HSDP the sums of
-the blocks are added once, after the last micro-batch of the step. With `gathered_per_node` parameters passes gather weights, and
-backwards sum gradients, inside a node; what crosses nodes does so once per step (`DirectGather.hold_part`, `ShardSums.finish`).
+the blocks are added once, after the last micro-batch of the step.
 FSDP2 would add them in every micro-batch, which can deadlock: blocks may run different numbers of micro-batches, and a finished
 block would wait in the shared group for one that waits for it elsewhere.
+
+With `gathered_per_node` parameters, passes gather weights and backwards sum gradients inside a node. What crosses nodes does so
+once per step (`DirectGather.hold_part`, `ShardSums.finish`).
 """
 
 from __future__ import annotations
@@ -466,7 +468,7 @@ def is_sharded(model: object) -> bool:
 def free_gathered(model: object, keeps_ends: bool = False) -> None:
     """Frees gathered weights, so that the model's parameters are shards again; does nothing for a model without shards.
 
-    keeps_ends: frees only those of layers, and leaves nodes their copies.
+    keeps_ends: frees only those of layers, and copies of nodes.
     """
     for unit in _units(model):
         if keeps_ends and unit is model:
@@ -475,7 +477,7 @@ def free_gathered(model: object, keeps_ends: bool = False) -> None:
             if gather := gather_of(group):
                 gather.drop()
         unit.reshard()
-    for group in _groups(model) if not keeps_ends else ():
+    for group in _groups(model):
         if gather := gather_of(group):
             gather.release()
 

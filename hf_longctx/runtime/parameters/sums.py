@@ -59,6 +59,10 @@ class ShardSums:
         # parts of the node's sums by record, and the records whose parts have crossed nodes since their last backward
         self._parts: dict[Any, _SumPart] = {}
         self._sent: set[Any] = set()
+        # the stream on which parts cross nodes; parts that do, with their ends; sums of weights that other nodes may have used
+        self._across: Any = None
+        self._crossing: list[tuple[Any, Any, _SumPart]] = []
+        self._unsure: list[tuple[Any, Tensor, Tensor]] = []
         # records of running sums, their ends, and the gradients that they read
         self._running: list[tuple[Any, Any, Any]] = []
         for group in groups:
@@ -91,11 +95,14 @@ class ShardSums:
                         part.add(own, sum_in_node(blocks_RK, self._node, range(self._node.size())))
                         continue
                     self._add(own, sum_blocks(blocks_RK, ranks, node_ranks))
-                if part is not None and group in self.ending:
-                    self._cross(group)
             finally:
                 # a sum that raises leaves others that still read their gradients
-                self._running.append((group, stream.record_event(), blocks))
+                self._running.append((group, end := stream.record_event(), blocks))
+        if part is not None:
+            part.end = end
+            if group in self.ending:
+                # the next layer waits for the sum on this node alone
+                self._cross(group)
 
     def _dtype_of(self, weight: Any) -> torch.dtype:
         """Returns the dtype in which all ranks send the gradient of a weight, whatever their backwards have left."""
@@ -120,40 +127,57 @@ class ShardSums:
     def _cross(self, group: Any) -> None:
         """Sends a record's parts across nodes, and hands on the sums over all ranks. Collective over these."""
         assert self._node is not None
-        ranks, part = group._all_gather_process_group, self._part_of(group)
-        del self._parts[group]
-        self._sent.add(group)
-        if not part.weights:
-            return
-        keepers, holders = node_part(ranks.rank(), ranks.size(), self._node.size())
-        total = _exchange(part.sums_NK, keepers, holders, ranks).sum(0)
-        counts = total[-len(part.weights) :]
-        for weight, sum_K, count in zip(part.weights, total.split([*part.sizes, len(counts)]), counts, strict=False):
-            # no rank may have used a weight, which then has no gradient
-            if id(weight) in part.added or bool(count):
-                self._add([weight], sum_K)
+        if self._across is None:
+            self._across = group.device_handle.Stream()
+        ranks, across = group._all_gather_process_group, self._across
+        with torch.profiler.record_function(group._with_fqn("FSDP::sum_nodes")), group.device_handle.stream(across):
+            part = self._part_of(group)
+            del self._parts[group]
+            self._sent.add(group)
+            if part.end is not None:
+                across.wait_event(part.end)
+            if part.weights:
+                keepers, holders = node_part(ranks.rank(), ranks.size(), self._node.size())
+                total = _exchange(part.sums_NK, keepers, holders, ranks).sum(0)
+                counts = total[-len(part.weights) :]
+                for weight, sum_K, count in zip(part.weights, total.split([*part.sizes, len(counts)]), counts, strict=False):
+                    if id(weight) in part.added:
+                        self._add([weight], sum_K)
+                    else:
+                        self._unsure.append((weight, sum_K, count))
+            # the memory of the part belongs to another stream
+            self._crossing.append((group, across.record_event(), part))
 
     def finish(self, groups: Iterable[Any]) -> None:
-        """Sends what nodes have added up since it last crossed nodes; call it after a step's last backward.
+        """Sends what nodes have added up since it last crossed nodes; call it after a step's last backward and `settle`.
 
-        Collective over all ranks, which give the same records in the same order; `settle` ends it.
+        Collective over all ranks, which give the same records in the same order; another `settle` ends it.
         """
         for group in groups:
             if group not in self._sent:
-                # it adds only to what it has made
-                stream = group.comm_ctx.reduce_scatter_stream
-                with torch.profiler.record_function(group._with_fqn("FSDP::sum_nodes")), group.device_handle.stream(stream):
-                    self._cross(group)
-                    self._running.append((group, stream.record_event(), None))
+                self._cross(group)
         self._sent.clear()
+        unsure, self._unsure = self._unsure, []
+        for weight, sum_K, count in unsure:
+            with self._crossing[0][0].device_handle.stream(self._across):
+                # no rank may have used the weight, which then has no gradient
+                if bool(count):
+                    self._add([weight], sum_K)
 
     def forget(self) -> None:
         """Drops the sums of a step that raised."""
         self._parts.clear()
         self._sent.clear()
+        self._unsure.clear()
 
     def settle(self, besides: Any = None) -> None:
-        """Lets the current stream wait for the sums that run, and gives up their gradients. besides: modules whose sums stay."""
+        """Lets the current stream wait for the sums that run, and gives up their gradients.
+
+        besides: modules whose sums stay; parts that cross nodes stay then, too.
+        """
+        for group, crossed, _ in self._crossing if besides is None else ():
+            group.device_handle.current_stream().wait_event(crossed)
+        self._crossing = self._crossing if besides is not None else []
         staying = [each for each in self._running if each[0].modules is besides]
         for group, end, _ in self._running:
             if group.modules is not besides:
@@ -164,13 +188,15 @@ class ShardSums:
 class _SumPart:
     """This rank's part of the sums of one record of weights on its node: rows for `num_nodes` ranks, [nodes, K].
 
-    Its last columns count the backwards that have added to each weight.
+    Its last columns say which weights a backward has added to, so that their sums count the nodes that have.
     """
 
     def __init__(self, group: Any, num_nodes: int) -> None:
         self.weights = [weight for weight in group.fsdp_params if weight.sharded_param.requires_grad]
         self.sizes = list(map(_padded_size, self.weights))
         self.added: set[int] = set()
+        # end of the sum that was added last
+        self.end: Any = None
         dtype = functools.reduce(torch.promote_types, [weight.orig_dtype for weight in self.weights], torch.float32)
         self.sums_NK = torch.zeros(num_nodes, sum(self.sizes) + len(self.sizes), dtype=dtype, device=group.device)
         *columns, counts = self.sums_NK.split([*self.sizes, len(self.sizes)], 1)
@@ -181,10 +207,11 @@ class _SumPart:
     def add(self, weights: Sequence[Any], sums_NK: Tensor) -> None:
         """Adds sums of one backward for some of the weights, side by side."""
         for weight, own in zip(weights, sums_NK.split(list(map(_padded_size, weights)), 1), strict=True):
-            column, count = self._columns[id(weight)]
+            column, is_added = self._columns[id(weight)]
             column += own
-            count += 1
-            self.added.add(id(weight))
+            if id(weight) not in self.added:
+                is_added.fill_(1)
+                self.added.add(id(weight))
 
 
 def _padded_size(weight: Any) -> int:

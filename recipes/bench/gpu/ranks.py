@@ -64,13 +64,14 @@ ROW = "ROW "
 class Case:
     """One layout. resumed: settings of the run that goes on from its first step, None for a run that does not stop.
 
-    room_tokens: tokens whose activations fit on a device, 0 for all.
+    room_tokens: tokens whose activations fit on a device, 0 for all. num_nodes: nodes on which the ranks believe they are.
     """
 
     config: Mapping[str, Any]
     model: str = "dense"
     resumed: Mapping[str, Any] | None = None
     room_tokens: int = 0
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def cases(num_ranks: int, longest: int) -> dict[str, Case]:
     }
     if num_ranks >= 4:
         found["Ulysses inside a ring"] = Case({**together, "method": "hybrid"})
+        found["sharded weights, copies on two nodes"] = Case({"parameters": "gathered_per_node"}, num_nodes=2)
         found["stages of sharded weights"] = Case({"stages": 2, "parameters": "sharded"})
         found["stages, weights kept for the step"] = Case({"stages": 2, "parameters": "gathered_per_step"})
     return {name: found[name] for name in sorted(found, key=lambda name: name == KILLED)}
@@ -334,6 +336,7 @@ class Watcher(TrainerCallback):
 def train(job: Job, case: Case, name: str) -> tuple[list[float], dict[str, Tensor], str]:
     """Trains on this rank; returns losses, what was added to every saved weight (on rank 0), and what the plans did."""
     folder = job.folder / f"{job.num_ranks} {name}"
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.num_ranks // case.num_nodes)
     model = build(job, case.model)
     before = {key: value.clone() for key, value in trained(model).items()}
     trainer, watcher, plans = trainer_of(job, case.config, model, folder, case, name == KILLED)

@@ -247,7 +247,7 @@ def parts_taken_while_they_cross(pool: GroupPool) -> int:
         loss = model(full(1.0, 64)[None]).sum()
         parameters.before_backward(True, True)
         loss.backward()
-        # of the size of a part, and of the rows of two ranks
+        # tensors of the size of a part
         taken = [torch.empty(64 * 64 + 2, device=CUDA) for _ in range(4)]
         wrong = sum(each.data_ptr() in made for each in taken)
     parameters.free()
@@ -288,6 +288,52 @@ def _after_a_backward(pool: GroupPool, add: Any = None) -> tuple[Any, ShardedPar
     with patch.object(sums, "APART_BYTES", 0):
         output.sum().backward()
     return model, parameters
+
+
+def _after_crossing(pool: GroupPool, add: Any = None) -> tuple[Any, ShardedParameters]:
+    """A model with copies on nodes of one rank after a last backward, with gradients of 1 and 2. add: gets their sums."""
+    model: Any = nn.Sequential(_Layer(64, 64, bias=False, device=CUDA))
+    shard_model(model, ("_Layer",), shard_mesh("cuda", pool.num_ranks, 60.0, node_ranks=1), node_ranks=1)
+    parameters = ShardedParameters(model, True)
+    with parameters.in_step(is_end=True):
+        parameters.enter_round("gathered_per_node")
+        output = model(full(1.0 + pool.rank, 64))
+        parameters.before_backward(True, True)
+        if add is not None:
+            parameters.sums.add = add
+        output.sum().backward()
+    return model, parameters
+
+
+def crossing_before_it_is_added(pool: GroupPool) -> int:
+    """Sums of a node cross as early as the order of streams allows, while the last of them is still added."""
+    ones = torch.ones(2, 64 * 64 // 2 + 1).pin_memory()
+    own = sums._SumPart.add
+
+    def late(part: Any, weights: Any, sums_NK: Tensor) -> None:
+        own(part, weights, sums_NK)
+        part.sums_NK.copy_(ones, non_blocking=True)
+
+    with patch.object(sums._SumPart, "add", late):
+        model, parameters = _after_crossing(pool)
+    parameters.sums._across.synchronize()
+    parameters.free()
+    parameters.reduce(None)
+    # one from each of two nodes
+    return int((model[0].weight.grad.to_local().cpu() != 2.0).sum())
+
+
+def read_before_it_has_crossed(pool: GroupPool) -> int:
+    """The stream of crossing sums still copies one when the current stream comes to read it."""
+    on_host, found = torch.zeros(32, 64).pin_memory(), torch.empty(32, 64, device=CUDA)
+    model, parameters = _after_crossing(pool, lambda _, total: on_host.copy_(total.to_local(), non_blocking=True))
+    parameters.sums.settle()
+    found.copy_(on_host, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    wrong = int((found.cpu() != 3.0).sum())
+    torch.cuda.synchronize()
+    free_gathered(model)
+    return wrong
 
 
 def summed_before_it_is_there(pool: GroupPool) -> int:
