@@ -61,7 +61,7 @@ class ShardSums:
         self._sent: set[Any] = set()
         # the stream on which parts cross nodes; parts that do, with their ends; sums of weights that other nodes may have used
         self._across: Any = None
-        self._crossing: list[tuple[Any, Any, _SumPart]] = []
+        self._crossing: list[tuple[Any, Any, _SumPart | None]] = []
         self._unsure: list[tuple[Any, Tensor, Tensor]] = []
         # records of running sums, their ends, and the gradients that they read
         self._running: list[tuple[Any, Any, Any]] = []
@@ -157,12 +157,16 @@ class ShardSums:
             if group not in self._sent:
                 self._cross(group)
         self._sent.clear()
-        unsure, self._unsure = self._unsure, []
-        for weight, sum_K, count in unsure:
-            with self._crossing[0][0].device_handle.stream(self._across):
+        if not self._unsure:
+            return
+        unsure, self._unsure, group = self._unsure, [], self._crossing[0][0]
+        with group.device_handle.stream(self._across):
+            for weight, sum_K, count in unsure:
                 # no rank may have used the weight, which then has no gradient
                 if bool(count):
                     self._add([weight], sum_K)
+            # hand-overs of now are later than the ends above
+            self._crossing.append((group, self._across.record_event(), None))
 
     def forget(self) -> None:
         """Drops the sums of a step that raised."""

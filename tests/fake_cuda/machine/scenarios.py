@@ -274,33 +274,23 @@ class _Layer(nn.Linear):
         return x * _Copied.apply(self.weight, float(x.mean()))
 
 
-def _after_a_backward(pool: GroupPool, add: Any = None) -> tuple[Any, ShardedParameters]:
-    """A sharded model after a backward, whose gradients are 1 on the first rank and 2 on the second. add: gets their sums."""
+def _after_a_backward(pool: GroupPool, add: Any = None, has_nodes: bool = False) -> tuple[Any, ShardedParameters]:
+    """A sharded model after a last backward, whose gradients are 1 on the first rank and 2 on the second.
+
+    add: gets their sums. has_nodes: nodes, of one rank each, keep copies of the weights.
+    """
     model: Any = nn.Sequential(_Layer(64, 64, bias=False, device=CUDA))
-    shard_model(model, ("_Layer",), shard_mesh("cuda", pool.num_ranks, 60.0))
+    shard_model(
+        model, ("_Layer",), shard_mesh("cuda", pool.num_ranks, 60.0, node_ranks=int(has_nodes)), node_ranks=int(has_nodes)
+    )
     parameters = ShardedParameters(model, True)
-    parameters.enter_round("sharded")
+    parameters.enter_round("gathered_per_node" if has_nodes else "sharded")
     output = model(full(1.0 + pool.rank, 64))
-    parameters.before_backward(True)
+    parameters.before_backward(True, True)
     if add is not None:
         parameters.sums.add = add
     # nothing but messages reads the gradient
     with patch.object(sums, "APART_BYTES", 0):
-        output.sum().backward()
-    return model, parameters
-
-
-def _after_crossing(pool: GroupPool, add: Any = None) -> tuple[Any, ShardedParameters]:
-    """A model with copies on nodes of one rank after a last backward, with gradients of 1 and 2. add: gets their sums."""
-    model: Any = nn.Sequential(_Layer(64, 64, bias=False, device=CUDA))
-    shard_model(model, ("_Layer",), shard_mesh("cuda", pool.num_ranks, 60.0, node_ranks=1), node_ranks=1)
-    parameters = ShardedParameters(model, True)
-    with parameters.in_step(is_end=True):
-        parameters.enter_round("gathered_per_node")
-        output = model(full(1.0 + pool.rank, 64))
-        parameters.before_backward(True, True)
-        if add is not None:
-            parameters.sums.add = add
         output.sum().backward()
     return model, parameters
 
@@ -315,7 +305,7 @@ def crossing_before_it_is_added(pool: GroupPool) -> int:
         part.sums_NK.copy_(ones, non_blocking=True)
 
     with patch.object(sums._SumPart, "add", late):
-        model, parameters = _after_crossing(pool)
+        model, parameters = _after_a_backward(pool, has_nodes=True)
     parameters.sums._across.synchronize()
     parameters.free()
     parameters.reduce(None)
@@ -325,15 +315,7 @@ def crossing_before_it_is_added(pool: GroupPool) -> int:
 
 def read_before_it_has_crossed(pool: GroupPool) -> int:
     """The stream of crossing sums still copies one when the current stream comes to read it."""
-    on_host, found = torch.zeros(32, 64).pin_memory(), torch.empty(32, 64, device=CUDA)
-    model, parameters = _after_crossing(pool, lambda _, total: on_host.copy_(total.to_local(), non_blocking=True))
-    parameters.sums.settle()
-    found.copy_(on_host, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    wrong = int((found.cpu() != 3.0).sum())
-    torch.cuda.synchronize()
-    free_gathered(model)
-    return wrong
+    return read_before_it_is_summed(pool, has_nodes=True)
 
 
 def summed_before_it_is_there(pool: GroupPool) -> int:
@@ -346,10 +328,10 @@ def summed_before_it_is_there(pool: GroupPool) -> int:
     return wrong
 
 
-def read_before_it_is_summed(pool: GroupPool) -> int:
+def read_before_it_is_summed(pool: GroupPool, has_nodes: bool = False) -> int:
     """The stream of sums still copies what it has added up when the current stream comes to read it."""
     on_host, found = torch.zeros(32, 64).pin_memory(), torch.empty(32, 64, device=CUDA)
-    model, parameters = _after_a_backward(pool, lambda _, total: on_host.copy_(total.to_local(), non_blocking=True))
+    model, parameters = _after_a_backward(pool, lambda _, total: on_host.copy_(total.to_local(), non_blocking=True), has_nodes)
     parameters.sums.settle()
     found.copy_(on_host, non_blocking=True)
     torch.cuda.current_stream().synchronize()
